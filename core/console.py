@@ -1,0 +1,86 @@
+"""What a person sees: a progress bar on a terminal, plain lines elsewhere, tables, and JSON for machines."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Reports `done` of a total; `note` is a short text beside the bar."""
+
+    def update(self, done: int, note: str = "") -> None: ...
+
+
+class _Silent:
+    def update(self, done: int, note: str = "") -> None:
+        pass
+
+
+class _Lines:
+    """One line at most every ten seconds, and one at the end."""
+
+    def __init__(self, title: str, total: int) -> None:
+        self.title, self.total, self.next_time = title, total, time.monotonic() + 10
+
+    def update(self, done: int, note: str = "") -> None:
+        now = time.monotonic()
+        if now >= self.next_time:
+            self.next_time = now + 10
+            print(f"{self.title}: {done}/{self.total} {note}".rstrip(), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progress]:
+    """Report the progress of `total` steps on standard error."""
+    if quiet:
+        yield _Silent()
+        return
+    if not sys.stderr.isatty():
+        yield _Lines(title, total)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with RichProgress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total, note="")
+
+        class _Bar:
+            def update(self, done: int, note: str = "") -> None:
+                bar.update(task, completed=done, note=note)
+
+        yield _Bar()
+
+
+def log(message: str, *, quiet: bool = False) -> None:
+    """One line on standard error."""
+    if not quiet:
+        print(message, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """JSON on standard output, for machines."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on standard output; numbers to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row])
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def print_fields(title: str, fields: Mapping[str, object]) -> None:
+    """A two-column table of names and values on standard output."""
+    print_table(title, ("", ""), [(name, value) for name, value in fields.items()])

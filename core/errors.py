@@ -1,0 +1,41 @@
+"""Errors that reach the user as one message: what was given, what was expected, what to do."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class VitxError(Exception):
+    """An error with a message for the user; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class CheckFailed(VitxError):
+    """A check said no: parity failed, accuracy below its floor."""
+
+    exit_code = 1
+
+
+class InputError(VitxError, ValueError):
+    """What the user gave cannot be used."""
+
+    exit_code = 2
+
+
+class EnvironmentMissing(VitxError):
+    """This machine or installation lacks something: a package, a GPU, a free port."""
+
+    exit_code = 3
+
+
+def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:
+    """Return the error for a name that is not among `known`, with the nearest ones first."""
+    names = sorted(known)
+    near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return InputError(f"unknown {kind} '{given}': {hint}known: {', '.join(names)}")
+
+
+def missing_package(package: str, extra: str) -> EnvironmentMissing:
+    """Return the error for an optional package that is not installed."""
+    return EnvironmentMissing(f"this needs the package '{package}', which is not installed: pip install 'vitx[{extra}]'")

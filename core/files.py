@@ -1,0 +1,137 @@
+"""Files that appear whole: written under a temporary name, flushed to the disk, renamed."""
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from vitx.core.errors import InputError
+
+
+class Record(BaseModel):
+    """Base of every schema that vitx writes to a file: immutable, and a field it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+RecordT = TypeVar("RecordT", bound=Record)
+
+
+def sha256_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a folder entry to the disk, where the platform can."""
+    if path.is_dir() and sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a whole file or leave the old one untouched."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON (a `Record` or plain values), whole or not at all."""
+    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    write_bytes(path, (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_record(path: Path, schema: type[RecordT]) -> RecordT:
+    """Read a JSON file into `schema`; raise InputError naming the file and the field that is wrong."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist")
+    try:
+        return schema.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise InputError(f"{path} is not a valid {schema.__name__}: {place}: {first['msg']}") from None
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes the place of `target` when the block ends, and vanishes if the block raises."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    stage.chmod(0o777 & ~_umask())
+    try:
+        yield stage
+        for path in stage.rglob("*"):
+            if path.is_file():
+                sync(path)
+        replace_folder(stage, target)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Put `new` where `target` is. On Linux the two are exchanged in one step, so `target` always exists."""
+    if not target.exists():
+        os.rename(new, target)
+    elif not _exchange(new, target):
+        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        os.rename(target, aside / target.name)
+        os.rename(new, target)
+        shutil.rmtree(aside)
+    else:
+        shutil.rmtree(new)
+    sync(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two folders atomically; return False where the platform or the file system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    at_fdcwd, rename_exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    return bool(renameat2(at_fdcwd, os.fsencode(first), at_fdcwd, os.fsencode(second), rename_exchange) == 0)
+
+
+def link_atomically(link: Path, target: str) -> None:
+    """Make `link` a symbolic link to `target` (relative to it), replacing an older link in one step."""
+    temporary = link.with_name(f".{link.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, link)
+    sync(link.parent)

@@ -1,0 +1,103 @@
+"""The one preprocessing: decode → EXIF rotation → RGB → resize → centre crop → uint8 NHWC.
+
+Training's evaluation, parity, the server and offline prediction all call it, so they cannot differ. Normalisation is
+not here: it lives inside the exported graph.
+"""
+
+import io
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+from pydantic import Field
+
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+
+UInt8Array = npt.NDArray[np.uint8]
+
+# Above this many pixels an image is refused before it is decoded (a decompression bomb fits in a small file).
+MAX_PIXELS = 100_000_000
+
+_FILTERS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class ImageError(InputError):
+    """An image that cannot be read; the message says why."""
+
+
+class Preprocessing(Record):
+    """How an image becomes the model's input.
+
+    The shorter side is resized to ⌊image_size / crop_fraction⌋, antialiased, and the centre square is cut out. `mean`
+    and `std` are on the scale 0 to 1 and are applied by the model, not by `apply`.
+    """
+
+    image_size: Annotated[int, Field(gt=0)]
+    crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
+
+    def apply(self, image: Image.Image) -> UInt8Array:
+        """Return uint8 (image_size, image_size, 3) from an RGB image."""
+        short = math.floor(self.image_size / self.crop_fraction)
+        width, height = image.size
+        scaled = (short, max(short, int(short * height / width)))
+        if width > height:
+            scaled = (max(short, int(short * width / height)), short)
+        if scaled != image.size:
+            image = image.resize(scaled, _FILTERS[self.interpolation])
+        left = round((scaled[0] - self.image_size) / 2)
+        top = round((scaled[1] - self.image_size) / 2)
+        return np.asarray(image.crop((left, top, left + self.image_size, top + self.image_size)))
+
+    def from_bytes(self, data: bytes) -> UInt8Array:
+        """Decode and apply; raise ImageError with the reason when the bytes are no whole image."""
+        return self.apply(decode(data))
+
+
+def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return an upright RGB image.
+
+    Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
+    """
+    try:
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
+        if image.width * image.height > max_pixels:
+            raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
+        image.load()
+        return _to_rgb(ImageOps.exif_transpose(image))
+    except ImageError:
+        raise
+    except Image.UnidentifiedImageError:
+        raise ImageError(_not_an_image(source)) from None
+    except Image.DecompressionBombError as error:
+        raise ImageError(str(error)) from None
+    # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
+    except (OSError, SyntaxError, ValueError, IndexError, EOFError, TypeError, KeyError, OverflowError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise ImageError(f"cannot open the image: {error.strerror}") from None
+        raise ImageError(f"cannot decode the image: {error}") from None
+
+
+def _not_an_image(source: bytes | Path) -> str:
+    if isinstance(source, bytes) and not source:
+        return "not an image: empty"
+    return "not an image in a format that can be read (JPEG, PNG, WebP, BMP, GIF, TIFF)"
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16-bit grey: keep the high byte, where convert("RGB") would clip to white
+        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+    return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,0 +1,108 @@
+"""The run folder: what `vitx train` writes and every other stage reads. Specification: docs/run-folder.md."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from vitx.core.errors import InputError
+from vitx.core.files import Record, read_record, sha256_file
+from vitx.core.preprocess import Preprocessing
+
+RUN_FORMAT = 1
+Checkpoint = Literal["best", "last"]
+
+
+class ModelSpec(Record):
+    """How to build the network: `timm.create_model(name, num_classes=…, **kwargs)` after `import vitx.models`."""
+
+    name: str
+    num_classes: int = Field(gt=0)
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class RunInfo(Record):
+    """`run.json`: what the other stages need to know of a run, without reading its recipe."""
+
+    format_version: Literal[1] = 1
+    name: str
+    recipe: str
+    model: ModelSpec
+    class_names: tuple[str, ...]
+    preprocessing: Preprocessing
+    data: str
+    seed: int
+
+
+class CheckpointState(Record):
+    """`state.json` of one checkpoint folder: where training stood, and the digests of the files beside it."""
+
+    format_version: Literal[1] = 1
+    epoch: NonNegativeInt = Field(description="epochs completed")
+    step: NonNegativeInt
+    best_metric: float
+    best_epoch: int
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    rng: dict[str, Any] = Field(default_factory=dict)
+    sha256: dict[str, str]
+
+
+class RunFolder:
+    """A run on disk. `checkpoints/best` and `checkpoints/last` are links to `checkpoints/epoch-NNNN`."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @classmethod
+    def open(cls, path: Path | str) -> "RunFolder":
+        """Open an existing run; raise InputError when `path` is not one."""
+        run = cls(path)
+        if not run.path.is_dir():
+            raise InputError(f"no run at '{path}': expected a folder made by `vitx train`")
+        if not run.info_path.is_file():
+            raise InputError(f"'{path}' is not a run: it has no run.json")
+        return run
+
+    @property
+    def info_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def info(self) -> RunInfo:
+        return read_record(self.info_path, RunInfo)
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    def checkpoint_path(self, which: Checkpoint) -> Path:
+        return self.path / "checkpoints" / which
+
+    def checkpoint(self, which: Checkpoint = "best") -> tuple[Path, CheckpointState]:
+        """Return a checkpoint's folder and state, every file's digest verified.
+
+        Raises InputError when there is none, or naming the file whose sha256 differs.
+        """
+        folder = self.checkpoint_path(which)
+        if not (folder / "state.json").is_file():
+            raise InputError(f"run '{self.path}' has no '{which}' checkpoint yet")
+        state = read_record(folder / "state.json", CheckpointState)
+        verify_digests(folder, state.sha256)
+        return folder, state
+
+
+def verify_digests(folder: Path, expected: Mapping[str, str]) -> None:
+    """Compare the files of `folder` with their recorded sha256; raise InputError naming the first that differs."""
+    for name, digest in expected.items():
+        path = folder / name
+        if not path.is_file():
+            raise InputError(f"{path} is missing: the folder is incomplete, make or copy it again")
+        found = sha256_file(path)
+        if found != digest:
+            raise InputError(
+                f"{path} is corrupt: sha256 {found[:16]}… but {digest[:16]}… was recorded when it was written"
+            )

@@ -1,0 +1,212 @@
+"""Attention with a mix over heads: Re-Attention (DeepViT) and talking heads.
+
+Shape letters: B batch, N tokens (class token included), D width, H heads, K head width.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitx.core.errors import InputError
+
+HeadNorm = Literal["batch", "layer", "none"]
+MixInit = Literal["random", "identity"]
+
+
+def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None) -> Tensor:
+    """Return Σ_g weight[h, g] · maps[:, g] (+ bias[h]): a 1×1 convolution over heads, as one matrix product."""
+    mixed = torch.matmul(weight_HH, maps_BHNN.flatten(2))
+    if bias_H is not None:
+        mixed = mixed + bias_H[:, None]
+    return mixed.view_as(maps_BHNN)
+
+
+class HeadMixAttention(nn.Module):
+    """Self-attention whose maps are mixed over heads, which no fused kernel offers.
+
+    `attn_drop` sees the softmax maps (B, H, N, N), so a hook on it reads them.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        if dim % num_heads:
+            raise InputError(f"dim {dim} is not divisible by num_heads {num_heads}: change embed_dim or num_heads")
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.scale = self.head_dim**-0.5
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
+        """What is done to the scores; nothing unless a subclass mixes them."""
+        return scores_BHNN
+
+    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        """What is done to the maps between dropout and the product with V."""
+        raise NotImplementedError
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        B, N, D = x_BND.shape
+        q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        scores_BHNN = (q_BHNK * self.scale) @ k_BHNK.transpose(-2, -1)
+        maps_BHNN = self.attn_drop(self.before_softmax(scores_BHNN).softmax(dim=-1))
+        out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
+        out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
+        return out
+
+
+class ReAttention(HeadMixAttention):
+    """Re-Attention, `Norm(Θᵀ softmax(QKᵀ/√d)) V` (Zhou et al., DeepViT, arXiv 2103.11886, eq. 3).
+
+    As the authors train it: softmax → dropout → 1×1 convolution over heads with bias → BatchNorm over heads →
+    × `reatten_scale` → V. `norm="layer"` is a LayerNorm over heads, `"none"` leaves it out. `init="identity"` starts
+    from plain attention (up to the norm).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        norm: HeadNorm = "batch",
+        init: MixInit = "random",
+        reatten_scale: float = 1.0,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, device=device, dtype=dtype
+        )
+        if norm not in ("batch", "layer", "none"):
+            raise InputError(f"norm '{norm}' of Re-Attention: expected batch, layer or none")
+        self.norm = norm
+        self.init: MixInit = init
+        self.reatten_scale = reatten_scale
+        self.reatten_matrix = nn.Conv2d(num_heads, num_heads, 1, device=device, dtype=dtype)
+        self.var_norm: nn.Module = nn.Identity()
+        if norm == "batch":
+            self.var_norm = nn.BatchNorm2d(num_heads, device=device, dtype=dtype)
+        elif norm == "layer":
+            self.var_norm = nn.LayerNorm(num_heads, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Apply `init`; "random" keeps the convolution's own initialisation."""
+        assert self.reatten_matrix.bias is not None
+        if self.init == "identity":
+            nn.init.dirac_(self.reatten_matrix.weight)
+            nn.init.zeros_(self.reatten_matrix.bias)
+
+    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        mixed_BHNN = mix_heads(maps_BHNN, self.reatten_matrix.weight.flatten(1), self.reatten_matrix.bias)
+        if isinstance(self.var_norm, nn.LayerNorm):
+            mixed_BHNN = self.var_norm(mixed_BHNN.movedim(1, -1)).movedim(-1, 1)
+        else:
+            mixed_BHNN = self.var_norm(mixed_BHNN)
+        return mixed_BHNN if self.reatten_scale == 1.0 else mixed_BHNN * self.reatten_scale
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, norm={self.norm!r}, reatten_scale={self.reatten_scale}"
+
+
+class TalkingHeadsAttention(HeadMixAttention):
+    """Talking heads, `post(softmax(pre(QKᵀ/√d))) V` (Shazeer et al., arXiv 2003.02436).
+
+    `mix_bias=False` with `init="random"` (normal, .02, truncated) is the form of Gong et al.; CaiT's has the bias.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        mix_bias: bool = False,
+        init: MixInit = "random",
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, device=device, dtype=dtype
+        )
+        self.init: MixInit = init
+        self.pre_mix = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
+        self.post_mix = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Apply `init` to both mixes; biases start at zero."""
+        for mix in (self.pre_mix, self.post_mix):
+            if self.init == "identity":
+                nn.init.eye_(mix.weight)
+            else:
+                nn.init.trunc_normal_(mix.weight, std=0.02)
+            if mix.bias is not None:
+                nn.init.zeros_(mix.bias)
+
+    def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
+        return mix_heads(scores_BHNN, self.pre_mix.weight, self.pre_mix.bias)
+
+    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        return mix_heads(maps_BHNN, self.post_mix.weight, self.post_mix.bias)
+
+
+class PlainAttention(HeadMixAttention):
+    """Multi-head self-attention through PyTorch's fused kernel; `fused_attn = False` makes the maps observable."""
+
+    def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        self.fused_attn = True
+
+    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        return maps_BHNN
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        if not self.fused_attn:
+            return super().forward(x_BND)
+        B, N, D = x_BND.shape
+        q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        dropout = self.attn_drop.p if self.training else 0.0
+        out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, dropout_p=dropout)
+        out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
+        return out
+
+
+def fold_head_mix(re_attention: ReAttention) -> tuple[Tensor, Tensor]:
+    """Fold the BatchNorm and `reatten_scale` of a Re-Attention into its head mix (MATHS §4, rewrite 1).
+
+    Returns weight (H, H) and bias (H,) so that the evaluation-mode map is `weight · maps + bias`. With
+    s = γ/√(σ²+eps): weight = r·s⊙W, bias = r·(s⊙(b−μ)+β). Raises InputError for a LayerNorm over heads, which is not
+    linear in the maps.
+    """
+    convolution = re_attention.reatten_matrix
+    assert convolution.bias is not None
+    weight, bias = convolution.weight.detach().flatten(1), convolution.bias.detach()
+    norm = re_attention.var_norm
+    if isinstance(norm, nn.BatchNorm2d):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        scale = norm.weight.detach() / torch.sqrt(norm.running_var + norm.eps)
+        weight, bias = scale[:, None] * weight, scale * (bias - norm.running_mean) + norm.bias.detach()
+    elif not isinstance(norm, nn.Identity):
+        raise InputError("a LayerNorm over heads cannot be folded into the head mix: it is not linear in the maps")
+    return re_attention.reatten_scale * weight, re_attention.reatten_scale * bias

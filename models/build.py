@@ -1,0 +1,60 @@
+"""From a specification or a run folder to a network with its weights."""
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from vitx.core.errors import InputError, unknown_name
+from vitx.core.run import Checkpoint, CheckpointState, ModelSpec, RunFolder
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """Build the network of `spec` with fresh weights; raise InputError for a name or argument timm does not know."""
+    if spec.name not in timm.list_models():
+        raise unknown_name("model", spec.name, timm.list_models())
+    try:
+        model: nn.Module = timm.create_model(spec.name, num_classes=spec.num_classes, **spec.kwargs)
+    except TypeError as error:
+        raise InputError(f"model '{spec.name}' does not take these arguments: {error}") from None
+    return model
+
+
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load a safetensors file whose keys and shapes must be exactly the model's."""
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise InputError(f"{path} is not a safetensors file: {error}") from None
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    found = {key: tuple(value.shape) for key, value in state.items()}
+    if expected != found:
+        differing = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        first = differing[0]
+        raise InputError(
+            f"{path} belongs to another architecture: {len(differing)} entries differ, the first is '{first}' "
+            f"({found.get(first, 'absent')} in the file, {expected.get(first, 'absent')} in the model)"
+        )
+    model.load_state_dict(state)
+
+
+def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Module, CheckpointState]:
+    """Return a run's network in evaluation mode with its averaged (EMA) weights, or the raw ones where it kept none."""
+    folder, state = run.checkpoint(which)
+    model = build_model(run.info.model)
+    ema = folder / "ema.safetensors"
+    load_weights(model, ema if ema.is_file() else folder / "model.safetensors")
+    return model.eval(), state
+
+
+def image_tensor(images: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
+    """Normalise uint8 (B, S, S, 3) to float32 (B, 3, S, S): (x/255 − mean)/std."""
+    pixels = torch.as_tensor(images).permute(0, 3, 1, 2).float() / 255
+    shape = (1, 3, 1, 1)
+    return (pixels - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)

@@ -1,0 +1,190 @@
+"""The vision transformer of vitx: timm's, with a choice of attention in each block, and DeepViT's residual scale.
+
+Shape letters: B batch, N tokens with class token, n patches, D width, C classes.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from timm.layers import PatchEmbed
+from timm.models.vision_transformer import Block as TimmBlock
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vitx.core.errors import InputError, unknown_name
+from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.patch_embedding import ConvPatchEmbed
+
+AttentionKind = Literal["plain", "talking-heads", "re-attention"]
+ATTENTION: dict[str, type[nn.Module]] = {
+    "plain": PlainAttention,
+    "talking-heads": TalkingHeadsAttention,
+    "re-attention": ReAttention,
+}
+
+
+class Block(TimmBlock):
+    """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment)."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        attention: Sequence[AttentionKind],
+        attention_options: dict[str, dict[str, Any]],
+        depth: int,
+        residual_scale: float = 1.0,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        qkv_bias: bool = True,
+        attn_layer: object = None,
+        device: Any = None,
+        dtype: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, proj_drop=proj_drop, device=device, dtype=dtype, **kwargs)
+        self.residual_scale = residual_scale
+        kind = attention[depth]
+        self.attn = ATTENTION[kind](
+            dim,
+            num_heads,
+            qkv_bias=qkv_bias,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            device=device,
+            dtype=dtype,
+            **attention_options.get(kind, {}),
+        )
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        if attn_mask is not None or is_causal:
+            raise InputError("attention masks are not supported: images have none")
+        s = self.residual_scale
+        if s == 1.0:
+            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+            return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x * s)))) / s
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
+
+
+class TokenOutputs(NamedTuple):
+    """What the over-smoothing losses need of one forward pass; class token left out of the patches."""
+
+    logits_BC: Tensor
+    early_BnD: Tensor
+    late_BnD: Tensor
+    patch_logits_BnC: Tensor | None
+
+
+class VisionTransformer(TimmVisionTransformer):
+    """timm's vision transformer with talking heads or Re-Attention in chosen blocks.
+
+    Args:
+        attention: one kind for all blocks, or a list with one kind a block.
+        residual_scale: s of `Block`.
+        patch_embedding: "patch" (one convolution) or "cnn" (DeepViT's three).
+        patch_head: add a linear classifier of single patches, for the patch mixing loss.
+        reatten_norm, reatten_init, reatten_scale: see ReAttention.
+        talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
+        class_token: None means: with `global_pool="token"` only.
+        Everything else is timm's.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention: AttentionKind | Sequence[AttentionKind] = "plain",
+        residual_scale: float = 1.0,
+        patch_embedding: Literal["patch", "cnn"] = "patch",
+        patch_head: bool = False,
+        reatten_norm: HeadNorm = "batch",
+        reatten_init: MixInit = "random",
+        reatten_scale: float = 1.0,
+        talking_heads_bias: bool = False,
+        talking_heads_init: MixInit = "random",
+        img_size: int = 224,
+        patch_size: int = 16,
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        global_pool: Literal["token", "avg"] = "token",
+        class_token: bool | None = None,
+        fc_norm: bool = False,
+        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6),
+        **kwargs: Any,
+    ) -> None:
+        _check_geometry(img_size, patch_size, embed_dim, num_heads)
+        options: dict[str, dict[str, Any]] = {
+            "re-attention": {"norm": reatten_norm, "init": reatten_init, "reatten_scale": reatten_scale},
+            "talking-heads": {"mix_bias": talking_heads_bias, "init": talking_heads_init},
+        }
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            global_pool=global_pool,
+            class_token=global_pool == "token" if class_token is None else class_token,
+            fc_norm=fc_norm,
+            norm_layer=norm_layer,
+            embed_layer={"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding],
+            # timm calls it once a block with the block's number as `depth`.
+            block_fn=partial(  # type: ignore[arg-type]  # annotated as a class; any callable works
+                Block,
+                attention=attention_of_blocks(attention, depth),
+                attention_options=options,
+                residual_scale=residual_scale,
+            ),
+            **kwargs,
+        )
+        self.patch_head = nn.Linear(embed_dim, self.num_classes) if patch_head else None
+        if self.patch_head is not None:
+            nn.init.trunc_normal_(self.patch_head.weight, std=0.02)
+            nn.init.zeros_(self.patch_head.bias)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier, and the patch head with it."""
+        super().reset_classifier(num_classes, global_pool)
+        if self.patch_head is not None:
+            reference = self.patch_head.weight
+            self.patch_head = nn.Linear(self.embed_dim, num_classes, device=reference.device, dtype=reference.dtype)
+
+    def forward_with_tokens(self, images: Tensor) -> TokenOutputs:
+        """Return logits, the patches after the first block and after the final LayerNorm, and the patch head's logits."""
+        x_BND = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(images))))
+        early_BND = x_BND
+        for index, block in enumerate(self.blocks):
+            x_BND = checkpoint(block, x_BND, use_reentrant=False) if self.grad_checkpointing else block(x_BND)
+            if index == 0:
+                early_BND = x_BND
+        x_BND = self.norm(x_BND)
+        late_BnD = x_BND[:, self.num_prefix_tokens :]
+        return TokenOutputs(
+            logits_BC=self.forward_head(x_BND),
+            early_BnD=early_BND[:, self.num_prefix_tokens :],
+            late_BnD=late_BnD,
+            patch_logits_BnC=None if self.patch_head is None else self.patch_head(self.head_drop(late_BnD)),
+        )
+
+
+def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], depth: int) -> list[AttentionKind]:
+    """One attention kind a block; raise InputError for an unknown kind or a list of another length than `depth`."""
+    kinds: list[AttentionKind] = [attention] * depth if isinstance(attention, str) else list(attention)
+    for kind in kinds:
+        if kind not in ATTENTION:
+            raise unknown_name("attention", kind, ATTENTION)
+    if len(kinds) != depth:
+        raise InputError(f"attention lists {len(kinds)} blocks but depth is {depth}: give one kind a block")
+    return kinds
+
+
+def _check_geometry(img_size: int | tuple[int, int], patch_size: int, embed_dim: int, num_heads: int) -> None:
+    sides = (img_size, img_size) if isinstance(img_size, int) else img_size
+    if any(side % patch_size for side in sides):
+        raise InputError(f"img_size {img_size} is not divisible by patch_size {patch_size}: change one of them")
+    if embed_dim % num_heads:
+        raise InputError(f"embed_dim {embed_dim} is not divisible by num_heads {num_heads}: change one of them")
