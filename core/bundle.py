@@ -96,7 +96,9 @@ class Certificate(Record):
     mean_logit_error: float
     max_logit_error_by_batch_size: dict[int, float]
     max_logit_error_allowed: float
-    max_neighbour_error: float = Field(description="largest change of a row's logits when the rest of its batch changes")
+    max_neighbour_error: float = Field(
+        description="largest change of a row's logits with other neighbours in its batch"
+    )
     created: str
 
 
@@ -160,12 +162,10 @@ class Bundle:
         if certificate is None:
             raise CheckFailed(f"bundle '{self.path}' has no certificate: {remedy}")
         if certificate.subject != self.subject():
-            changed = sorted(
-                name
-                for name, digest in self.subject().items()
-                if certificate.subject.get(name) != digest
+            changed = sorted(name for name, digest in self.subject().items() if certificate.subject.get(name) != digest)
+            raise CheckFailed(
+                f"the certificate of '{self.path}' is of other files ({', '.join(changed)} differ): {remedy}"
             )
-            raise CheckFailed(f"the certificate of '{self.path}' is of other files ({', '.join(changed)} differ): {remedy}")
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
         return certificate

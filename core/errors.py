@@ -38,4 +38,6 @@ def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:
 
 def missing_package(package: str, extra: str) -> EnvironmentMissing:
     """Return the error for an optional package that is not installed."""
-    return EnvironmentMissing(f"this needs the package '{package}', which is not installed: pip install 'vitx[{extra}]'")
+    return EnvironmentMissing(
+        f"this needs the package '{package}', which is not installed: pip install 'vitx[{extra}]'"
+    )

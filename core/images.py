@@ -99,7 +99,9 @@ def _class_names(root: Path) -> tuple[str, ...]:
     for split in ("train", "val"):
         folder = root / split
         if not folder.is_dir():
-            raise InputError(f"{folder} does not exist: expected train/ and val/ in '{root}', each with a folder a class")
+            raise InputError(
+                f"{folder} does not exist: expected train/ and val/ in '{root}', each with a folder a class"
+            )
         found[split] = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
         if not found[split]:
             raise InputError(f"{folder} is empty: expected one folder of images a class")
@@ -169,7 +171,9 @@ def _digits_png() -> tuple[list[bytes], npt.NDArray[np.int64]]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return [_png(np.rint(image * (255 / 16)).astype(np.uint8)) for image in digits.images], digits.target.astype(np.int64)
+    return [_png(np.rint(image * (255 / 16)).astype(np.uint8)) for image in digits.images], digits.target.astype(
+        np.int64
+    )
 
 
 def _png(pixels: UInt8Array) -> bytes:

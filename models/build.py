@@ -24,8 +24,6 @@ def build_model(spec: ModelSpec) -> nn.Module:
     return model
 
 
-
-
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load a safetensors file whose keys and shapes must be exactly the model's."""
     try:

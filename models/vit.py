@@ -154,7 +154,7 @@ class VisionTransformer(TimmVisionTransformer):
             self.patch_head = nn.Linear(self.embed_dim, num_classes, device=reference.device, dtype=reference.dtype)
 
     def forward_with_tokens(self, images: Tensor) -> TokenOutputs:
-        """Return logits, the patches after the first block and after the final LayerNorm, and the patch head's logits."""
+        """Return logits, the patches after the first block and after the final LayerNorm, and the patch logits."""
         x_BND = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(images))))
         early_BND = x_BND
         for index, block in enumerate(self.blocks):

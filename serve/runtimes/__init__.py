@@ -1,6 +1,6 @@
 """Runtimes: one file each, one protocol. A session maps uint8 images (N, S, S, 3) to float32 logits (N, C)."""
 
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ from vitx.core.preprocess import UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
 Device = Literal["auto", "cpu", "cuda"]
+DEVICES = ("auto", "cpu", "cuda")
 RUNTIMES = ("onnxruntime", "torch")
 
 
@@ -27,14 +28,21 @@ class Session(Protocol):
 
 
 def load_session(
-    bundle: Bundle, runtime: str = "onnxruntime", *, device: Device = "auto", threads: int | None = None
+    bundle: Bundle, runtime: str = "onnxruntime", *, device: str = "auto", threads: int | None = None
 ) -> Session:
     """Load a bundle into a runtime.
 
-    Raises InputError for an unknown runtime, EnvironmentMissing when the device or a package is not there.
+    Raises InputError for an unknown runtime or device, EnvironmentMissing when the device or a package is not there.
     """
     if runtime == "onnxruntime":
         from vitx.serve.runtimes.onnxruntime import OnnxRuntimeSession
 
-        return OnnxRuntimeSession(bundle, device=device, threads=threads)
+        return OnnxRuntimeSession(bundle, device=device_name(device), threads=threads)
     raise unknown_name("runtime of a bundle", runtime, ("onnxruntime",))
+
+
+def device_name(name: str) -> Device:
+    """Return `name` as a device; raise InputError for another name."""
+    if name not in DEVICES:
+        raise unknown_name("device", name, DEVICES)
+    return cast(Device, name)

@@ -9,7 +9,20 @@ from vitx import __version__
 from vitx.core.errors import VitxError
 
 # Order of the help page: the path of a checkpoint.
-VERBS = ("train", "eval", "analyze", "export", "parity", "bench", "serve", "predict", "recipes", "models", "doctor", "demo")
+VERBS = (
+    "train",
+    "eval",
+    "analyze",
+    "export",
+    "parity",
+    "bench",
+    "serve",
+    "predict",
+    "demo",
+    "recipes",
+    "models",
+    "doctor",
+)
 
 app = typer.Typer(
     name="vitx",

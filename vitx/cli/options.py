@@ -1,17 +1,31 @@
 """Options that several verbs share, each defined once."""
 
-from typing import Annotated, Optional
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-# typer reads these aliases at run time; `Optional` keeps them readable for it on every supported Python.
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, made by `vitx train`.")]
+BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle, made by `vitx export`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 Data = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option("--data", help="'digits', or a folder with train/ and val/, one folder a class. Default: the run's."),
 ]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out, and count them.")]
-Which = Annotated[str, typer.Option("--checkpoint", help="best or last.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-Threads = Annotated[Optional[int], typer.Option("--threads", min=1, help="Threads of one session. Default: all cores.")]  # noqa: UP045
+Which = Annotated[Literal["best", "last"], typer.Option("--checkpoint", help="Which checkpoint of the run.")]
+DeviceOption = Annotated[
+    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to run; auto takes a GPU where there is one.")
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of one session. Default: all cores.")]
+MaxFlipRate = Annotated[
+    float,
+    typer.Option(
+        "--max-flip-rate", min=0, max=1, help="Highest allowed 95 % upper bound on the share of changed classes."
+    ),
+]
+AllowUncertified = Annotated[
+    bool,
+    typer.Option("--allow-uncertified", help="Accept a bundle without a passing certificate; shown wherever it runs."),
+]

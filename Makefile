@@ -1,0 +1,40 @@
+# Each target does all of its own set-up: Python >= 3.11 with venv, and make, are enough.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: help demo test check update clean
+help:
+	@echo "make demo    install, then the main job on handwritten digits, ending in one table"
+	@echo "make test    install, lint, types, tests"
+	@echo "make check   lint and types only"
+	@echo "make update  install the newest allowed versions and write them to constraints.txt"
+
+# A stamp is written last, so an interrupted install is repeated; a changed pyproject installs again.
+$(VENV)/.%.stamp: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "vitx needs Python >= 3.11: make PYTHON=/path/to/python3.11"; exit 3; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.all.stamp
+	$(BIN)/vitx demo
+
+check: $(VENV)/.dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest
+
+update:
+	rm -rf .venv-update
+	$(PYTHON) -m venv .venv-update
+	.venv-update/bin/python -m pip install --quiet --upgrade -e '.[dev]'
+	.venv-update/bin/python -m pip freeze --exclude-editable | grep -v ' @ ' | sed 's/+[a-z0-9.]*$$//' > constraints.txt
+	rm -rf .venv-update
+
+clean:
+	rm -rf $(VENV) demo build dist

@@ -1,0 +1,47 @@
+"""Why a request is refused: each refusal has its HTTP status, a reason that is counted, and a text for the client."""
+
+from http import HTTPStatus
+
+
+class RequestError(Exception):
+    """A refused request. `reason` is the label it is counted under in `vitx_rejections_total`."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = HTTPStatus.BAD_REQUEST,
+        reason: str = "bad_request",
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = int(status)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+class QueueFull(RequestError):
+    """More rows are waiting than the queue may hold; `retry_after` is in seconds."""
+
+    def __init__(self, queued: int, capacity: int, retry_after: int) -> None:
+        super().__init__(
+            f"queue full: {queued} of {capacity} images are waiting; try again in {retry_after} s",
+            status=HTTPStatus.TOO_MANY_REQUESTS,
+            reason="queue_full",
+            retry_after=retry_after,
+        )
+
+
+class InferenceFailed(RequestError):
+    """The model raised, or returned something that is not one row of logits an image."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, status=HTTPStatus.INTERNAL_SERVER_ERROR, reason="inference_failed")
+
+
+def too_large(message: str) -> RequestError:
+    return RequestError(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason="too_large")
+
+
+def unavailable(message: str, reason: str) -> RequestError:
+    return RequestError(message, status=HTTPStatus.SERVICE_UNAVAILABLE, reason=reason, retry_after=1)

@@ -1,0 +1,95 @@
+"""The statistics of a certificate, in numpy alone: serving has no scipy."""
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+Float64Array = npt.NDArray[np.float64]
+
+
+def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
+    """One-sided upper bound on a rate of which k events were seen in n trials: the p with P(X ≤ k | n, p) = 1 − confidence.
+
+    Exact (Clopper & Pearson 1934; equals `beta.ppf(confidence, k + 1, n − k)`), accurate to 1e-10 for n up to 1e6.
+    Raises ValueError unless 0 ≤ k ≤ n, n ≥ 1 and ½ ≤ confidence < 1.
+    """
+    if not 0 <= k <= n or n < 1:
+        raise ValueError(f"k={k}, n={n}: expected 0 ≤ k ≤ n and n ≥ 1")
+    if not 0.5 <= confidence < 1:
+        raise ValueError(f"confidence={confidence}: expected 0.5 ≤ confidence < 1")
+    if k == n:
+        return 1.0
+    target = math.log1p(-confidence)
+    if k == 0:
+        return -math.expm1(target / n)
+    low, high = k / n, 1.0
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            return high
+        if _log_lower_tail(k, n, middle) > target:
+            low = middle
+        else:
+            high = middle
+
+
+def images_needed(max_flip_rate: float, confidence: float = 0.95) -> int:
+    """The smallest n for which no flip at all proves a flip rate of at most `max_flip_rate`."""
+    if not 0 < max_flip_rate < 1:
+        raise ValueError(f"max_flip_rate={max_flip_rate}: expected 0 < max_flip_rate < 1")
+    needed = max(1, math.ceil(math.log1p(-confidence) / math.log1p(-max_flip_rate)))
+    return needed if clopper_pearson_upper(0, needed, confidence) <= max_flip_rate else needed + 1
+
+
+def mcnemar_exact(b: int, c: int) -> float:
+    """Two-sided exact McNemar p of b images that only the reference classifies correctly and c that only the candidate does."""
+    if b < 0 or c < 0:
+        raise ValueError(f"b={b}, c={c}: expected counts")
+    if b == c:
+        return 1.0
+    return min(1.0, 2 * math.exp(_log_lower_tail(min(b, c), b + c, 0.5)))
+
+
+def _log_lower_tail(k: int, n: int, p: float) -> float:
+    """log P(X ≤ k) of a binomial with k ≤ np: the term at k, times the falling terms below it relative to it."""
+    log_term = (
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
+    )
+    # m terms below k the relative term is at most exp(−m²/2np(1−p)): past 10√n it no longer changes a float64 sum.
+    below = np.arange(k, max(0, k - 10 * math.isqrt(n) - 100), -1, dtype=np.float64)
+    ratios = below / (n - below + 1) * ((1 - p) / p)
+    return log_term + math.log1p(float(np.cumprod(ratios).sum()))
+
+
+def softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
+    """Probabilities float64 (N, C) of logits (N, C)."""
+    return np.asarray(np.exp(log_softmax(logits)))
+
+
+def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
+    """Log probabilities float64 (N, C) of logits (N, C)."""
+    shifted = np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def calibration_error(
+    probabilities: npt.NDArray[np.floating], labels: npt.NDArray[np.integer], bins: int = 10, *, signed: bool = False
+) -> float:
+    """Expected calibration error of probabilities (N, C) against labels (N,), over equal bins of the top confidence.
+
+    Bins are (lo, hi], the first includes 0; one rule for counts, confidences and accuracies (MATHS §5). `signed` keeps
+    the sign of accuracy − confidence, so that over- and under-confidence cancel.
+    """
+    confidence = np.asarray(probabilities, dtype=np.float64).max(axis=1)
+    correct = np.argmax(probabilities, axis=1) == labels
+    bin_of_image = np.searchsorted(np.arange(1, bins) / bins, confidence, side="left")
+    gaps = np.bincount(bin_of_image, weights=correct - confidence, minlength=bins)
+    return float(gaps.sum() if signed else np.abs(gaps).sum()) / len(confidence)
+
+
+def brier_score(probabilities: npt.NDArray[np.floating], labels: npt.NDArray[np.integer]) -> float:
+    """Mean over images of the squared distance of probabilities (N, C) from the one-hot labels (N,)."""
+    distance = np.array(probabilities, dtype=np.float64)
+    distance[np.arange(len(labels)), labels] -= 1
+    return float((distance**2).sum(axis=1).mean())

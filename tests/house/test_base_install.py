@@ -1,0 +1,129 @@
+"""Small installs are small: the wheel in environments that hold only the base, or the base and `serve`."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from vitx.cli import VERBS
+
+
+def closure(distribution: str, extras: set[str]) -> set[str]:
+    """The distributions that an install of `distribution[extras]` brings, by their recorded requirements."""
+    found: set[str] = set()
+    todo = [(distribution, extras)]
+    while todo:
+        name, wanted = todo.pop()
+        for text in metadata.requires(name) or ():
+            requirement = Requirement(text)
+            applies = requirement.marker is None or any(
+                requirement.marker.evaluate({"extra": extra}) for extra in (*wanted, "")
+            )
+            if applies and requirement.name.lower() not in found:
+                found.add(requirement.name.lower())
+                todo.append((requirement.name, requirement.extras))
+    return found - {"vitx"}
+
+
+def environment(path: Path, extras: set[str], wheel: Path) -> Path:
+    """A virtual environment with the wheel and links to just the distributions it asks for; return its python."""
+    venv.create(path, with_pip=False)
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)}))
+    source = Path(sysconfig.get_path("purelib"))
+    for name in closure("vitx", extras):
+        files = metadata.files(name) or []
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            link = site / top
+            if not link.exists():
+                os.symlink(source / top, link)
+    python = path / "bin" / "python"
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, str(wheel)], check=True)
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wheel")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(root)]
+    subprocess.run(command, check=True, capture_output=True)
+    return next(out.glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def base_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    return environment(tmp_path_factory.mktemp("base"), set(), wheel)
+
+
+@pytest.fixture(scope="module")
+def serve_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    return environment(tmp_path_factory.mktemp("serve"), {"serve"}, wheel)
+
+
+def run(python: Path, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    return subprocess.run([str(python), *arguments], capture_output=True, text=True, check=False, env=clean, cwd=cwd)
+
+
+def test_the_base_has_neither_torch_nor_starlette(base_python: Path) -> None:
+    for package in ("torch", "timm", "onnx", "starlette", "sklearn"):
+        assert run(base_python, "-c", f"import {package}").returncode == 1
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_in_the_base(base_python: Path, verb: str) -> None:
+    finished = run(base_python, "-m", "vitx", *([verb] if verb else []), "-h")
+    assert finished.returncode == 0, finished.stderr
+    assert "Usage:" in finished.stdout
+    assert "--help" in finished.stdout
+
+
+def test_a_users_own_train_py_does_not_shadow_ours(base_python: Path, tmp_path: Path) -> None:
+    for name in ("train", "export", "serve", "core", "models"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user was imported')\n")
+    finished = run(base_python, "-c", "import vitx.core.bundle, vitx.serve, vitx.serve.runtimes", cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_help_imports_nothing_heavy(base_python: Path) -> None:
+    code = (
+        "import sys, vitx.cli; "
+        "print(sorted({'numpy', 'PIL', 'pydantic', 'onnxruntime', 'rich', 'torch'} & set(sys.modules)))"
+    )
+    assert run(base_python, "-c", code).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("verb", "extra"), [("train", "train"), ("export", "export"), ("parity", "train"), ("models", "train")]
+)
+def test_a_missing_extra_is_named(base_python: Path, tmp_path: Path, verb: str, extra: str) -> None:
+    arguments = {"train": ["digits-deepvit"], "export": ["run"], "parity": ["run", "bundle"], "models": []}[verb]
+    finished = run(base_python, "-m", "vitx", verb, *arguments, cwd=tmp_path)
+    assert finished.returncode == 3, finished.stderr
+    assert f"pip install 'vitx[{extra}]'" in finished.stderr
+
+
+def test_doctor_runs_in_the_base(base_python: Path) -> None:
+    finished = run(base_python, "-m", "vitx", "doctor", "--json")
+    assert finished.returncode == 0, finished.stderr
+    assert "pip install 'vitx[train]'" in finished.stdout
+
+
+def test_serving_modules_import_without_torch(serve_python: Path) -> None:
+    code = (
+        "import importlib, pathlib, sys, vitx.serve; "
+        "root = pathlib.Path(vitx.serve.__file__).parent; "
+        "[importlib.import_module('.'.join(['vitx.serve', *p.relative_to(root).with_suffix('').parts])) "
+        " for p in root.rglob('*.py') if p.name not in ('__init__.py', 'torch.py')]; "
+        "print('torch' in sys.modules, 'vitx.models' in sys.modules)"
+    )
+    finished = run(serve_python, "-c", code)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.strip() == "False False"

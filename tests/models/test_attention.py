@@ -1,0 +1,169 @@
+"""Re-Attention and talking heads against MATHS §3, a plain formula in float64, and autograd."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from reference import randomize, seq
+from vitx.core.errors import InputError
+from vitx.models import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
+from vitx.models.attention import mix_heads
+
+
+def reference_re_attention() -> ReAttention:
+    attention = ReAttention(8, 2).double()
+    with torch.no_grad():
+        attention.qkv.weight.copy_(seq(0, 24, 8))
+        attention.qkv.bias.copy_(seq(0.3, 24))
+        attention.proj.weight.copy_(seq(1, 8, 8))
+        attention.proj.bias.copy_(seq(2, 8))
+        attention.reatten_matrix.weight.copy_(torch.tensor([[1, 0.5], [-0.25, 0.75]]).view(2, 2, 1, 1))
+        assert attention.reatten_matrix.bias is not None
+        attention.reatten_matrix.bias.copy_(torch.tensor([0.1, -0.2], dtype=torch.float64))
+        assert isinstance(attention.var_norm, nn.BatchNorm2d)
+        attention.var_norm.weight.copy_(torch.tensor([1.5, 0.8], dtype=torch.float64))
+        attention.var_norm.bias.copy_(torch.tensor([0.05, -0.1], dtype=torch.float64))
+    return attention
+
+
+def test_re_attention_reproduces_the_reference() -> None:
+    attention = reference_re_attention().train()
+    seen: list[Tensor] = []
+    attention.var_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    y = attention(seq(3, 2, 3, 8))
+    expected_y = [-31.721928, -31.014548, -16.394888, 5.589397, 25.082329, 33.337965, 26.644379, 7.99276]
+    expected_map = [
+        [2.334154, -1.09199, -1.092164],
+        [2.317974, -1.075815, -1.092159],
+        [-0.695309, 1.735793, -0.890484],
+    ]
+    torch.testing.assert_close(y[0, 0], torch.tensor(expected_y, dtype=torch.float64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(seen[0][0, 0], torch.tensor(expected_map, dtype=torch.float64), atol=1e-6, rtol=0)
+    norm = attention.var_norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert norm.running_mean.tolist() == pytest.approx([0.06, -0.003333], abs=1e-6)
+    assert norm.running_var.tolist() == pytest.approx([0.945654, 0.904999], abs=1e-6)
+
+
+def test_talking_heads_reproduce_the_reference() -> None:
+    attention = TalkingHeadsAttention(8, 2, qkv_bias=False).double()
+    with torch.no_grad():
+        attention.qkv.weight.copy_(seq(0, 24, 8))
+        attention.proj.weight.copy_(seq(1, 8, 8))
+        attention.proj.bias.copy_(seq(2, 8))
+        attention.pre_mix.weight.copy_(torch.tensor([[1, 0.5], [-0.25, 1]]))
+        attention.post_mix.weight.copy_(torch.tensor([[0.75, 0.25], [0.1, 0.9]], dtype=torch.float64))
+    expected = [-7.547371, -14.598654, -15.106232, -8.827621, 1.430979, 11.068622, 15.753045, 13.368208]
+    torch.testing.assert_close(
+        attention(seq(3, 1, 3, 8))[0, 0], torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0
+    )
+
+
+def test_the_fold_reproduces_the_reference() -> None:
+    attention = ReAttention(9, 3).double()
+    norm = attention.var_norm
+    assert isinstance(norm, nn.BatchNorm2d)
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    assert attention.reatten_matrix.bias is not None
+    with torch.no_grad():
+        attention.reatten_matrix.weight.copy_(seq(0.2, 3, 3).view(3, 3, 1, 1))
+        attention.reatten_matrix.bias.copy_(seq(0.4, 3))
+        norm.weight.copy_(torch.tensor([1.5, 0.8, 0.6], dtype=torch.float64))
+        norm.bias.copy_(torch.tensor([0.05, -0.1, 0.2], dtype=torch.float64))
+        norm.running_mean.copy_(torch.tensor([0.06, -0.003, 0.01], dtype=torch.float64))
+        norm.running_var.copy_(torch.tensor([0.9, 0.5, 0.25], dtype=torch.float64))
+    weight, bias = fold_head_mix(attention)
+    expected = [0.314122, 1.238542, 1.580456, 0.843661, 0.159657, -0.599435, -1.141900, -1.110955, -0.557511]
+    assert weight.flatten().tolist() == pytest.approx(expected, abs=1e-6)
+    assert bias.tolist() == pytest.approx([0.570853, 0.911670, 1.356594], abs=1e-6)
+
+
+def plain_formula(attention: ReAttention, x: Tensor) -> Tensor:
+    """Re-Attention in evaluation mode, one head and one image at a time."""
+    norm, convolution = attention.var_norm, attention.reatten_matrix
+    out = []
+    for tokens in x:
+        qkv = tokens @ attention.qkv.weight.T + attention.qkv.bias
+        q, k, v = (part.reshape(len(tokens), attention.num_heads, -1) for part in qkv.chunk(3, dim=-1))
+        maps = [torch.softmax(q[:, h] @ k[:, h].T / attention.head_dim**0.5, -1) for h in range(attention.num_heads)]
+        heads = []
+        for h in range(attention.num_heads):
+            mixed = sum(convolution.weight[h, g, 0, 0] * maps[g] for g in range(attention.num_heads))
+            assert convolution.bias is not None
+            mixed = mixed + convolution.bias[h]
+            if isinstance(norm, nn.BatchNorm2d):
+                assert norm.running_mean is not None
+                assert norm.running_var is not None
+                mixed = (mixed - norm.running_mean[h]) / torch.sqrt(norm.running_var[h] + norm.eps)
+                mixed = norm.weight[h] * mixed + norm.bias[h]
+            heads.append(attention.reatten_scale * mixed @ v[:, h])
+        out.append(torch.cat(heads, dim=-1) @ attention.proj.weight.T + attention.proj.bias)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("norm", ["batch", "none"])
+@pytest.mark.parametrize("scale", [1.0, 33**-0.5])
+def test_re_attention_equals_the_plain_formula(norm: str, scale: float) -> None:
+    attention = ReAttention(24, 3, norm=norm, reatten_scale=scale).double()  # type: ignore[arg-type]
+    randomize(attention).eval()
+    x = torch.randn(2, 7, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(attention(x), plain_formula(attention, x), atol=1e-10, rtol=0)
+
+
+def test_evaluation_equals_the_folded_mix() -> None:
+    attention = ReAttention(24, 3, reatten_scale=0.5).double()
+    randomize(attention).eval()
+    maps = torch.rand(2, 3, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(
+        attention.after_softmax(maps), mix_heads(maps, *fold_head_mix(attention)), atol=1e-10, rtol=0
+    )
+
+
+def test_layer_norm_over_heads_cannot_be_folded() -> None:
+    with pytest.raises(InputError, match="not linear in the maps"):
+        fold_head_mix(ReAttention(8, 2, norm="layer"))
+
+
+def test_training_rows_sum_to_tokens_times_beta() -> None:
+    attention = reference_re_attention().train()
+    N = 5
+    maps = torch.rand(4, 2, N, N, dtype=torch.float64).softmax(-1)
+    rows = attention.after_softmax(maps).sum(-1).mean(dim=(0, 2))
+    assert rows.tolist() == pytest.approx([N * 0.05, N * -0.1], abs=1e-9)
+
+
+def test_mix_heads_is_a_1x1_convolution() -> None:
+    convolution = nn.Conv2d(3, 3, 1).double()
+    maps = torch.rand(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(mix_heads(maps, convolution.weight.flatten(1), convolution.bias), convolution(maps))
+
+
+def test_identity_initialisation_is_plain_attention() -> None:
+    plain = PlainAttention(12, 3).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for mixed in (ReAttention(12, 3, norm="none", init="identity"), TalkingHeadsAttention(12, 3, init="identity")):
+        mixed.double().load_state_dict(plain.state_dict(), strict=False)
+        torch.testing.assert_close(mixed(x), plain(x), atol=1e-12, rtol=0)
+
+
+def test_fused_and_observable_attention_agree() -> None:
+    attention = PlainAttention(12, 3).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    fused = attention(x)
+    attention.fused_attn = False
+    torch.testing.assert_close(attention(x), fused, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("attention", [ReAttention(6, 2), TalkingHeadsAttention(6, 2, mix_bias=True)])
+def test_gradients(attention: nn.Module) -> None:
+    attention.double().train()
+    x = torch.randn(1, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    assert torch.autograd.gradcheck(attention, (x,))
+
+
+def test_indivisible_width_names_both_numbers() -> None:
+    with pytest.raises(InputError, match=r"dim 10 is not divisible by num_heads 3"):
+        ReAttention(10, 3)

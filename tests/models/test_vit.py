@@ -1,0 +1,124 @@
+"""The vision transformer: sizes, blocks, heads, timm's interface."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from reference import randomize, seq
+from vitx.core.errors import InputError
+from vitx.models import Block, VisionTransformer, attention_std, token_similarity
+from vitx.models.attention import ReAttention, TalkingHeadsAttention
+
+SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("deepvit_16b", 24.427),
+        ("deepvit_24b", 36.261),
+        ("deepvit_32b", 48.096),
+        ("deepvit_s", 27.313),
+        ("deepvit_l", 58.884),
+        ("deepvit_l_384", 59.043),
+    ],
+)
+def test_parameter_counts(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=5e-4)
+
+
+def block(kind: str, residual_scale: float = 1.0) -> Block:
+    model = VisionTransformer(**SMALL, attention=kind, residual_scale=residual_scale).double().eval()  # type: ignore[arg-type]
+    randomize(model)
+    first = model.blocks[0]
+    assert isinstance(first, Block)
+    return first
+
+
+@pytest.mark.parametrize("kind", ["plain", "talking-heads", "re-attention"])
+def test_residual_scale_is_a_branch_multiplier(kind: str) -> None:
+    """s = .5 equals a plain block with branches × 2 and a LayerNorm eps of eps/s²."""
+    scaled, plain = block(kind, 0.5), block(kind)
+    plain.norm1.eps = plain.norm2.eps = scaled.norm1.eps / 0.25
+    x = torch.randn(2, 17, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    middle = x + 2 * plain.attn(plain.norm1(x))
+    expected = middle + 2 * plain.mlp(plain.norm2(middle))
+    torch.testing.assert_close(scaled(x), expected, atol=1e-10, rtol=0)
+
+
+def test_attention_in_chosen_blocks() -> None:
+    model = VisionTransformer(**SMALL, attention=["plain", "talking-heads", "re-attention"])
+    assert isinstance(model.blocks[1].attn, TalkingHeadsAttention)
+    assert isinstance(model.blocks[2].attn, ReAttention)
+
+
+@pytest.mark.parametrize("embedding", ["patch", "cnn"])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_heads_and_embeddings(embedding: str, pool: str) -> None:
+    model = VisionTransformer(**SMALL, patch_embedding=embedding, global_pool=pool, patch_head=True).eval()  # type: ignore[arg-type]
+    images = torch.rand(2, 3, 16, 16)
+    outputs = model.forward_with_tokens(images)
+    assert outputs.patch_logits_BnC is not None
+    assert outputs.late_BnD.shape == outputs.early_BnD.shape == (2, 16, 24)
+    assert outputs.patch_logits_BnC.shape == (2, 16, 5)
+    torch.testing.assert_close(outputs.logits_BC, model(images))
+    tokens = model.forward_features(images)
+    assert tokens.shape[1] == (17 if pool == "token" else 16)
+    torch.testing.assert_close(outputs.late_BnD, tokens[:, tokens.shape[1] - 16 :])
+
+
+def test_checkpointing_changes_nothing() -> None:
+    model = VisionTransformer(**SMALL, attention="re-attention")
+    images = torch.rand(2, 3, 16, 16)
+    plain = model.eval().forward_with_tokens(images).logits_BC
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model.forward_with_tokens(images).logits_BC, plain)
+
+
+def test_reset_classifier_resets_both_heads() -> None:
+    model = VisionTransformer(**SMALL, patch_head=True)
+    model.reset_classifier(7)
+    assert model.patch_head is not None
+    assert (model.head.out_features, model.patch_head.out_features) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"img_size": 30}, "img_size 30 is not divisible by patch_size 4"),
+        ({"num_heads": 5}, "embed_dim 24 is not divisible by num_heads 5"),
+        ({"attention": ["plain"]}, "attention lists 1 blocks but depth is 3"),
+        ({"attention": "talking"}, "unknown attention 'talking'"),
+    ],
+)
+def test_impossible_shapes_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        VisionTransformer(**{**SMALL, **changes})  # type: ignore[arg-type]
+
+
+def test_token_similarity_reproduces_the_reference() -> None:
+    tokens = seq(1.5, 2, 5, 4) + 0.3
+    assert token_similarity(tokens).item() == pytest.approx(-0.128733, abs=1e-6)
+    assert token_similarity(tokens, absolute=True).item() == pytest.approx(0.693884, abs=1e-6)
+
+
+def test_token_similarity_equals_the_double_loop() -> None:
+    tokens = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def slow(image: Tensor) -> float:
+        pairs = [(i, j) for i in range(6) for j in range(6) if i != j]
+        return sum(torch.cosine_similarity(image[i], image[j], dim=0).item() for i, j in pairs) / len(pairs)
+
+    assert token_similarity(tokens).item() == pytest.approx(sum(map(slow, tokens)) / 3, abs=1e-12)
+
+
+def test_attention_std_reproduces_the_reference() -> None:
+    maps = seq(0, 2, 3, 4, 4).softmax(-1)
+    assert attention_std(maps).item() == pytest.approx(0.134072, abs=1e-6)
+    assert maps.std(-1, unbiased=False).mean().item() == pytest.approx(0.116109, abs=1e-6)
+    assert math.isclose(maps.sum(-1).mean().item(), 1.0)

@@ -1,0 +1,30 @@
+"""Inputs of the reference numbers: they need no random generator."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def seq(k: float, *shape: int) -> Tensor:
+    """`sin(0.7·i + k)`, i row-major from 0, float64."""
+    index = torch.arange(math.prod(shape), dtype=torch.float64)
+    return torch.sin(0.7 * index + k).reshape(shape)
+
+
+def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random weights and random normalisation statistics, so that no fold is proved on zeros and ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None
+                assert module.running_var is not None
+                shape = module.running_mean.shape
+                module.running_mean.copy_(torch.randn(shape, generator=generator, dtype=torch.float64))
+                module.running_var.copy_(0.3 + torch.rand(shape, generator=generator, dtype=torch.float64))
+            if isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
+                module.weight.add_(1.0)
+    return model

@@ -1,0 +1,224 @@
+"""A recipe: everything that decides a training run, as one immutable record that JSON holds."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from vitx.core.errors import InputError, unknown_name
+from vitx.core.files import Record
+from vitx.core.images import NAMED_SETS
+from vitx.core.preprocess import Preprocessing
+
+Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
+Weight = Annotated[FiniteFloat, Field(ge=0)]
+PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
+Decay = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+
+# What --set cannot change: the name says which recipe it is, and --data adapts the augmentation too.
+FIXED = ("name", "data")
+# Model arguments that follow from the rest of the recipe or from the data.
+DERIVED_ARGUMENTS = {"num_classes": "the data", "img_size": "preprocessing.image_size", "patch_head": "losses.mixing"}
+
+
+class ModelChoice(Record):
+    """A name that `timm.create_model` knows, and its arguments."""
+
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class Augmentation(Record):
+    """Random changes of a training image; each is off at its default."""
+
+    rotation: Weight = Field(0.0, description="degrees, to either side")
+    translation: Fraction = Field(0.0, description="share of the image side, in either direction")
+    scale: Decay = Field(0.0, description="largest relative change of size")
+    shear: Annotated[FiniteFloat, Field(ge=0, lt=45)] = Field(0.0, description="degrees, along either axis")
+    smallest_crop: Annotated[FiniteFloat, Field(gt=0, le=1)] = Field(
+        1.0, description="smallest area of a random resized crop, as a share of the image's; 1 is no such crop"
+    )
+    flip: Fraction = Field(0.0, description="probability of a horizontal flip")
+
+
+class CutMix(Record):
+    """Patch-aligned CutMix, one box a batch."""
+
+    probability: Fraction = Field(0.0, description="share of the batches that are mixed")
+    alpha: PositiveFloat = Field(1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image")
+
+
+class Losses(Record):
+    """Weights of the over-smoothing losses beside the cross-entropy (MATHS §2); 0 is off."""
+
+    cosine: Weight = 0.0
+    contrastive: Weight = 0.0
+    mixing: Weight = 0.0
+    label_smoothing: Decay = 0.0
+
+    @property
+    def need_tokens(self) -> bool:
+        return bool(self.cosine or self.contrastive or self.mixing)
+
+
+class Optimizer(Record):
+    """AdamW; biases, norms, positions and the class token are not decayed."""
+
+    lr: PositiveFloat
+    weight_decay: Weight = 0.05
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    clip: Weight = Field(1.0, description="largest norm of the gradient; 0 is no clipping")
+
+
+class Schedule(Record):
+    """Linear warm-up, then half a cosine down to `min_lr`, step by step."""
+
+    warmup: Decay = Field(0.1, description="share of all steps")
+    min_lr: Weight = 0.0
+
+
+class Recipe(Record):
+    """A training run. The network has as many outputs as the data has classes."""
+
+    name: str
+    data: str
+    model: ModelChoice
+    preprocessing: Preprocessing
+    augmentation: Augmentation = Augmentation()
+    cutmix: CutMix = CutMix()
+    losses: Losses = Losses()
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    ema_decay: Decay = Field(0.99, description="of the averaged weights, which are what is evaluated and exported")
+    epochs: PositiveInt
+    batch_size: PositiveInt
+    workers: NonNegativeInt = Field(2, description="threads that prepare images; the result does not depend on it")
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.losses.mixing and not self.cutmix.probability:
+            raise ValueError(
+                "losses.mixing needs images of mixed patches: set cutmix.probability above 0, or losses.mixing=0"
+            )
+        for name, source in DERIVED_ARGUMENTS.items():
+            if name in self.model.kwargs:
+                raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
+        if self.schedule.min_lr > self.optimizer.lr:
+            raise ValueError(
+                f"schedule.min_lr {self.schedule.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}: lower it"
+            )
+        return self
+
+    def on_data(self, data: str) -> "Recipe":
+        """The same recipe on other images: a folder of photographs gets random crops and flips instead."""
+        if data in NAMED_SETS:
+            return self.model_copy(update={"data": data})
+        crops = Augmentation(smallest_crop=0.35, flip=0.5)
+        return self.model_copy(update={"data": str(Path(data).absolute()), "augmentation": crops})
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe with `key=value` texts applied, such as "optimizer.lr=3e-4".
+
+    A value is JSON, or plain text where the field is a text. Raises InputError for an unknown key (the nearest and all
+    valid names), for a value of another type or out of range (key, given, expected), and for a contradiction.
+    """
+    plain = recipe.model_dump(mode="json")
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals:
+            raise InputError(f"--set {override}: expected KEY=VALUE, such as --set optimizer.lr=3e-4")
+        _check_key(recipe, key)
+        plain = _with_value(plain, key, text)
+    return _validated(plain)
+
+
+def setting_names(recipe: Recipe) -> list[str]:
+    """Every key that `apply_overrides` accepts, dotted; arguments of the model appear as `model.kwargs.NAME`."""
+    return [name for name in _leaves(recipe, "") if name not in FIXED]
+
+
+def first_difference(given: Recipe, stored: Recipe) -> str | None:
+    """Name the first setting in which two recipes differ, with both values; None when they are the same."""
+    ours, theirs = dict(_flat(given.model_dump(mode="json"))), dict(_flat(stored.model_dump(mode="json")))
+    for key in [*theirs, *(key for key in ours if key not in theirs)]:
+        if ours.get(key) != theirs.get(key):
+            return f"{key} is {theirs.get(key, 'absent')} in the run but {ours.get(key, 'absent')} was asked for"
+    return None
+
+
+def _leaves(record: Record, prefix: str) -> Iterator[str]:
+    for name in type(record).model_fields:
+        value = getattr(record, name)
+        if isinstance(value, Record):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            yield f"{prefix}{name}.NAME"
+        else:
+            yield f"{prefix}{name}"
+
+
+def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_key(recipe: Recipe, key: str) -> None:
+    names = setting_names(recipe)
+    group, _, argument = key.rpartition(".")
+    if key in names or (f"{group}.NAME" in names and argument.isidentifier()):
+        return
+    if key == "data":
+        raise InputError("--set data: pass --data PATH instead")
+    members = [name for name in names if name.startswith(f"{key}.")]
+    if members:
+        raise InputError(f"--set {key} is a group of settings: set one of {', '.join(members)}")
+    raise unknown_name("setting", key, names)
+
+
+def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
+    """Return a copy in which `key` holds the value of `text`, whose type is right."""
+    problems: list[str] = []
+    for value in _readings(text):
+        changed = json.loads(json.dumps(plain))
+        *groups, name = key.split(".")
+        place = changed
+        for group in groups:
+            place = place[group]
+        place[name] = value
+        problem = _problem_at(changed, tuple(key.split(".")))
+        if problem is None:
+            return dict(changed)
+        problems.append(problem)
+    raise InputError(f"--set {key}: given '{text}', expected: {problems[0]}")
+
+
+def _readings(text: str) -> Iterator[Any]:
+    try:
+        yield json.loads(text)
+    except json.JSONDecodeError:
+        pass
+    yield text
+
+
+def _problem_at(plain: dict[str, Any], place: tuple[str, ...]) -> str | None:
+    try:
+        Recipe.model_validate_json(json.dumps(plain), strict=True)
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["loc"][: len(place)] == place:
+                return detail["msg"].removeprefix("Input should be ")
+    return None
+
+
+def _validated(plain: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate_json(json.dumps(plain), strict=True)
+    except ValidationError as error:
+        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None

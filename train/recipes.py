@@ -1,0 +1,50 @@
+"""The recipes by name. Each docstring carries command, hardware, time and the expected result."""
+
+import inspect
+from collections.abc import Callable
+
+from vitx.core.errors import unknown_name
+from vitx.core.preprocess import Preprocessing
+from vitx.train.recipe import Augmentation, CutMix, Losses, ModelChoice, Optimizer, Recipe, Schedule
+
+
+def digits_deit() -> Recipe:
+    """A plain ViT on scikit-learn's digits."""
+    return _digits("digits-deit", "deit_digits")
+
+
+def digits_deepvit() -> Recipe:
+    """A ViT with Re-Attention on scikit-learn's digits."""
+    return _digits("digits-deepvit", "deepvit_digits")
+
+
+def _digits(name: str, model: str) -> Recipe:
+    return Recipe(
+        name=name,
+        data="digits",
+        model=ModelChoice(name=model),
+        preprocessing=Preprocessing(image_size=32),
+        augmentation=Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8),
+        cutmix=CutMix(probability=0.5),
+        losses=Losses(contrastive=1.0, mixing=1.0, label_smoothing=0.1),
+        optimizer=Optimizer(lr=2e-3, weight_decay=0.05),
+        schedule=Schedule(warmup=0.15, min_lr=2e-5),
+        ema_decay=0.98,
+        epochs=40,
+        batch_size=64,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {"digits-deit": digits_deit, "digits-deepvit": digits_deepvit}
+
+
+def get_recipe(name: str) -> Recipe:
+    """Return the recipe called `name`; raise InputError with the nearest names when there is none."""
+    if name not in RECIPES:
+        raise unknown_name("recipe", name, RECIPES)
+    return RECIPES[name]()
+
+
+def describe(name: str) -> str:
+    """The first line of a recipe's docstring."""
+    return (inspect.getdoc(RECIPES[name]) or "").partition("\n")[0]

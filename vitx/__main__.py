@@ -1,0 +1,5 @@
+"""`python -m vitx`."""
+
+from vitx.cli import main
+
+main()

@@ -1,0 +1,37 @@
+"""`vitx doctor`: what this machine and installation can do."""
+
+from importlib.util import find_spec
+
+from vitx.cli.options import Json
+
+# What each extra is for, and a package that shows it is installed.
+EXTRAS = {
+    "train": ("torch", "vitx train, vitx eval RUN, vitx parity"),
+    "analyze": ("matplotlib", "vitx analyze"),
+    "export": ("onnxscript", "vitx export"),
+    "serve": ("starlette", "vitx serve, vitx predict"),
+}
+
+
+def command(as_json: Json = False) -> None:
+    """Say what this machine and installation can do, and what to install for the rest."""
+    from vitx import __version__
+    from vitx.core.console import print_fields, print_json
+    from vitx.core.machine import describe_machine, installed_versions
+    from vitx.serve.runtimes.cuda import cuda_device_count
+
+    extras = {
+        name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
+        for name, (package, verbs) in EXTRAS.items()
+    }
+    report: dict[str, object] = {
+        "vitx": __version__,
+        **describe_machine(),
+        "gpus": cuda_device_count(),
+        **{f"extra {name}": state for name, state in extras.items()},
+        **{name: version for name, version in installed_versions().items() if name != "vitx"},
+    }
+    if as_json:
+        print_json(report)
+    else:
+        print_fields("vitx doctor", report)
