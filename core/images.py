@@ -178,5 +178,6 @@ def _digits_png() -> tuple[list[bytes], npt.NDArray[np.int64]]:
 
 def _png(pixels: UInt8Array) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format="PNG")
+    # Stored, not compressed: the bytes, and so the digest, do not depend on the version of a compressor.
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=0)
     return buffer.getvalue()

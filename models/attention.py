@@ -149,13 +149,13 @@ class TalkingHeadsAttention(HeadMixAttention):
             dim, num_heads, qkv_bias=qkv_bias, attn_drop=attn_drop, proj_drop=proj_drop, device=device, dtype=dtype
         )
         self.init: MixInit = init
-        self.pre_mix = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
-        self.post_mix = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
+        self.proj_pre = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
+        self.proj_post = nn.Linear(num_heads, num_heads, bias=mix_bias, device=device, dtype=dtype)
         self.init_weights()
 
     def init_weights(self) -> None:
         """Apply `init` to both mixes; biases start at zero."""
-        for mix in (self.pre_mix, self.post_mix):
+        for mix in (self.proj_pre, self.proj_post):
             if self.init == "identity":
                 nn.init.eye_(mix.weight)
             else:
@@ -164,10 +164,10 @@ class TalkingHeadsAttention(HeadMixAttention):
                 nn.init.zeros_(mix.bias)
 
     def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
-        return mix_heads(scores_BHNN, self.pre_mix.weight, self.pre_mix.bias)
+        return mix_heads(scores_BHNN, self.proj_pre.weight, self.proj_pre.bias)
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        return mix_heads(maps_BHNN, self.post_mix.weight, self.post_mix.bias)
+        return mix_heads(maps_BHNN, self.proj_post.weight, self.proj_post.bias)
 
 
 class PlainAttention(HeadMixAttention):

@@ -146,6 +146,12 @@ class VisionTransformer(TimmVisionTransformer):
             nn.init.trunc_normal_(self.patch_head.weight, std=0.02)
             nn.init.zeros_(self.patch_head.bias)
 
+    def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
+        """timm's initialisation, with the class token as DeiT and DeepViT draw it (normal, .02, truncated)."""
+        super().init_weights(mode, needs_reset)
+        if self.cls_token is not None:
+            nn.init.trunc_normal_(self.cls_token, std=0.02)
+
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier, and the patch head with it."""
         super().reset_classifier(num_classes, global_pool)

@@ -166,9 +166,7 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     shape = tensor.get("shape")
     expected = f"[N,{','.join(map(str, contract.image_shape))}] with N ≥ 1"
     if not isinstance(shape, list) or not all(type(side) is int for side in shape):
-        raise RequestError(
-            f"the shape of input '{contract.input_name}' is missing or not integers: expected {expected}"
-        )
+        raise RequestError(f"the shape of input '{contract.input_name}' is not a list of integers: expected {expected}")
     if len(shape) != 1 + len(contract.image_shape) or tuple(shape[1:]) != contract.image_shape or shape[0] < 1:
         raise RequestError(f"unexpected shape {_quoted(shape)} of input '{contract.input_name}': expected {expected}")
     return tuple(shape)
@@ -198,7 +196,8 @@ def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract, ma
     expected = math.prod(shape)
     if len(data) != expected:
         raise RequestError(
-            f"input '{contract.input_name}' got unexpected byte size {len(data)}, expected {expected} for shape {list(shape)}"
+            f"input '{contract.input_name}' got unexpected byte size {len(data)}, "
+            f"expected {expected} for shape {list(shape)}"
         )
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
@@ -209,15 +208,16 @@ def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Cont
     if not isinstance(data, list):
         raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
     try:
-        values = np.asarray(data)
-    except (ValueError, OverflowError):  # ragged, or deeper than an array can be
+        values = np.array(data, dtype=object)  # as numbers, a list of strings would become one huge text array
+        if values.shape != shape and values.shape != (math.prod(shape),):
+            raise RequestError(
+                f"the data of input '{contract.input_name}' has shape {list(values.shape)}: "
+                f"expected {list(shape)} or flat"
+            )
+        if set(map(type, values.flat)) != {int} or min(values.flat) < 0 or max(values.flat) > 255:
+            raise RequestError(f"the data of input '{contract.input_name}' is not all integers from 0 to 255")
+    except ValueError:
         raise RequestError(f"the data of input '{contract.input_name}' is ragged") from None
-    if values.dtype.kind not in "iu" or values.min(initial=0) < 0 or values.max(initial=0) > 255:
-        raise RequestError(f"the data of input '{contract.input_name}' is not all integers from 0 to 255")
-    if values.shape != shape and values.shape != (math.prod(shape),):
-        raise RequestError(
-            f"the data of input '{contract.input_name}' has shape {list(values.shape)}: expected {list(shape)} or flat"
-        )
     return values.astype(np.uint8).reshape(shape)
 
 
@@ -258,5 +258,7 @@ def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
 
 def _quoted(value: object) -> str:
     """A client's value, shortened: an error text is no place for a megabyte."""
-    text = f"'{value}'" if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    if isinstance(value, dict):
+        return "an object"
+    text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
+    return text if len(text) <= 82 else f"{text[:80]}…"

@@ -9,9 +9,10 @@ Float64Array = npt.NDArray[np.float64]
 
 
 def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
-    """One-sided upper bound on a rate of which k events were seen in n trials: the p with P(X ≤ k | n, p) = 1 − confidence.
+    """One-sided upper bound on a rate of which k events were seen in n trials.
 
-    Exact (Clopper & Pearson 1934; equals `beta.ppf(confidence, k + 1, n − k)`), accurate to 1e-10 for n up to 1e6.
+    It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), which is `beta.ppf(confidence, k + 1, n − k)`;
+    accurate to 1e-10 for n up to 1e6.
     Raises ValueError unless 0 ≤ k ≤ n, n ≥ 1 and ½ ≤ confidence < 1.
     """
     if not 0 <= k <= n or n < 1:
@@ -43,7 +44,7 @@ def images_needed(max_flip_rate: float, confidence: float = 0.95) -> int:
 
 
 def mcnemar_exact(b: int, c: int) -> float:
-    """Two-sided exact McNemar p of b images that only the reference classifies correctly and c that only the candidate does."""
+    """Two-sided exact McNemar p: only the reference is right on b images, only the candidate on c."""
     if b < 0 or c < 0:
         raise ValueError(f"b={b}, c={c}: expected counts")
     if b == c:

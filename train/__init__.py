@@ -1,0 +1,45 @@
+"""Training: recipes, data, the over-smoothing losses, the loop and its checkpoints.
+
+Recipes can be read without torch; everything that needs it is imported when it is first asked for.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from vitx.core.errors import missing_package
+from vitx.train.recipe import Recipe, apply_overrides
+from vitx.train.recipes import get_recipe, resolve_recipe
+
+if TYPE_CHECKING:
+    from vitx.train.loop import TrainingResult, train
+    from vitx.train.losses import patch_contrastive_loss, patch_cosine_loss, patch_mixing_loss
+
+_LAZY = {
+    "TrainingResult": "vitx.train.loop",
+    "train": "vitx.train.loop",
+    "patch_contrastive_loss": "vitx.train.losses",
+    "patch_cosine_loss": "vitx.train.losses",
+    "patch_mixing_loss": "vitx.train.losses",
+}
+
+__all__ = [
+    "Recipe",
+    "TrainingResult",
+    "apply_overrides",
+    "get_recipe",
+    "patch_contrastive_loss",
+    "patch_cosine_loss",
+    "patch_mixing_loss",
+    "resolve_recipe",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'vitx.train' has no attribute '{name}'")
+    for package in ("torch", "timm", "tensorboard"):
+        if importlib.util.find_spec(package) is None:
+            raise missing_package(package, "train")
+    return getattr(importlib.import_module(_LAZY[name]), name)

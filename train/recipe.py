@@ -1,5 +1,6 @@
 """A recipe: everything that decides a training run, as one immutable record that JSON holds."""
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,21 +34,21 @@ class ModelChoice(Record):
 class Augmentation(Record):
     """Random changes of a training image; each is off at its default."""
 
-    rotation: Weight = Field(0.0, description="degrees, to either side")
-    translation: Fraction = Field(0.0, description="share of the image side, in either direction")
-    scale: Decay = Field(0.0, description="largest relative change of size")
-    shear: Annotated[FiniteFloat, Field(ge=0, lt=45)] = Field(0.0, description="degrees, along either axis")
+    rotation: Weight = Field(default=0.0, description="degrees, to either side")
+    translation: Fraction = Field(default=0.0, description="share of the image side, in either direction")
+    scale: Decay = Field(default=0.0, description="largest relative change of size")
+    shear: Annotated[FiniteFloat, Field(ge=0, lt=45)] = Field(default=0.0, description="degrees, along either axis")
     smallest_crop: Annotated[FiniteFloat, Field(gt=0, le=1)] = Field(
-        1.0, description="smallest area of a random resized crop, as a share of the image's; 1 is no such crop"
+        default=1.0, description="smallest area of a random resized crop, as a share of the image's; 1 is no such crop"
     )
-    flip: Fraction = Field(0.0, description="probability of a horizontal flip")
+    flip: Fraction = Field(default=0.0, description="probability of a horizontal flip")
 
 
 class CutMix(Record):
     """Patch-aligned CutMix, one box a batch."""
 
-    probability: Fraction = Field(0.0, description="share of the batches that are mixed")
-    alpha: PositiveFloat = Field(1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image")
+    probability: Fraction = Field(default=0.0, description="share of the batches that are mixed")
+    alpha: PositiveFloat = Field(default=1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image")
 
 
 class Losses(Record):
@@ -69,13 +70,13 @@ class Optimizer(Record):
     lr: PositiveFloat
     weight_decay: Weight = 0.05
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    clip: Weight = Field(1.0, description="largest norm of the gradient; 0 is no clipping")
+    clip: Weight = Field(default=1.0, description="largest norm of the gradient; 0 is no clipping")
 
 
 class Schedule(Record):
     """Linear warm-up, then half a cosine down to `min_lr`, step by step."""
 
-    warmup: Decay = Field(0.1, description="share of all steps")
+    warmup: Decay = Field(default=0.1, description="share of all steps")
     min_lr: Weight = 0.0
 
 
@@ -91,10 +92,14 @@ class Recipe(Record):
     losses: Losses = Losses()
     optimizer: Optimizer
     schedule: Schedule = Schedule()
-    ema_decay: Decay = Field(0.99, description="of the averaged weights, which are what is evaluated and exported")
+    ema_decay: Decay = Field(
+        default=0.99, description="of the averaged weights, which are what is evaluated and exported"
+    )
     epochs: PositiveInt
     batch_size: PositiveInt
-    workers: NonNegativeInt = Field(2, description="threads that prepare images; the result does not depend on it")
+    workers: NonNegativeInt = Field(
+        default=2, description="threads that prepare images; the result does not depend on it"
+    )
     seed: NonNegativeInt = 0
 
     @model_validator(mode="after")
@@ -200,10 +205,8 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 
 
 def _readings(text: str) -> Iterator[Any]:
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         yield json.loads(text)
-    except json.JSONDecodeError:
-        pass
     yield text
 
 

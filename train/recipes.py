@@ -1,11 +1,13 @@
 """The recipes by name. Each docstring carries command, hardware, time and the expected result."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from vitx.core.errors import unknown_name
+from vitx.core.files import read_record
 from vitx.core.preprocess import Preprocessing
-from vitx.train.recipe import Augmentation, CutMix, Losses, ModelChoice, Optimizer, Recipe, Schedule
+from vitx.train.recipe import Augmentation, CutMix, Losses, ModelChoice, Optimizer, Recipe, Schedule, apply_overrides
 
 
 def digits_deit() -> Recipe:
@@ -48,3 +50,20 @@ def get_recipe(name: str) -> Recipe:
 def describe(name: str) -> str:
     """The first line of a recipe's docstring."""
     return (inspect.getdoc(RECIPES[name]) or "").partition("\n")[0]
+
+
+def resolve_recipe(
+    name: str, *, data: str | None = None, overrides: Sequence[str] = (), resumed: Path | None = None
+) -> Recipe:
+    """Return the recipe `name` on `data` with `key=value` overrides.
+
+    For a run folder `resumed` the settings are those of its own recipe.json, so that what was overridden at the start
+    need not be said again.
+    """
+    recipe = get_recipe(name)
+    if resumed is not None and (resumed / "recipe.json").is_file():
+        stored = read_record(resumed / "recipe.json", Recipe)
+        recipe = stored if stored.name == name else recipe
+    if data is not None and recipe.on_data(data).data != recipe.data:
+        recipe = recipe.on_data(data)
+    return apply_overrides(recipe, overrides)

@@ -77,7 +77,9 @@ class OnnxRuntimeSession:
         try:
             (logits,) = self._session.run([self._manifest.output.name], {self._manifest.input.name: images})
         except _RUN_ERRORS as error:
-            raise CheckFailed(f"the graph of '{self._manifest.name}' fails on a batch of {len(images)}: {error}") from None
+            raise CheckFailed(
+                f"the graph of '{self._manifest.name}' fails on a batch of {len(images)}: {error}"
+            ) from None
         result: Float32Array = logits
         return result
 

@@ -53,8 +53,8 @@ def test_talking_heads_reproduce_the_reference() -> None:
         attention.qkv.weight.copy_(seq(0, 24, 8))
         attention.proj.weight.copy_(seq(1, 8, 8))
         attention.proj.bias.copy_(seq(2, 8))
-        attention.pre_mix.weight.copy_(torch.tensor([[1, 0.5], [-0.25, 1]]))
-        attention.post_mix.weight.copy_(torch.tensor([[0.75, 0.25], [0.1, 0.9]], dtype=torch.float64))
+        attention.proj_pre.weight.copy_(torch.tensor([[1, 0.5], [-0.25, 1]]))
+        attention.proj_post.weight.copy_(torch.tensor([[0.75, 0.25], [0.1, 0.9]], dtype=torch.float64))
     expected = [-7.547371, -14.598654, -15.106232, -8.827621, 1.430979, 11.068622, 15.753045, 13.368208]
     torch.testing.assert_close(
         attention(seq(3, 1, 3, 8))[0, 0], torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0

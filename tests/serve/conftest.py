@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from tests.serve.bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
+from bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
 
 from vitx.core.bundle import CERTIFICATE, Bundle, Certificate, timestamp
 from vitx.core.files import write_json

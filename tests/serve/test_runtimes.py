@@ -1,5 +1,5 @@
 import numpy as np
-from tests.serve.bundle_fixture import NumpySession
+from bundle_fixture import NumpySession
 
 from vitx.core.bundle import Bundle
 from vitx.core.images import ImageSet

@@ -1,32 +1,34 @@
 """The command line: one file a verb. It composes the stages and holds no logic of its own."""
 
+import functools
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from vitx import __version__
-from vitx.core.errors import VitxError
+from vitx.core.errors import VitxError, missing_package
 
-# Order of the help page: the path of a checkpoint.
-VERBS = (
-    "train",
-    "eval",
-    "analyze",
-    "export",
-    "parity",
-    "bench",
-    "serve",
-    "predict",
-    "demo",
-    "recipes",
-    "models",
-    "doctor",
-)
+# Each verb, in the order of a checkpoint's way, with the extra that brings what it needs.
+VERBS = {
+    "train": "train",
+    "eval": "train",
+    "analyze": "analyze",
+    "export": "export",
+    "parity": "train",
+    "bench": "serve",
+    "serve": "serve",
+    "predict": "serve",
+    "demo": "all",
+    "recipes": "train",
+    "models": "train",
+    "doctor": "all",
+}
 
 app = typer.Typer(
     name="vitx",
-    help="Vision transformers that do not over-smooth: train, export with proof, serve in batches.",
     context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
@@ -46,13 +48,27 @@ def _root(version: bool = typer.Option(False, "--version", callback=_print_versi
     """Vision transformers that do not over-smooth: train, export with proof, serve in batches."""
 
 
-for _verb in VERBS:
-    _module = importlib.import_module(f"vitx.cli.{_verb}")
-    app.command(_verb)(_module.command)
+def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[..., None]:
+    """A package that is not installed becomes an error that names the extra which brings it."""
+
+    @functools.wraps(command)
+    def run(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except ModuleNotFoundError as error:
+            if not error.name or error.name.startswith("vitx"):
+                raise
+            raise missing_package(error.name, extra) from None
+
+    return run
+
+
+for _verb, _extra in VERBS.items():
+    app.command(_verb)(_naming_the_extra(importlib.import_module(f"vitx.cli.{_verb}").command, _extra))
 
 
 def main() -> None:
-    """Run the command line; every error of the user's is one line, with its exit code."""
+    """Run the command line; an error of the user's is one line on standard error, with its exit code."""
     try:
         app()
     except VitxError as error:

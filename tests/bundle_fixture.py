@@ -29,7 +29,7 @@ WEIGHT = np.array([[3, -1, -1, -0.5], [-1, 3, -1, -0.5], [-1, -1, 3, -0.5]], dty
 BIAS = np.array([0.1, -0.2, 0.05, 1.5], dtype=np.float32)
 
 Float32Array = npt.NDArray[np.float32]
-Fault = Literal["mean_std", "bgr", "class_off_by_one", "batch_mean", "position", "drift", "nan", "no_batch", "half_error"]
+Fault = Literal["mean_std", "bgr", "class_off_by_one", "batch_mean", "position", "drift", "nan", "no_batch"]
 
 
 class NumpySession:

@@ -1,0 +1,120 @@
+"""What the server measures: Prometheus metrics at /metrics, and a short summary of the present for the web page."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+
+from vitx.serve.batcher import BatchTimes
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_RECENT = 1024  # requests whose latency the page's percentiles are of
+
+
+class ModelMetrics:
+    """The series of one model, with their labels resolved once: the hot path looks nothing up."""
+
+    def __init__(self, metrics: "Metrics", model: str) -> None:
+        self.batches = 0
+        self.images = 0
+        self._images_total = metrics.images.labels(model)
+        self._batch_size = metrics.batch_size.labels(model)
+        self._compute = metrics.compute_seconds.labels(model)
+        self._queue = metrics.queue_seconds.labels(model)
+        self._latencies = metrics.latencies
+
+    def batch(self, times: BatchTimes) -> None:
+        """Record one batch that ran."""
+        self.batches += 1
+        self.images += times.rows
+        self._images_total.inc(times.rows)
+        self._batch_size.observe(times.rows)
+        self._compute.observe(times.compute)
+        for seconds in times.queue:
+            self._queue.observe(seconds)
+
+
+class Metrics:
+    """All series of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self._registry = registry
+        self.requests = Counter("vitx_requests", "Requests answered.", ("route", "status"), registry=registry)
+        self.request_seconds = Histogram(
+            "vitx_request_seconds",
+            "Whole time of an inference request.",
+            ("route",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.rejections = Counter("vitx_rejections", "Requests and images refused.", ("reason",), registry=registry)
+        self.images = Counter("vitx_images", "Images that went through the model.", ("model",), registry=registry)
+        self.batch_size = Histogram(
+            "vitx_batch_size", "Images in a batch.", ("model",), buckets=_ROWS, registry=registry
+        )
+        self.compute_seconds = _seconds("vitx_compute_seconds", "Time of one batch in the runtime.", registry)
+        self.queue_seconds = _seconds("vitx_queue_seconds", "Time of a request in the queue.", registry)
+        self.decode_seconds = Histogram(
+            "vitx_decode_seconds", "Time to decode and resize one image.", buckets=_SECONDS, registry=registry
+        )
+        self._queue_depth = Gauge("vitx_queue_depth", "Images waiting for a batch.", ("model",), registry=registry)
+        self._running = Gauge("vitx_running_images", "Images in batches that run.", ("model",), registry=registry)
+        self._model_info = Gauge(
+            "vitx_model_info",
+            "1 for each model served: what it is, where it runs, and what its certificate says.",
+            ("model", "version", "certificate", "runtime", "provider", "precision"),
+            registry=registry,
+        )
+        ProcessCollector(registry=registry)
+        self.latencies: deque[float] = deque(maxlen=_RECENT)
+        self.answered = 0
+        self.rejected = 0
+        self._started = time.monotonic()
+
+    def add_model(
+        self, model: str, info: dict[str, str], queued: Callable[[], float], running: Callable[[], float]
+    ) -> ModelMetrics:
+        """Begin the series of a model; `info` has the labels certificate, runtime, provider, precision, version."""
+        self._model_info.labels(model=model, **info).set(1)
+        self._queue_depth.labels(model).set_function(queued)
+        self._running.labels(model).set_function(running)
+        return ModelMetrics(self, model)
+
+    def reject(self, reason: str) -> None:
+        self.rejected += 1
+        self.rejections.labels(reason).inc()
+
+    def answer(self, route: str, status: int, seconds: float | None = None) -> None:
+        """Record one reply; `seconds` only for a request that went through a model."""
+        self.requests.labels(route, str(status)).inc()
+        if seconds is not None:
+            self.answered += 1
+            self.request_seconds.labels(route).observe(seconds)
+            self.latencies.append(seconds)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)
+
+    def summary(self) -> dict[str, Any]:
+        """Counters since the start, and percentiles of the latest requests; the page takes differences."""
+        recent = sorted(self.latencies)
+        return {
+            "uptime_seconds": round(time.monotonic() - self._started, 3),
+            "requests": self.answered,
+            "rejected": self.rejected,
+            "latency_ms": {name: _percentile(recent, share) for name, share in (("p50", 0.5), ("p99", 0.99))},
+        }
+
+
+def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, text, ("model",), buckets=_SECONDS, registry=registry)
+
+
+def _percentile(ascending: list[float], share: float) -> float | None:
+    """In milliseconds; None before the first request."""
+    return round(1000 * ascending[int(share * (len(ascending) - 1))], 3) if ascending else None

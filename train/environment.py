@@ -1,0 +1,66 @@
+"""`environment.json`: where a run was started, and on which images."""
+
+import hashlib
+from typing import Self
+
+import torch
+from pydantic import Field
+
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.files import Record
+from vitx.core.images import ImageSet
+from vitx.core.machine import describe_machine, installed_versions
+
+
+class DataRecord(Record):
+    """One split: how many images, which were left out, and the sha256 of all names and labels in order."""
+
+    images: int
+    skipped: tuple[str, ...]
+    names_sha256: str
+
+    @classmethod
+    def of(cls, images: ImageSet) -> Self:
+        hasher = hashlib.sha256()
+        for key, label in zip(images.keys, images.labels, strict=True):
+            hasher.update(f"{key}\0{label}\0".encode())
+        return cls(images=len(images), skipped=images.skipped, names_sha256=hasher.hexdigest())
+
+
+class RunEnvironment(Record):
+    """What decides a result beside the recipe."""
+
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    device: str
+    threads: int = Field(description="threads of one torch operation; another number rounds differently")
+    data: dict[str, DataRecord]
+
+    @classmethod
+    def now(cls, device: torch.device, train: ImageSet, val: ImageSet) -> Self:
+        return cls(
+            machine=describe_machine(),
+            versions=installed_versions(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            threads=torch.get_num_threads(),
+            data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
+        )
+
+    def check_same_data(self, other: "RunEnvironment") -> None:
+        """Raise InputError when a split changed since the run began."""
+        for split, record in self.data.items():
+            found = other.data[split]
+            if found != record:
+                raise InputError(
+                    f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
+                    "restore them, or train into another --out"
+                )
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device '{name}': expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissing("no CUDA device is available to torch: pass --device cpu, or install a GPU driver")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

@@ -1,0 +1,80 @@
+"""`vitx train`: from a recipe to a run folder."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+
+
+def command(
+    recipe: Annotated[str, typer.Argument(help="A name of `vitx recipes`.")],
+    data: Data = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", help="The run folder to make. Default: runs/RECIPE."),
+    ] = None,
+    settings: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
+    skip_bad: SkipBad = False,
+    device: DeviceOption = "auto",
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train a recipe into a run folder; a run that was stopped goes on with --resume."""
+    from vitx.core.console import log
+    from vitx.train.recipes import resolve_recipe
+
+    folder = out or Path("runs") / recipe
+    resolved = resolve_recipe(recipe, data=data, overrides=settings or [], resumed=folder if resume else None)
+
+    from vitx.train import train
+
+    try:
+        result = train(resolved, folder, resume=resume, skip_bad=skip_bad, device=device, quiet=quiet)
+    except KeyboardInterrupt:
+        print(f"interrupted: resume with `vitx train {recipe} --out {folder} --resume`", file=sys.stderr)
+        raise typer.Exit(130) from None
+    if result.resumed_from == resolved.epochs:
+        log(f"'{folder}' has finished its {resolved.epochs} epochs: nothing is left to train", quiet=quiet)
+    _print_result(_summary(folder, result.history), as_json=as_json)
+
+
+def _summary(folder: Path, history: list[dict[str, Any]]) -> dict[str, Any]:
+    from vitx.train.checkpoint import best_of
+
+    best = best_of(history)
+    return {
+        "run": str(folder),
+        "epochs": len(history),
+        "best_epoch": best["epoch"],
+        **{name: best[name] for name in ("top1", "nll", "ece", "cos_sim", "attention_std")},
+        "last_top1": history[-1]["top1"],
+        "seconds": round(sum(row["seconds"] for row in history), 1),
+    }
+
+
+def _print_result(summary: dict[str, Any], *, as_json: bool) -> None:
+    from vitx.core.console import print_fields, print_json
+
+    if as_json:
+        print_json(summary)
+        return
+    layers = summary["cos_sim"]
+    print_fields(
+        f"trained {summary['run']}",
+        {
+            "top-1 (averaged weights, best epoch)": f"{summary['top1']:.2%}",
+            "NLL": f"{summary['nll']:.4f}",
+            "ECE": f"{summary['ece']:.4f}",
+            "best epoch": f"{summary['best_epoch']} of {summary['epochs']}",
+            "top-1 of the last epoch": f"{summary['last_top1']:.2%}",
+            "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
+            "seconds": summary["seconds"],
+        },
+    )
