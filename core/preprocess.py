@@ -56,6 +56,8 @@ class Preprocessing(Record):
         scaled = (short, max(short, int(short * height / width)))
         if width > height:
             scaled = (max(short, int(short * width / height)), short)
+        if scaled[0] * scaled[1] > MAX_PIXELS:  # a sliver: as its short side grows, so does the long one
+            raise ImageError(f"image of {width}×{height} pixels: too thin to be resized to {short} on its short side")
         if scaled != image.size:
             image = image.resize(scaled, _FILTERS[self.interpolation])
         left = round((scaled[0] - self.image_size) / 2)
@@ -73,16 +75,16 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
     """
     try:
-        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source)
-        if image.width * image.height > max_pixels:
-            raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
-        image.load()
-        return _to_rgb(ImageOps.exif_transpose(image))
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            if image.width * image.height > max_pixels:
+                raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
+            image.load()
+            return _to_rgb(ImageOps.exif_transpose(image))
     except ImageError:
         raise
     except Image.UnidentifiedImageError:
         raise ImageError(_not_an_image(source)) from None
-    except Image.DecompressionBombError as error:
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(str(error)) from None
     # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
     except (OSError, SyntaxError, ValueError, IndexError, EOFError, TypeError, KeyError, OverflowError) as error:

@@ -88,6 +88,8 @@ class RunFolder:
         Raises InputError when there is none, or naming the file whose sha256 differs.
         """
         folder = self.checkpoint_path(which)
+        if folder.is_symlink():  # followed once: a training that goes on switches it between two reads
+            folder = folder.parent / folder.readlink()
         if not (folder / "state.json").is_file():
             raise InputError(f"run '{self.path}' has no '{which}' checkpoint yet")
         state = read_record(folder / "state.json", CheckpointState)

@@ -1,24 +1,36 @@
 """The networks, registered with timm: `import vitx.models; timm.create_model("deepvit_s")`."""
 
 from vitx.models import registry
+from vitx.models.alternet import AlterNet
 from vitx.models.attention import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
+from vitx.models.attention_maps import attention_maps
 from vitx.models.build import build_model, image_tensor, load_run_model, load_weights
+from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
 from vitx.models.similarity import attention_std, token_similarity
+from vitx.models.token_count import recalibrate
 from vitx.models.vit import Block, TokenOutputs, VisionTransformer
+from vitx.models.window_attention import LocalAttention, WindowAttention
 
 __all__ = [
+    "AlterNet",
     "Block",
+    "LoadReport",
+    "LocalAttention",
     "PlainAttention",
     "ReAttention",
     "TalkingHeadsAttention",
     "TokenOutputs",
     "VisionTransformer",
+    "WindowAttention",
+    "attention_maps",
     "attention_std",
     "build_model",
     "fold_head_mix",
     "image_tensor",
+    "load_public_checkpoint",
     "load_run_model",
     "load_weights",
+    "recalibrate",
     "registry",
     "token_similarity",
 ]

@@ -1,11 +1,30 @@
-"""The names under which timm finds our models: `import vitx.models; timm.create_model("deepvit_s")`."""
+"""The names under which timm finds our networks: `import vitx.models; timm.create_model("deepvit_s")`.
+
+| names | what |
+|---|---|
+| `deit_{tiny,small,base}_{12,24,48}`, `deit_large_24` | DeiT at several depths (Touvron et al.; depths of Gong et al.) |
+| … `_talking`, … `_384`, … `_512` | with talking heads; at another image size |
+| `deepvit_{16b,24b,32b,s,l,l_384}` | DeepViT (Zhou et al., table 5 and table 8) |
+| `plainvit_{16b,24b,32b,s,l}` | the plain ViT of the same size |
+| `alternet_{18,34,50,101,152}`, … `_cifar` | AlterNet (Park & Kim) |
+| `deit_digits`, `deepvit_digits` | 0.26 M parameters at 32 px, for the embedded data set |
+
+Every argument of VisionTransformer or AlterNet overrides the named one: `timm.create_model("deit_small_24", patch_head=True)`.
+"""
 
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import nn
 
+from vitx.models.alternet import AlterNet
 from vitx.models.vit import VisionTransformer
+
+HALF = (0.5, 0.5, 0.5)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+default_cfgs: dict[str, Any] = {}
 
 
 def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
@@ -16,8 +35,8 @@ def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
         "crop_pct": 0.9,
         "interpolation": "bicubic",
         "fixed_input_size": True,
-        "mean": (0.5, 0.5, 0.5),
-        "std": (0.5, 0.5, 0.5),
+        "mean": HALF,
+        "std": HALF,
         "first_conv": "patch_embed.proj",
         "classifier": "head",
         "license": "apache-2.0",
@@ -25,33 +44,24 @@ def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
     }
 
 
-_CNN = {"first_conv": "patch_embed.conv1"}
-_DIGITS = {"num_classes": 10, "crop_pct": 1.0}
+def _register(name: str, network: type[nn.Module], defaults: dict[str, Any], cfg: dict[str, Any], what: str) -> None:
+    """Register `name` with timm as `network(**defaults)`."""
 
-default_cfgs = generate_default_cfgs(
-    {
-        "deepvit_16b": _cfg(),
-        "deepvit_24b": _cfg(),
-        "deepvit_32b": _cfg(),
-        "deepvit_s": _cfg(**_CNN),
-        "deepvit_l": _cfg(**_CNN),
-        "deepvit_l_384": _cfg(384, crop_pct=1.0, **_CNN),
-        "deit_digits": _cfg(32, **_DIGITS),
-        "deepvit_digits": _cfg(32, **_DIGITS),
-    }
-)
+    def create(pretrained: bool = False, **overrides: Any) -> nn.Module:
+        model: nn.Module = build_model_with_cfg(
+            network,
+            name,
+            pretrained,
+            pretrained_filter_fn=checkpoint_filter_fn if network is VisionTransformer else None,
+            feature_cfg={"out_indices": 3 if network is VisionTransformer else (0, 1, 2, 3), "feature_cls": "getter"},
+            **{**defaults, **overrides},
+        )
+        return model
 
-
-def _create(variant: str, pretrained: bool, defaults: dict[str, Any], overrides: dict[str, Any]) -> VisionTransformer:
-    model: VisionTransformer = build_model_with_cfg(
-        VisionTransformer,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg={"out_indices": 3, "feature_cls": "getter"},
-        **{**defaults, **overrides},
-    )
-    return model
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = what
+    default_cfgs.update(generate_default_cfgs({name: cfg}))
+    globals()[name] = register_model(create)
 
 
 def _last_blocks(depth: int, count: int) -> list[str]:
@@ -59,78 +69,69 @@ def _last_blocks(depth: int, count: int) -> list[str]:
     return ["plain"] * (depth - count) + ["re-attention"] * count
 
 
-def _deepvit_b(variant: str, depth: int, pretrained: bool, overrides: dict[str, Any]) -> VisionTransformer:
-    defaults = {"embed_dim": 384, "depth": depth, "num_heads": 12, "mlp_ratio": 3.0, "attention": "re-attention"}
-    return _create(variant, pretrained, defaults, overrides)
+def _register_deit() -> None:
+    sizes = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
+    for size, (width, heads) in sizes.items():
+        for depth in (24,) if size == "large" else (12, 24, 48):
+            for attention, kind in (("", "plain"), ("_talking", "talking-heads")):
+                for image_size in (224, 384, 512):
+                    name = f"deit_{size}_{depth}{attention}" + ("" if image_size == 224 else f"_{image_size}")
+                    defaults = {"embed_dim": width, "depth": depth, "num_heads": heads, "attention": kind}
+                    cfg = _cfg(image_size, mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875 if image_size == 224 else 1.0)
+                    what = f"DeiT-{size}, {depth} blocks, {kind} attention, {image_size} px."
+                    _register(name, VisionTransformer, {**defaults, "img_size": image_size}, cfg, what)
 
 
-@register_model
-def deepvit_16b(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT, 16 blocks, Re-Attention in all (DeepViT table 5)."""
-    return _deepvit_b("deepvit_16b", 16, pretrained, kwargs)
+def _register_deepvit() -> None:
+    common = {"num_heads": 12, "mlp_ratio": 3.0}
+    cnn = {**common, "patch_embedding": "cnn", "residual_scale": 0.5}
+    small = {**cnn, "embed_dim": 396, "depth": 16, "reatten_scale": 33**-0.5}
+    large = {**cnn, "embed_dim": 420, "depth": 32}
+    conv = {"first_conv": "patch_embed.conv1"}
+    for depth in (16, 24, 32):
+        defaults = {**common, "embed_dim": 384, "depth": depth}
+        what = f"DeepViT, {depth} blocks of width 384, Re-Attention in all."
+        _register(f"deepvit_{depth}b", VisionTransformer, {**defaults, "attention": "re-attention"}, _cfg(), what)
+        _register(f"plainvit_{depth}b", VisionTransformer, defaults, _cfg(), f"The plain ViT of deepvit_{depth}b's size.")
+    for name, defaults, re_attention in (("s", small, 5), ("l", large, 12)):
+        depth, width = defaults["depth"], defaults["embed_dim"]
+        what = f"DeepViT-{name.upper()}: CNN embedding, {depth} blocks of width {width}, Re-Attention in the last {re_attention}"
+        attention = {"attention": _last_blocks(int(depth), re_attention)}
+        _register(f"deepvit_{name}", VisionTransformer, {**defaults, **attention}, _cfg(**conv), f"{what}.")
+        _register(
+            f"plainvit_{name}", VisionTransformer, defaults, _cfg(**conv), f"The plain ViT of deepvit_{name}'s size."
+        )
+    at_384 = {**large, "attention": _last_blocks(32, 12), "img_size": 384}
+    _register("deepvit_l_384", VisionTransformer, at_384, _cfg(384, crop_pct=1.0, **conv), "DeepViT-L at 384 px.")
 
 
-@register_model
-def deepvit_24b(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT, 24 blocks, Re-Attention in all."""
-    return _deepvit_b("deepvit_24b", 24, pretrained, kwargs)
+def _register_alternet() -> None:
+    for depth, unit, depths, attention_depths in (
+        (18, "basic", (2, 2, 2, 2), (0, 1, 1, 1)),
+        (34, "basic", (3, 4, 6, 4), (0, 1, 3, 2)),
+        (50, "bottleneck", (3, 4, 6, 4), (0, 1, 3, 2)),
+        (101, "bottleneck", (3, 4, 23, 4), (0, 1, 3, 2)),
+        (152, "bottleneck", (3, 8, 36, 4), (0, 1, 3, 2)),
+    ):
+        defaults = {"unit": unit, "depths": depths, "attention_depths": attention_depths}
+        cfg = _cfg(
+            mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875, first_conv="stem.0", fixed_input_size=False, pool_size=(7, 7)
+        )
+        _register(f"alternet_{depth}", AlterNet, defaults, cfg, f"AlterNet-{depth} for ImageNet.")
+        cifar = {**cfg, "input_size": (3, 32, 32), "num_classes": 100, "crop_pct": 1.0, "pool_size": (4, 4)}
+        small = {**defaults, "stem": "cifar", "window_size": 4, "num_classes": 100}
+        _register(f"alternet_{depth}_cifar", AlterNet, small, cifar, f"AlterNet-{depth} for CIFAR-100, 32 px, window 4.")
 
 
-@register_model
-def deepvit_32b(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT, 32 blocks, Re-Attention in all."""
-    return _deepvit_b("deepvit_32b", 32, pretrained, kwargs)
+def _register_digits() -> None:
+    size = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 3.0, "num_classes": 10}
+    cfg = _cfg(32, num_classes=10, crop_pct=1.0)
+    _register("deit_digits", VisionTransformer, size, cfg, "A plain ViT of 6 blocks × 64 at 32 px, patch 4.")
+    deep = {**size, "attention": _last_blocks(6, 3)}
+    _register("deepvit_digits", VisionTransformer, deep, cfg, "The same with Re-Attention in the last 3 blocks.")
 
 
-@register_model
-def deepvit_s(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT-S: CNN embedding, 16 blocks of width 396, Re-Attention in the last 5."""
-    defaults = {
-        "embed_dim": 396,
-        "depth": 16,
-        "num_heads": 12,
-        "mlp_ratio": 3.0,
-        "attention": _last_blocks(16, 5),
-        "patch_embedding": "cnn",
-        "residual_scale": 0.5,
-        "reatten_scale": 33**-0.5,
-    }
-    return _create("deepvit_s", pretrained, defaults, kwargs)
-
-
-_DEEPVIT_L = {
-    "embed_dim": 420,
-    "depth": 32,
-    "num_heads": 12,
-    "mlp_ratio": 3.0,
-    "attention": _last_blocks(32, 12),
-    "patch_embedding": "cnn",
-    "residual_scale": 0.5,
-}
-
-
-@register_model
-def deepvit_l(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT-L: CNN embedding, 32 blocks of width 420, Re-Attention in the last 12."""
-    return _create("deepvit_l", pretrained, _DEEPVIT_L, kwargs)
-
-
-@register_model
-def deepvit_l_384(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """DeepViT-L at 384 px."""
-    return _create("deepvit_l_384", pretrained, {**_DEEPVIT_L, "img_size": 384}, kwargs)
-
-
-_DIGITS_SIZE = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 3.0}
-
-
-@register_model
-def deit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """A plain ViT of 6 blocks × 64 at 32 px, patch 4."""
-    return _create("deit_digits", pretrained, _DIGITS_SIZE, kwargs)
-
-
-@register_model
-def deepvit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """The same with Re-Attention in the last 3 blocks."""
-    return _create("deepvit_digits", pretrained, {**_DIGITS_SIZE, "attention": _last_blocks(6, 3)}, kwargs)
+_register_deit()
+_register_deepvit()
+_register_alternet()
+_register_digits()

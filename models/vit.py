@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vitx.core.errors import InputError, unknown_name
 from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.patch_embedding import ConvPatchEmbed
+from vitx.models.token_count import set_closed_form_means
 
 AttentionKind = Literal["plain", "talking-heads", "re-attention"]
 ATTENTION: dict[str, type[nn.Module]] = {
@@ -89,6 +90,8 @@ class VisionTransformer(TimmVisionTransformer):
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
         reatten_norm, reatten_init, reatten_scale: see ReAttention.
         talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
+        position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
+            so positions have to be learnt first; large values help where positions decide, as on very small images.
         class_token: None means: with `global_pool="token"` only.
         Everything else is timm's.
     """
@@ -105,6 +108,7 @@ class VisionTransformer(TimmVisionTransformer):
         reatten_scale: float = 1.0,
         talking_heads_bias: bool = False,
         talking_heads_init: MixInit = "random",
+        position_std: float = 0.02,
         img_size: int = 224,
         patch_size: int = 16,
         embed_dim: int = 768,
@@ -141,6 +145,8 @@ class VisionTransformer(TimmVisionTransformer):
             ),
             **kwargs,
         )
+        if position_std != 0.02 and self.pos_embed is not None:
+            nn.init.trunc_normal_(self.pos_embed, std=position_std)
         self.patch_head = nn.Linear(embed_dim, self.num_classes) if patch_head else None
         if self.patch_head is not None:
             nn.init.trunc_normal_(self.patch_head.weight, std=0.02)
@@ -158,6 +164,19 @@ class VisionTransformer(TimmVisionTransformer):
         if self.patch_head is not None:
             reference = self.patch_head.weight
             self.patch_head = nn.Linear(self.embed_dim, num_classes, device=reference.device, dtype=reference.dtype)
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """Change the image or patch size: position embeddings are interpolated, Re-Attention's means follow.
+
+        The variances of Re-Attention's BatchNorm belong to the old number of tokens until `recalibrate` measures them.
+        """
+        _check_geometry(
+            img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size[0], self.embed_dim, 1
+        )
+        before = self.pos_embed.shape[1]
+        super().set_input_size(img_size, patch_size)
+        if self.pos_embed.shape[1] != before:
+            set_closed_form_means(self, self.pos_embed.shape[1])
 
     def forward_with_tokens(self, images: Tensor) -> TokenOutputs:
         """Return logits, the patches after the first block and after the final LayerNorm, and the patch logits."""

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from vitx.serve.protocol import HEADER_LENGTH, VERSION, decode_infer_request, en
 from vitx.serve.served_model import ModelSet, ServedModel
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+
+# The page needs nothing but itself and this server.
+_PAGE_POLICY = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:"
 
 _log = logging.getLogger("vitx.serve")
 
@@ -54,7 +58,7 @@ class App:
         else:
             error = RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
             self._metrics.answer(found[0], error.status)
-            await send_reply(send, error_reply(error))
+            await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
 
     async def idle(self) -> None:
         """Return once no request runs a model."""
@@ -126,7 +130,9 @@ def _versioned(models: ModelSet, name: str, version: str) -> ServedModel:
     model = models.get(name)
     if version != VERSION:
         raise RequestError(
-            f"request for unknown model: '{name}' version {version[:40]} is not found", status=404, reason="unknown_model"
+            f"request for unknown model: '{name}' version {version[:40]} is not found",
+            status=404,
+            reason="unknown_model",
         )
     return model
 
@@ -139,7 +145,7 @@ def _starlette(models: ModelSet, metrics: Metrics) -> Starlette:
         return _versioned(models, request.path_params["model"], request.path_params.get("version", VERSION))
 
     async def web_page(request: Request) -> Response:
-        return HTMLResponse(page)
+        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
 
     async def server_metadata(request: Request) -> Response:
         return JSONResponse({"name": "vitx", "version": __version__, "extensions": ["binary_tensor_data"]})

@@ -96,6 +96,17 @@ def bench_bundle(
     return latencies.pop(own), latencies
 
 
+def parse_batch_sizes(text: str) -> tuple[int, ...]:
+    """'1,8,32' → (1, 8, 32); raise InputError for anything but positive whole numbers."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"batch sizes '{text}': expected positive whole numbers with commas between, such as 1,8,32")
+    return sizes
+
+
 def _take_turns(lanes: Sequence["_Lane"], seconds: float, *, quiet: bool) -> None:
     """Give every lane turn after turn until each has been measured for `seconds` and `MIN_CALLS` calls."""
     with progress("bench", round(100 * seconds * len(lanes)), quiet=quiet) as bar:

@@ -94,7 +94,8 @@ class Metrics:
         if seconds is not None:
             self.answered += 1
             self.request_seconds.labels(route).observe(seconds)
-            self.latencies.append(seconds)
+            if status < 400:  # refusals are fast, and would flatter
+                self.latencies.append(seconds)
 
     def exposition(self) -> bytes:
         """The Prometheus text format."""

@@ -6,13 +6,15 @@ import numpy as np
 import numpy.typing as npt
 
 Float64Array = npt.NDArray[np.float64]
+# As `vitx train` counts, so that a run's own number and `vitx eval` agree.
+ECE_BINS = 15
 
 
 def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
     """One-sided upper bound on a rate of which k events were seen in n trials.
 
-    It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), which is `beta.ppf(confidence, k + 1, n − k)`;
-    accurate to 1e-10 for n up to 1e6.
+    It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), the same number as
+    `beta.ppf(confidence, k + 1, n − k)`, accurate to 1e-10 for n up to 1e6.
     Raises ValueError unless 0 ≤ k ≤ n, n ≥ 1 and ½ ≤ confidence < 1.
     """
     if not 0 <= k <= n or n < 1:
@@ -75,7 +77,11 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
 
 
 def calibration_error(
-    probabilities: npt.NDArray[np.floating], labels: npt.NDArray[np.integer], bins: int = 10, *, signed: bool = False
+    probabilities: npt.NDArray[np.floating],
+    labels: npt.NDArray[np.integer],
+    bins: int = ECE_BINS,
+    *,
+    signed: bool = False,
 ) -> float:
     """Expected calibration error of probabilities (N, C) against labels (N,), over equal bins of the top confidence.
 

@@ -4,10 +4,8 @@ Recipes can be read without torch; everything that needs it is imported when it 
 """
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from vitx.core.errors import missing_package
 from vitx.train.recipe import Recipe, apply_overrides
 from vitx.train.recipes import get_recipe, resolve_recipe
 
@@ -39,7 +37,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'vitx.train' has no attribute '{name}'")
-    for package in ("torch", "timm", "tensorboard"):
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, "train")
     return getattr(importlib.import_module(_LAZY[name]), name)

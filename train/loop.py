@@ -6,9 +6,11 @@ number of the epoch, and gives the same bits as never having stopped.
 
 import random
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
 from timm.utils.model_ema import ModelEmaV3
@@ -20,6 +22,7 @@ from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.models import build_model, image_tensor
+from vitx.train.batch_norm import recalibrate_batch_norm
 from vitx.train.checkpoint import Metrics, Tensors, load_last, publish, read_metrics, save, write_metrics
 from vitx.train.data import CUTMIX, NETWORK, WEIGHTS, Batch, TrainingData, seed_of
 from vitx.train.environment import RunEnvironment, choose_device
@@ -34,6 +37,9 @@ from vitx.train.optimization import (
 )
 from vitx.train.recipe import Recipe, first_difference
 from vitx.train.tensorboard import scalar_board
+
+# Training images that measure the BatchNorm statistics of the averaged weights.
+CALIBRATION_IMAGES = 256
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,19 @@ def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
     return ModelSpec(name=recipe.model.name, num_classes=num_classes, kwargs=kwargs)
 
 
+def build_checked(recipe: Recipe, spec: ModelSpec) -> nn.Module:
+    """Build the network with fresh weights; raise InputError when it cannot compute the recipe's losses."""
+    try:
+        model = build_model(spec)
+    except InputError:
+        # A network that has no patch head refuses the argument; name the loss that asked for it instead.
+        kwargs = {name: value for name, value in spec.kwargs.items() if name != "patch_head"}
+        check_model(recipe, build_model(spec.model_copy(update={"kwargs": kwargs})))
+        raise
+    check_model(recipe, model)
+    return model
+
+
 class Trainer:
     """Everything a run holds in memory between its epochs."""
 
@@ -95,8 +114,7 @@ class Trainer:
         )
         self.spec = model_spec(recipe, len(self.train_images.class_names))
         torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
-        self.model: nn.Module = build_model(self.spec).to(device)
-        check_model(recipe, self.model)
+        self.model = build_checked(recipe, self.spec).to(device)
         self.grid = patch_grid(self.model)
         self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay, use_warmup=True)
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
@@ -158,6 +176,7 @@ class Trainer:
     def _epoch(self, epoch: int) -> Metrics:
         started = time.perf_counter()
         losses = self._optimize(epoch)
+        recalibrate_batch_norm(self.ema.module, self._calibration_images())
         values = evaluate(
             self.ema.module, self.val_images, self.recipe.preprocessing, self.recipe.batch_size, self.device
         )
@@ -205,6 +224,15 @@ class Trainer:
         mixed = mix(images, labels, self.recipe, self.grid, rng)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return losses_of(self.model, mixed, self.recipe, self.spec.num_classes)
+
+    def _calibration_images(self) -> Iterator[Tensor]:
+        """Some training images, the same in every epoch, as evaluation sees them."""
+        preprocessing = self.recipe.preprocessing
+        chosen = self.data.order(0)[: max(CALIBRATION_IMAGES, self.data.batch_size)]
+        for start in range(0, len(chosen), self.data.batch_size):
+            part = chosen[start : start + self.data.batch_size]
+            pixels = np.stack([preprocessing.from_bytes(self.train_images.read(int(index))) for index in part])
+            yield image_tensor(pixels, preprocessing.mean, preprocessing.std).to(self.device)
 
     def _check_finite(self, epoch: int, total: float) -> None:
         if not torch.isfinite(torch.tensor(total)):

@@ -128,17 +128,24 @@ class Recipe(Record):
 def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the recipe with `key=value` texts applied, such as "optimizer.lr=3e-4".
 
-    A value is JSON, or plain text where the field is a text. Raises InputError for an unknown key (the nearest and all
-    valid names), for a value of another type or out of range (key, given, expected), and for a contradiction.
+    A value is JSON, or plain text where the field is a text. Another `model.name` drops the recipe's `model.kwargs`,
+    which were chosen for its own network. Raises InputError for an unknown key (the nearest and all valid names), for a
+    value of another type or out of range (key, given, expected), and for a contradiction.
     """
     plain = recipe.model_dump(mode="json")
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals:
-            raise InputError(f"--set {override}: expected KEY=VALUE, such as --set optimizer.lr=3e-4")
+    for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
         _check_key(recipe, key)
         plain = _with_value(plain, key, text)
+        if key == "model.name" and plain["model"]["name"] != recipe.model.name:
+            plain["model"]["kwargs"] = {}
     return _validated(plain)
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise InputError(f"--set {override}: expected KEY=VALUE, such as --set optimizer.lr=3e-4")
+    return key, text
 
 
 def setting_names(recipe: Recipe) -> list[str]:

@@ -24,7 +24,9 @@ def _digits(name: str, model: str) -> Recipe:
     return Recipe(
         name=name,
         data="digits",
-        model=ModelChoice(name=model),
+        # One 4 px patch is about one pixel of the original 8×8 image, so what is where decides: positions start at the
+        # scale of the patch embedding.
+        model=ModelChoice(name=model, kwargs={"weight_init": "jax", "position_std": 0.5}),
         preprocessing=Preprocessing(image_size=32),
         augmentation=Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8),
         cutmix=CutMix(probability=0.5),
@@ -32,7 +34,7 @@ def _digits(name: str, model: str) -> Recipe:
         optimizer=Optimizer(lr=2e-3, weight_decay=0.05),
         schedule=Schedule(warmup=0.15, min_lr=2e-5),
         ema_decay=0.98,
-        epochs=40,
+        epochs=30,
         batch_size=64,
     )
 

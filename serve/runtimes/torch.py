@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -33,7 +34,10 @@ class TorchSession:
     @torch.inference_mode()
     def infer(self, images: UInt8Array) -> Float32Array:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3)."""
-        inputs = image_tensor(images, self._preprocessing.mean, self._preprocessing.std).to(self._device)
+        # torch takes no array with negative strides, such as a reversed batch.
+        inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std).to(
+            self._device
+        )
         with self._full_precision():
             logits: Float32Array = self._model(inputs).float().cpu().numpy()
         return logits

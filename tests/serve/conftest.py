@@ -1,13 +1,17 @@
 """Bundles that every test of the serving stage can use."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
+from cli_fixture import Vitx, run_in_process
 
-from vitx.core.bundle import CERTIFICATE, Bundle, Certificate, timestamp
+from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.files import write_json
-from vitx.core.images import ImageSet
+from vitx.core.images import ImageSet, open_images
+from vitx.core.run import RunFolder
+from vitx.serve import certify, load_session
 
 
 @pytest.fixture(scope="session")
@@ -24,41 +28,48 @@ def colours_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference() -> NumpySession:
+    """What the graph of the bundles must compute."""
     return NumpySession()
+
+
+@pytest.fixture(scope="session")
+def certified_original(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> Bundle:
+    bundle = write_bundle(tmp_path_factory.mktemp("bundle") / "tiny.vitx", data=str(colours_folder))
+    certificate = certify(
+        NumpySession(),
+        load_session(bundle, device="cpu", threads=1),
+        open_images(str(colours_folder), "val"),
+        bundle.manifest.preprocessing,
+        reference_name="numpy",
+        candidate_name=bundle.manifest.name,
+        subject=bundle.subject(),
+        quiet=True,
+    )
+    assert certificate.verdict == "pass", certificate.reasons
+    write_json(bundle.path / CERTIFICATE, certificate)
+    return bundle
+
+
+@pytest.fixture
+def tiny_bundle(tmp_path: Path, certified_original: Bundle) -> Bundle:
+    """A certified bundle, the test's own: labels blue, green, grey, red; input uint8 [N,16,16,3]."""
+    return Bundle.open(shutil.copytree(certified_original.path, tmp_path / "tiny.vitx"))
 
 
 @pytest.fixture
 def uncertified_bundle(tmp_path: Path, colours_folder: Path) -> Bundle:
-    return write_bundle(tmp_path / "tiny.vitx", data=str(colours_folder))
+    return write_bundle(tmp_path / "uncertified.vitx", data=str(colours_folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> RunFolder:
+    """A run whose best checkpoint is the same function as the graph of the bundles."""
+    from run_fixture import write_run
+
+    return write_run(tmp_path_factory.mktemp("runs") / "colours", str(colours_folder))
 
 
 @pytest.fixture
-def tiny_bundle(uncertified_bundle: Bundle) -> Bundle:
-    """A certified bundle: labels red, green, blue, grey; input uint8 [N,16,16,3]."""
-    certificate = Certificate(
-        verdict="pass",
-        reasons=(),
-        subject=uncertified_bundle.subject(),
-        reference="numpy",
-        reference_sha256="0" * 64,
-        candidate=str(uncertified_bundle.path),
-        runtime={"runtime": "onnxruntime"},
-        data="colours",
-        data_sha256="0" * 64,
-        images=360,
-        batch_sizes=(1, 2, 7, 32),
-        accuracy_reference=1.0,
-        accuracy_candidate=1.0,
-        flips=(),
-        flip_rate_bound=0.008287,
-        max_flip_rate=0.01,
-        mcnemar_p=1.0,
-        max_logit_error=0.0,
-        mean_logit_error=0.0,
-        max_logit_error_by_batch_size={},
-        max_logit_error_allowed=1e-4,
-        max_neighbour_error=0.0,
-        created=timestamp(),
-    )
-    write_json(uncertified_bundle.path / CERTIFICATE, certificate)
-    return uncertified_bundle
+def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
+    """Call `vitx(verb, …)` as on the command line: (exit code, standard output, standard error)."""
+    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)

@@ -1,23 +1,75 @@
-"""`vitx models`: the networks vitx registers with timm."""
+"""`vitx models`: the networks vitx registers with timm, one of them in full, and published checkpoints converted."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from vitx.cli.options import Json
 
 
-def command(as_json: Json = False) -> None:
-    """List vitx's networks with their parameters and input size."""
-    import timm
-    import torch
+def command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME | convert]", help="A network to show in full, or 'convert'.")
+    ] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The checkpoint to convert.")] = None,
+    network: Annotated[str | None, typer.Option("--as", help="With convert: the network the file was trained as.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="With convert: FILE.safetensors by default.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the networks, show one in full, or convert a published checkpoint: `vitx models convert FILE.pth --as NAME`."""
+    from vitx.core.errors import InputError
 
-    import vitx.models as models
-    from vitx.core.console import print_json, print_table
-
-    rows = []
-    for name in timm.list_models(module=models.registry.__name__.rpartition(".")[2]):
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        rows.append((name, parameters, model.pretrained_cfg["input_size"][1], len(model.blocks)))
-    if as_json:
-        print_json([dict(zip(("name", "parameters", "image_size", "blocks"), row, strict=True)) for row in rows])
+    if name == "convert":
+        if file is None or network is None:
+            raise InputError("convert needs a file and the network: vitx models convert FILE.pth --as deepvit_s")
+        _convert(file, network, out or file.with_suffix(".safetensors"), as_json=as_json)
+    elif file is not None or network is not None or out is not None:
+        raise InputError(f"FILE, --as and --out go with 'convert', not with '{name}'")
+    elif name is None:
+        _list(as_json=as_json)
     else:
-        print_table("vitx models", ("name", "parameters", "image size", "blocks"), rows)
+        _show(name, as_json=as_json)
+
+
+def _list(*, as_json: bool) -> None:
+    from vitx.core.console import print_json, print_table
+    from vitx.models.summary import summarize, vitx_networks
+
+    summaries = [summarize(name) for name in vitx_networks()]
+    if as_json:
+        print_json([summary.model_dump() for summary in summaries])
+        return
+    rows = [(s.name, round(s.parameters / 1e6, 3), round(s.gmacs, 3), s.tokens or "", s.image_size) for s in summaries]
+    print_table("vitx models", ("name", "parameters (M)", "GMACs", "tokens", "image size"), rows)
+
+
+def _show(name: str, *, as_json: bool) -> None:
+    from vitx.core.console import print_fields, print_json
+    from vitx.models.summary import summarize
+
+    summary = summarize(name)
+    if as_json:
+        print_json(summary.model_dump())
+    else:
+        print_fields(name, summary.fields())
+
+
+def _convert(file: Path, network: str, out: Path, *, as_json: bool) -> None:
+    from vitx.core.console import print_json
+    from vitx.core.errors import InputError
+    from vitx.core.run import ModelSpec
+    from vitx.models import build_model, load_public_checkpoint
+    from vitx.models.public_checkpoint import classes_in, save_weights
+
+    if out.exists() and out.samefile(file):
+        raise InputError(f"'{out}' is the input itself: choose another --out")
+    model = build_model(ModelSpec(name=network, num_classes=classes_in(file)))
+    report = load_public_checkpoint(model, file)
+    save_weights(model, out)
+    if as_json:
+        print_json({"out": str(out), "network": network, **report.as_dict()})
+        return
+    for line in report.lines():
+        print(line)
+    print(f"{out}: {network}, {len(model.state_dict())} tensors")

@@ -1,0 +1,124 @@
+"""Our networks against their peers, in one run: time of a training step and peak memory, on this machine.
+
+    python benchmarks/models.py [--batch 8] [--repeats 9] [--json FILE]
+
+Re-Attention: ours against the papers' formulation written out plainly (softmax → Conv2d → BatchNorm2d → × scale →
+matmul) in the same DeepViT-S. Plain attention: our DeiT-S against timm's. The two of a pair take turns; the ratio is
+the median of the pairs' ratios. Memory is the peak resident set of a process that takes two steps.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import timm
+import torch
+from torch import Tensor, nn
+
+import vitx.models
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.models import ReAttention
+
+
+class WrittenOut(nn.Module):
+    """Re-Attention as its formula reads, with the trained layers of ours."""
+
+    def __init__(self, ours: ReAttention) -> None:
+        super().__init__()
+        self.layers = ours
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = self.layers
+        B, N, D = x.shape
+        q, k, v = layers.qkv(x).reshape(B, N, 3, layers.num_heads, D // layers.num_heads).permute(2, 0, 3, 1, 4)
+        maps = (q @ k.transpose(-2, -1)) * layers.scale
+        maps = layers.attn_drop(maps.softmax(dim=-1))
+        maps = layers.var_norm(layers.reatten_matrix(maps)) * layers.reatten_scale
+        out: Tensor = layers.proj((maps @ v).transpose(1, 2).reshape(B, N, D))
+        return out
+
+
+def network(name: str) -> nn.Module:
+    """A network in training mode; `written-out` is DeepViT-S with Re-Attention replaced by its plain formula."""
+    torch.manual_seed(0)
+    model: nn.Module = timm.create_model("deepvit_s" if name == "written-out" else name)
+    if name == "written-out":
+        for block in model.blocks:
+            if isinstance(block.attn, ReAttention):
+                block.attn = WrittenOut(block.attn)
+    return model.train()
+
+
+def step(model: nn.Module, images: Tensor) -> float:
+    """Seconds of one forward and backward pass."""
+    model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    model(images).logsumexp(-1).sum().backward()
+    return time.perf_counter() - start
+
+
+def paired_times(ours: str, theirs: str, batch: int, repeats: int) -> dict[str, float]:
+    """Interleaved steps; the order within a pair alternates."""
+    models = {name: network(name) for name in (ours, theirs)}
+    images = torch.randn(batch, 3, 224, 224)
+    for model in models.values():
+        step(model, images)
+    times: dict[str, list[float]] = {ours: [], theirs: []}
+    for repeat in range(repeats):
+        for name in (ours, theirs) if repeat % 2 else (theirs, ours):
+            times[name].append(step(models[name], images))
+    ratios = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
+    return {
+        "ours_s": statistics.median(times[ours]),
+        "theirs_s": statistics.median(times[theirs]),
+        "speed_ratio": statistics.median(ratios),
+        "speed_ratio_min": min(ratios),
+        "speed_ratio_max": max(ratios),
+    }
+
+
+def peak_memory(name: str, batch: int) -> float:
+    """Peak resident MiB of a fresh process that builds `name` and takes two steps."""
+    command = [sys.executable, __file__, "--memory-of", name, "--batch", str(batch)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory_of:
+        model, images = network(arguments.memory_of), torch.randn(arguments.batch, 3, 224, 224)
+        step(model, images)
+        step(model, images)
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    report: dict[str, object] = {"machine": describe_machine(), "versions": installed_versions(), "batch": arguments.batch}
+    for title, ours, theirs in (
+        ("deepvit_s, against the formula written out", "deepvit_s", "written-out"),
+        ("deit_small_12, against timm's deit_small_patch16_224", "deit_small_12", "deit_small_patch16_224"),
+    ):
+        times = paired_times(ours, theirs, arguments.batch, arguments.repeats)
+        memory = {"ours_mib": peak_memory(ours, arguments.batch), "theirs_mib": peak_memory(theirs, arguments.batch)}
+        report[title] = {**times, **memory}
+        print(
+            f"{title}: {times['ours_s']:.2f} s against {times['theirs_s']:.2f} s, "
+            f"speed × {times['speed_ratio']:.3f} ({times['speed_ratio_min']:.3f} to {times['speed_ratio_max']:.3f}); "
+            f"peak memory {memory['ours_mib']:.0f} MiB against {memory['theirs_mib']:.0f} MiB"
+        )
+    print(json.dumps(report["machine"]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    assert vitx.models.registry, "registers our networks with timm"
+    main()

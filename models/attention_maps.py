@@ -1,0 +1,89 @@
+"""Attention maps on request, in spite of fused kernels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+
+from timm.models.cait import TalkingHeadAttn
+from torch import Tensor, nn
+
+from vitx.core.errors import InputError
+from vitx.models.attention import HeadMixAttention
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The attention layers of a network by name: every module with an `attn_drop` layer, as timm's have."""
+    return {
+        name: module for name, module in model.named_modules() if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
+    }
+
+
+@contextmanager
+def attention_maps(
+    model: nn.Module,
+    *,
+    of: Callable[[Tensor], Any] = Tensor.detach,
+    stage: Literal["softmax", "mixed"] = "softmax",
+) -> Iterator[dict[str, Any]]:
+    """Collect the attention maps of every layer during forward passes of `model`.
+
+    Yields a dictionary from layer name to `of(maps)` of the latest pass, maps (B, H, N, N) as they are before dropout
+    (for windowed attention B counts windows). `stage="mixed"` takes the maps that meet V: after the head mix of
+    Re-Attention and talking heads, timm's CaiT included.
+    Fused kernels are off inside the block; everything is restored after it. Works on vitx's networks and on timm's
+    ViT, DeiT, CaiT, Swin and PiT. Raises InputError when no layer with observable attention is found.
+    """
+    layers = attention_layers(model)
+    if not layers:
+        raise InputError(f"{type(model).__name__} has no attention whose maps can be observed")
+    collected: dict[str, Any] = {}
+    with ExitStack() as restore:
+        for name, layer in layers.items():
+            _unfuse(layer, restore)
+            if stage == "mixed" and isinstance(layer, HeadMixAttention):
+                _watch_mixed(name, layer, of, collected, restore)
+            elif stage == "softmax" and isinstance(layer, TalkingHeadAttn):
+                _watch_cait(name, layer, of, collected, restore)
+            else:
+                _watch_softmax(name, layer, of, collected, restore)
+        yield collected
+
+
+def _unfuse(layer: nn.Module, restore: ExitStack) -> None:
+    if getattr(layer, "fused_attn", False):
+        layer.fused_attn = False
+        restore.callback(setattr, layer, "fused_attn", True)
+
+
+def _watch_softmax(
+    name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
+) -> None:
+    def keep(_dropout: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        collected[name] = of(inputs[0])
+
+    restore.callback(layer.attn_drop.register_forward_pre_hook(keep).remove)
+
+
+def _watch_cait(
+    name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
+) -> None:
+    """timm's talking heads mix before dropout; the softmax maps enter the mix heads last: (B, N, N, H)."""
+
+    def keep(_mix: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        collected[name] = of(inputs[0].movedim(-1, 1))
+
+    restore.callback(layer.proj_w.register_forward_pre_hook(keep).remove)
+
+
+def _watch_mixed(
+    name: str, layer: HeadMixAttention, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
+) -> None:
+    mix = layer.after_softmax
+
+    def keep(maps_BHNN: Tensor) -> Tensor:
+        mixed_BHNN = mix(maps_BHNN)
+        collected[name] = of(mixed_BHNN)
+        return mixed_BHNN
+
+    layer.after_softmax = keep  # type: ignore[method-assign]
+    restore.callback(delattr, layer, "after_softmax")

@@ -1,0 +1,73 @@
+"""How alike a network's tokens are, layer by layer, in one streaming pass: memory of one batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from vitx.models.attention_maps import attention_layers, attention_maps
+from vitx.models.similarity import attention_std, token_similarity
+
+
+class LayerMeans:
+    """A mean for every layer over all images, however they are batched."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._images: dict[str, int] = {}
+
+    def add(self, layer: str, value: float, images: int) -> None:
+        """Add the mean `value` of `images` images."""
+        self._sums[layer] = self._sums.get(layer, 0.0) + value * images
+        self._images[layer] = self._images.get(layer, 0) + images
+
+    def means(self) -> dict[str, float]:
+        """Layer name → mean, in the order of the layers."""
+        return {layer: total / self._images[layer] for layer, total in self._sums.items()}
+
+
+class LayerMetrics:
+    """What `layer_metrics` collects: token similarity of each block's output, attention std of each attention."""
+
+    def __init__(self) -> None:
+        self.cos_sim, self.attention_std = LayerMeans(), LayerMeans()
+
+
+@contextmanager
+def layer_metrics(model: nn.Module) -> Iterator[LayerMetrics]:
+    """Measure every block of a timm-style transformer during the forward passes inside the `with` block.
+
+    A network without such blocks, or without observable attention, leaves the metrics empty. Everything is restored.
+    """
+    metrics = LayerMetrics()
+    prefix_tokens = getattr(model, "num_prefix_tokens", 0)
+    with ExitStack() as restore:
+        for index, block in enumerate(getattr(model, "blocks", ())):
+            hook = _similarity_hook(metrics.cos_sim, f"blocks.{index}", prefix_tokens)
+            restore.callback(block.register_forward_hook(hook).remove)
+        if attention_layers(model):
+            collected = restore.enter_context(attention_maps(model, of=_spread))
+            restore.callback(model.register_forward_hook(_collect_spread(metrics.attention_std, collected)).remove)
+        yield metrics
+
+
+def _similarity_hook(means: LayerMeans, layer: str, prefix_tokens: int) -> Callable[..., None]:
+    def hook(_block: nn.Module, _inputs: Any, tokens_BND: Tensor) -> None:
+        if tokens_BND.ndim == 3 and tokens_BND.shape[1] > prefix_tokens + 1:
+            patches_BnD = tokens_BND[:, prefix_tokens:].float()
+            means.add(layer, token_similarity(patches_BnD).item(), len(tokens_BND))
+
+    return hook
+
+
+def _spread(maps_BHNN: Tensor) -> tuple[float, int]:
+    return attention_std(maps_BHNN.float()).item(), len(maps_BHNN)
+
+
+def _collect_spread(means: LayerMeans, collected: dict[str, tuple[float, int]]) -> Callable[..., None]:
+    def hook(*_ignored: Any) -> None:
+        for layer, (value, images) in collected.items():
+            means.add(layer, value, images)
+
+    return hook

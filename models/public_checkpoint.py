@@ -1,0 +1,146 @@
+"""Loading the checkpoints that others published: DeepViT's, DeiT's, and timm's own, all with timm's key layout."""
+
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import Tensor, nn
+
+from vitx.core.errors import InputError
+from vitx.core.files import write_bytes
+from vitx.models.token_count import set_closed_form_means
+
+# What a checkpoint may lack or have in another size: classifiers of other classes.
+CLASSIFIERS = ("head.", "patch_head.", "head_dist.")
+# Under which key training scripts keep the weights, the averaged ones first.
+CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_public_checkpoint` did not take over as it was.
+
+    missing: keys of the model that the file lacks (they keep their initial values); unexpected: keys of the file that
+    the model lacks; resized: key → (shape in the file, shape in the model), position embeddings interpolated.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    resized: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+
+    def lines(self) -> list[str]:
+        """One line a key."""
+        return [
+            *(f"missing     {key}: keeps its initial values" for key in self.missing),
+            *(f"unexpected  {key}: left out" for key in self.unexpected),
+            *(f"resized     {key}: {old} to {new}" for key, (old, new) in self.resized.items()),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"missing": self.missing, "unexpected": self.unexpected, "resized": dict(self.resized)}
+
+
+def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
+    """Load a published checkpoint (.pth, .pt, .bin or .safetensors) into `model`.
+
+    Only tensors are read from a pickled file. Position embeddings of another grid are interpolated, and the means of
+    Re-Attention's BatchNorm then set to their closed form (its variances want `recalibrate`). A classifier may be
+    missing or have other classes: it keeps its initial values and is reported. Raises InputError, naming the first
+    key and both shapes, when the checkpoint is of another architecture; the model is then unchanged.
+    """
+    weights = read_weights(Path(path))
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    original = {key: tuple(value.shape) for key, value in weights.items()}
+    if "pos_embed" in expected and "pos_embed" in original and expected["pos_embed"][2] == original["pos_embed"][2]:
+        weights = checkpoint_filter_fn(weights, model)  # type: ignore[arg-type]  # any of timm's ViT-like networks
+    usable = {key: value for key, value in weights.items() if not _other_classes(key, value, expected)}
+    found = {key: tuple(value.shape) for key, value in usable.items()}
+    _require_same_architecture(Path(path), expected, found)
+    model.load_state_dict(usable, strict=False)
+    resized = {key: (original[key], shape) for key, shape in found.items() if key in original and original[key] != shape}
+    if "pos_embed" in resized:
+        set_closed_form_means(model, expected["pos_embed"][1])
+    return LoadReport(
+        missing=tuple(sorted(key for key in expected.keys() - found.keys() if not key.endswith("num_batches_tracked"))),
+        unexpected=tuple(sorted(weights.keys() - usable.keys() | (found.keys() - expected.keys()))),
+        resized=resized,
+    )
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint file by name; wrappers (`model`, `state_dict`, `module.`) are taken off.
+
+    Raises InputError when the file is missing, is no checkpoint, or holds code instead of tensors.
+    """
+    if not path.is_file():
+        raise InputError(f"no checkpoint at '{path}'")
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise InputError(f"'{path}' is not a safetensors file: {error}") from None
+    try:
+        with warnings.catch_warnings():
+            # torch warns of pickle protocols it does not write itself; what it cannot read is an error all the same.
+            warnings.simplefilter("ignore", UserWarning)
+            content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}") from None
+    except (RuntimeError, EOFError) as error:
+        raise InputError(f"'{path}' is not a checkpoint: {error}") from None
+    for container in CONTAINERS:
+        if isinstance(content, dict) and isinstance(content.get(container), dict):
+            content = content[container]
+            break
+    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+        raise InputError(f"'{path}' holds no dictionary of tensors, nor one under {', '.join(CONTAINERS)}")
+    return {str(key).removeprefix("module."): value for key, value in content.items()}
+
+
+def classes_in(path: Path) -> int:
+    """The number of classes of the checkpoint's classifier; raise InputError when it has none."""
+    weights = read_weights(path)
+    if "head.weight" not in weights:
+        raise InputError(f"'{path}' has no classifier: it has no tensor 'head.weight'")
+    return int(weights["head.weight"].shape[0])
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write the network's tensors as safetensors, whole or not at all."""
+    write_bytes(path, save({key: value.contiguous() for key, value in model.state_dict().items()}))
+
+
+def _other_classes(key: str, value: Tensor, expected: Mapping[str, tuple[int, ...]]) -> bool:
+    return key.startswith(CLASSIFIERS) and key in expected and expected[key] != tuple(value.shape)
+
+
+def _require_same_architecture(
+    path: Path, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]
+) -> None:
+    differing = sorted(
+        key
+        for key in expected.keys() | found.keys()
+        if expected.get(key) != found.get(key)
+        and not key.startswith(CLASSIFIERS)
+        and not key.endswith("num_batches_tracked")
+    )
+    if differing:
+        first = differing[0]
+        raise InputError(
+            f"'{path}' is of another architecture: {len(differing)} entries differ, the first is '{first}' "
+            f"({_shape(found.get(first))} in the file, {_shape(expected.get(first))} in the model); "
+            "choose the model it was trained as"
+        )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "×".join(map(str, shape)) or "a scalar"

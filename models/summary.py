@@ -1,0 +1,79 @@
+"""A network in numbers: parameters, multiply-accumulates, tokens; built without memory, on the meta device."""
+
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitx.core.errors import unknown_name
+from vitx.core.files import Record
+from vitx.models import registry
+from vitx.models.vit import VisionTransformer
+
+
+class NetworkSummary(Record):
+    """What `vitx models NAME` shows. GMACs are of one image: 10⁹ multiply-accumulates in products and convolutions."""
+
+    name: str
+    what: str
+    parameters: int
+    gmacs: float
+    tokens: int | None
+    image_size: int
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    crop_fraction: float
+    interpolation: str
+    blocks: tuple[str, ...]
+
+    def fields(self) -> dict[str, object]:
+        """For a person: one line a field, equal blocks counted."""
+        shown = self.model_dump(exclude={"name", "blocks"})
+        shown["gmacs"] = round(self.gmacs, 4)
+        runs: list[tuple[str, int]] = []
+        for block in self.blocks:
+            if runs and runs[-1][0] == block:
+                runs[-1] = (block, runs[-1][1] + 1)
+            else:
+                runs.append((block, 1))
+        return {**shown, "blocks": ", ".join(f"{count} × {block}" for block, count in runs)}
+
+
+def vitx_networks() -> list[str]:
+    """The names vitx registers with timm."""
+    return list(timm.list_models(module=registry.__name__.rpartition(".")[2]))
+
+
+def summarize(name: str) -> NetworkSummary:
+    """Return the numbers of a network timm knows; raise InputError for a name it does not."""
+    if not timm.is_model(name):
+        raise unknown_name("model", name, vitx_networks())
+    with torch.device("meta"):
+        model: Any = timm.create_model(name).eval()
+    config = model.pretrained_cfg
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.empty(1, *config["input_size"], device="meta"))
+    return NetworkSummary(
+        name=name,
+        what=(timm.model_entrypoint(name).__doc__ or "").strip().splitlines()[0],
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        gmacs=counter.get_total_flops() / 2e9,
+        tokens=model.pos_embed.shape[1] if isinstance(getattr(model, "pos_embed", None), nn.Parameter) else None,
+        image_size=config["input_size"][1],
+        classes=model.num_classes,
+        mean=config["mean"],
+        std=config["std"],
+        crop_fraction=config["crop_pct"],
+        interpolation=config["interpolation"],
+        blocks=_blocks(model),
+    )
+
+
+def _blocks(model: nn.Module) -> tuple[str, ...]:
+    """The kind of each unit: its attention in a ViT, its class in an AlterNet."""
+    if isinstance(model, VisionTransformer):
+        return tuple(type(block.attn).__name__ for block in model.blocks)
+    return tuple(type(unit).__name__ for stage in getattr(model, "stages", ()) for unit in stage.children())

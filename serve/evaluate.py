@@ -1,0 +1,91 @@
+"""How good a classifier is on labelled images: accuracy, likelihood, calibration."""
+
+from pathlib import Path
+
+import numpy as np
+
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.console import progress
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.images import ImageSet, open_images
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
+from vitx.serve.parity import check_labels
+from vitx.serve.runtimes import Session, load_session
+from vitx.serve.statistics import brier_score, calibration_error, log_softmax
+
+BATCH_SIZE = 32
+
+
+class Evaluation(Record):
+    """Metrics over one image set, in [0, 1] but for `nll` (nats) and `brier` (0 to 2)."""
+
+    images: int
+    top1: float
+    nll: float
+    ece: float
+    brier: float
+
+
+def evaluate(
+    session: Session,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    batch_size: int = BATCH_SIZE,
+    quiet: bool = False,
+) -> Evaluation:
+    """Evaluate a session on every image; raise InputError when there is none."""
+    if len(images) == 0:
+        raise InputError("no images to evaluate on")
+    batches = []
+    with progress("eval", len(images), quiet=quiet) as bar:
+        done = 0
+        for pixels in images.batches(preprocessing, batch_size):
+            batches.append(session.infer(pixels))
+            bar.update(done := done + len(pixels))
+    logits = np.concatenate(batches)
+    log_probabilities = log_softmax(logits)
+    probabilities = np.exp(log_probabilities)
+    return Evaluation(
+        images=len(images),
+        top1=float((logits.argmax(axis=1) == images.labels).mean()),
+        nll=-float(log_probabilities[np.arange(len(images)), images.labels].mean()),
+        ece=calibration_error(probabilities, images.labels),
+        brier=brier_score(probabilities, images.labels),
+    )
+
+
+def evaluate_path(
+    path: Path,
+    *,
+    data: str | None = None,
+    which: str = "best",
+    device: str = "auto",
+    threads: int | None = None,
+    skip_bad: bool = False,
+    quiet: bool = False,
+) -> Evaluation:
+    """Evaluate a run (its checkpoint `which`, in torch) or a bundle (in ONNX Runtime) on `data`'s evaluation split.
+
+    `data` defaults to what the model was trained on. Raises InputError when `path` is neither, or when the data's
+    classes are not the model's.
+    """
+    session: Session
+    if (path / MANIFEST).is_file():
+        bundle = Bundle.open(path)
+        trained_on, labels = bundle.manifest.data, bundle.manifest.labels
+        preprocessing = bundle.manifest.preprocessing
+        session = load_session(bundle, device=device, threads=threads)
+    else:
+        if path.is_dir() and not (path / "run.json").is_file():
+            raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
+        run = RunFolder.open(path)
+        from vitx.serve.runtimes.torch import load_run_session
+
+        trained_on, labels, preprocessing = run.info.data, run.info.class_names, run.info.preprocessing
+        session = load_run_session(run, which, device=device, threads=threads)
+    images = open_images(data or trained_on, "val", skip_bad=skip_bad)
+    check_labels(images, labels)
+    return evaluate(session, images, preprocessing, quiet=quiet)

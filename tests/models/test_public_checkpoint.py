@@ -1,0 +1,141 @@
+"""Published checkpoints: their keys, what does not fit, and files that are no checkpoints."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from reference import randomize
+from vitx.core.errors import InputError
+from vitx.models import load_public_checkpoint
+from vitx.models.token_count import normalized_re_attentions
+
+SIZE: dict[str, Any] = {"embed_dim": 24, "num_heads": 3, "num_classes": 5}
+DEEPVIT_S: dict[str, Any] = {**SIZE, "img_size": 32, "depth": 2, "attention": ["plain", "re-attention"]}
+
+
+def network(name: str = "deepvit_s", **kwargs: Any) -> nn.Module:
+    model: nn.Module = timm.create_model(name, **{**(DEEPVIT_S if name == "deepvit_s" else SIZE), **kwargs})
+    return model.eval()
+
+
+def published_keys() -> set[str]:
+    """The layout of the public DeepViT-S checkpoint for two blocks, the last with Re-Attention."""
+    linear = ["weight", "bias"]
+    norm = [*linear, "running_mean", "running_var", "num_batches_tracked"]
+    keys = {"cls_token", "pos_embed", "patch_embed.conv1.weight", "patch_embed.conv2.weight"}
+    keys |= {f"{layer}.{part}" for layer in ("patch_embed.proj", "norm", "head") for part in linear}
+    keys |= {f"patch_embed.bn{i}.{part}" for i in (1, 2) for part in norm}
+    for block in (0, 1):
+        layers = ["norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
+        keys |= {f"blocks.{block}.{layer}.{part}" for layer in layers for part in linear}
+    keys |= {f"blocks.1.attn.reatten_matrix.{part}" for part in linear}
+    return keys | {f"blocks.1.attn.var_norm.{part}" for part in norm}
+
+
+def test_our_keys_are_the_published_ones() -> None:
+    assert set(network().state_dict()) == published_keys()
+
+
+def test_talking_heads_keys_are_the_published_ones() -> None:
+    model = network("deit_tiny_12_talking", img_size=32, depth=1, patch_head=True)
+    assert {"blocks.0.attn.proj_pre.weight", "blocks.0.attn.proj_post.weight", "patch_head.weight"} <= set(
+        model.state_dict()
+    )
+
+
+@pytest.mark.parametrize("wrapper", [None, "state_dict", "model", "state_dict_ema"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_wrapped_files_load(tmp_path: Path, wrapper: str | None, prefix: str) -> None:
+    source, target = randomize(network()), network()
+    state: dict[str, Any] = {prefix + key: value for key, value in source.state_dict().items()}
+    path = tmp_path / "checkpoint.pth"
+    torch.save({wrapper: state, "epoch": 3} if wrapper else state, path)
+    report = load_public_checkpoint(target, path)
+    assert report.lines() == []
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(target(images), source(images))
+
+
+def test_safetensors_load(tmp_path: Path) -> None:
+    source, target = randomize(network()), network()
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    assert load_public_checkpoint(target, tmp_path / "model.safetensors").lines() == []
+
+
+def test_timms_deit_loads_into_ours(tmp_path: Path) -> None:
+    source = randomize(network("deit_tiny_patch16_224", img_size=32, depth=2))
+    torch.save(source.state_dict(), tmp_path / "deit.pth")
+    target = network("deit_tiny_12", img_size=32, depth=2, patch_head=True)
+    report = load_public_checkpoint(target, tmp_path / "deit.pth")
+    assert report.missing == ("patch_head.bias", "patch_head.weight")
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(target(images), source(images))
+
+
+def test_another_image_size_is_resized(tmp_path: Path) -> None:
+    source, target = randomize(network()), network(img_size=64)
+    torch.save(source.state_dict(), tmp_path / "checkpoint.pth")
+    report = load_public_checkpoint(target, tmp_path / "checkpoint.pth")
+    assert report.resized == {"pos_embed": ((1, 5, 24), (1, 17, 24))}
+    assert report.missing == report.unexpected == ()
+    attention, norm = normalized_re_attentions(target)[0]
+    assert norm.running_mean is not None
+    assert attention.reatten_matrix.bias is not None
+    closed_form = attention.reatten_matrix.weight.flatten(1).sum(1) / 17 + attention.reatten_matrix.bias
+    torch.testing.assert_close(norm.running_mean, closed_form.detach())
+
+
+def test_other_classes_are_reported(tmp_path: Path) -> None:
+    torch.save(network(num_classes=9).state_dict(), tmp_path / "checkpoint.pth")
+    report = load_public_checkpoint(network(), tmp_path / "checkpoint.pth")
+    assert report.missing == report.unexpected == ("head.bias", "head.weight")
+    assert report.lines()[0] == "missing     head.bias: keeps its initial values"
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({"embed_dim": 36}, r"blocks.0.attn.proj.bias' \(36 in the file, 24 in the model\)"),
+        ({"depth": 3, "attention": ["plain", "re-attention", "plain"]}, r"blocks.2.attn.proj.bias' \(24 in the file, absent"),
+        ({"attention": "plain"}, r"blocks.1.attn.reatten_matrix.bias' \(absent in the file, 3 in the model\)"),
+    ],
+)
+def test_another_architecture_is_refused(tmp_path: Path, changes: dict[str, Any], first: str) -> None:
+    torch.save(network(**changes).state_dict(), tmp_path / "checkpoint.pth")
+    target = network()
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    with pytest.raises(InputError, match=f"is of another architecture: .*'{first}"):
+        load_public_checkpoint(target, tmp_path / "checkpoint.pth")
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (print, ("code of the file was run",))
+
+
+def test_a_pickle_with_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"w": torch.zeros(1)}, "args": Payload()}, tmp_path / "evil.pth")
+    with pytest.raises(InputError, match="vitx runs no code of a file"):
+        load_public_checkpoint(network(), tmp_path / "evil.pth")
+    assert "code of the file" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", pickle.dumps([1, 2, 3])])
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
+def test_no_checkpoint_at_all(tmp_path: Path, content: bytes, suffix: str) -> None:
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match="file"):
+        load_public_checkpoint(network(), path)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no checkpoint at"):
+        load_public_checkpoint(network(), tmp_path / "none.pth")

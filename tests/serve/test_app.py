@@ -1,0 +1,261 @@
+"""The routes of a running server: images, tensors, limits, metrics, and bad requests beside good ones."""
+
+import http.client
+import io
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, write_bundle
+from PIL import Image
+from server_process import ServerProcess, running_server
+
+BOUNDARY = "frontier"
+FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("served")
+    bundles: list[Path] = [write_bundle(folder / f"{name}.vitx", name=name).path for name in ("tiny", "other")]
+    with running_server(*bundles, "--allow-uncertified") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def pngs() -> list[bytes]:
+    rng = np.random.default_rng(0)
+    return [png(colour_image(label, rng)) for label in range(len(LABELS))]
+
+
+def classify(
+    server: ServerProcess, body: bytes, headers: Mapping[str, str] | None = None, query: str = "model=tiny"
+) -> tuple[int, Any]:
+    status, text, _ = server.request(
+        "POST", f"/v1/classify?{query}", body, headers or {"Content-Type": "application/octet-stream"}
+    )
+    return status, json.loads(text)
+
+
+def form(*files: bytes) -> bytes:
+    parts = [
+        f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="image"; filename="{index}.png"\r\n\r\n'.encode() + data
+        for index, data in enumerate(files)
+    ]
+    return b"\r\n".join([*parts, f"--{BOUNDARY}--\r\n".encode()])
+
+
+def infer(server: ServerProcess, body: Any, path: str = "/v2/models/tiny/infer") -> tuple[int, Any]:
+    status, text, _ = server.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
+    return status, json.loads(text)
+
+
+def tensor(images: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"name": "images", "datatype": "UINT8", "shape": list(images.shape), "data": images.ravel().tolist()}
+
+
+def test_an_image_is_classified(server: ServerProcess, pngs: list[bytes]) -> None:
+    for label, data in enumerate(pngs):
+        status, answer = classify(server, data, {"Content-Type": "image/png"})
+        assert status == 200
+        assert answer["model"] == "tiny"
+        assert [set(entry) for entry in answer["predictions"]] == [{"label", "score", "index"}] * 4
+        assert answer["predictions"][0]["label"] == LABELS[label]
+        assert answer["predictions"][0]["index"] == label
+        assert sum(entry["score"] for entry in answer["predictions"]) == pytest.approx(1)
+
+
+def test_scores_are_the_softmax_of_the_preprocessed_image(server: ServerProcess) -> None:
+    pixels = colour_image(2, np.random.default_rng(5))
+    logits = NumpySession().infer(pixels[None])[0].astype(np.float64)
+    expected = np.exp(logits) / np.exp(logits).sum()
+    _, answer = classify(server, png(pixels), query="model=tiny&top_k=2")
+    assert [entry["index"] for entry in answer["predictions"]] == np.argsort(-expected)[:2].tolist()
+    assert [entry["score"] for entry in answer["predictions"]] == pytest.approx(np.sort(expected)[::-1][:2], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "WEBP", "BMP", "GIF"])
+def test_other_formats_and_sizes(server: ServerProcess, kind: str) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(colour_image(1, np.random.default_rng(1), size=41)).save(buffer, format=kind)
+    status, answer = classify(server, buffer.getvalue())
+    assert (status, answer["predictions"][0]["label"]) == (200, LABELS[1])
+
+
+def test_a_truncated_jpeg_is_400_with_the_reason(server: ServerProcess) -> None:
+    buffer = io.BytesIO()
+    Image.fromarray(colour_image(1, np.random.default_rng(1), size=64)).save(buffer, format="JPEG")
+    data = buffer.getvalue()
+    status, answer = classify(server, data[: len(data) // 2], {"Content-Type": "image/jpeg"})
+    assert status == 400
+    assert answer["error"].startswith("cannot decode the image: image file is truncated")
+
+
+def test_one_bad_image_of_a_form_fails_alone(server: ServerProcess, pngs: list[bytes]) -> None:
+    status, answer = classify(server, form(pngs[0], pngs[1][:60], b"", pngs[3]), FORM)
+    assert status == 200
+    results = answer["results"]
+    assert [result["filename"] for result in results] == ["0.png", "1.png", "2.png", "3.png"]
+    assert [results[index]["predictions"][0]["label"] for index in (0, 3)] == [LABELS[0], LABELS[3]]
+    assert "truncated" in results[1]["error"]
+    assert results[2]["error"] == "not an image: empty"
+
+
+def test_a_form_without_one_good_image_has_only_errors(server: ServerProcess) -> None:
+    status, answer = classify(server, form(b"x"), FORM)
+    assert status == 200
+    assert [set(result) for result in answer["results"]] == [{"filename", "error"}]
+
+
+def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: list[bytes]) -> None:
+    bodies = [pngs[index % 4] if index % 3 else pngs[index % 4][:70] for index in range(60)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda body: classify(server, body), bodies))
+    for index, (status, answer) in enumerate(answers):
+        assert status == (200 if index % 3 else 400)
+        if index % 3:
+            assert answer["predictions"][0]["index"] == index % 4
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "status", "text"),
+    [
+        ("", {}, 400, "several models are served, choose one with ?model=: tiny, other"),
+        ("model=mine", {}, 404, "request for unknown model: 'mine' is not found"),
+        ("model=tiny&top_k=0", {}, 400, "top_k is '0': expected 1 to 4, the number of classes"),
+        ("model=tiny&top_k=5", {}, 400, "top_k is '5': expected 1 to 4, the number of classes"),
+        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, top_k"),
+        ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
+        (
+            "model=tiny",
+            {"Content-Type": "text/plain"},
+            415,
+            "Content-Type 'text/plain' is not offered: "
+            "expected image/*, application/octet-stream or multipart/form-data",
+        ),
+        ("model=tiny", {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not offered: send it plain"),
+        ("model=tiny", {}, 400, "not an image in a format that can be read (JPEG, PNG, WebP, BMP, GIF, TIFF)"),
+    ],
+)
+def test_classify_refusals(server: ServerProcess, query: str, headers: dict[str, str], status: int, text: str) -> None:
+    assert classify(server, b"no image", {"Content-Type": "image/png", **headers}, query) == (status, {"error": text})
+
+
+def test_limits_of_body_images_and_pixels(server: ServerProcess, pngs: list[bytes]) -> None:
+    connection = server.connect()
+    connection.putrequest("POST", "/v2/models/tiny/infer")
+    connection.putheader("Content-Length", str(64 * 2**20 + 1))
+    connection.endheaders()  # refused for what it declares: the body need not be sent
+    reply = connection.getresponse()
+    assert (reply.status, json.loads(reply.read())) == (413, {"error": "request body of more than 67108864 bytes"})
+    connection.close()
+    assert classify(server, form(*[pngs[0]] * 257), FORM) == (413, {"error": "more than 256 parts in one request"})
+    bomb = io.BytesIO()
+    Image.new("1", (8000, 8000)).save(bomb, format="PNG")
+    assert classify(server, bomb.getvalue()) == (
+        400,
+        {"error": "image of 8000×8000 pixels: more than the 50,000,000 allowed"},
+    )
+
+
+def test_json_tensors_are_inferred(server: ServerProcess) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (3, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    for path in ("/v2/models/tiny/infer", "/v2/models/tiny/versions/1/infer"):
+        status, answer = infer(server, {"id": "a", "inputs": [tensor(images)]}, path)
+        assert status == 200
+        assert {key: answer[key] for key in ("id", "model_name", "model_version")} == {
+            "id": "a",
+            "model_name": "tiny",
+            "model_version": "1",
+        }
+        (output,) = answer["outputs"]
+        assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [3, 4])
+        np.testing.assert_allclose(
+            np.reshape(output["data"], (3, 4)), NumpySession().infer(images), rtol=1e-4, atol=1e-4
+        )
+
+
+def test_a_request_larger_than_a_batch_is_split_and_joined(server: ServerProcess) -> None:
+    images = np.random.default_rng(1).integers(0, 256, (100, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    status, answer = infer(server, {"inputs": [tensor(images)]})
+    assert status == 200
+    logits = np.reshape(answer["outputs"][0]["data"], (100, 4))
+    np.testing.assert_allclose(logits, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("/v2/models/mine/infer", 404, "request for unknown model: 'mine' is not found"),
+        ("/v2/models/tiny/versions/2/infer", 404, "request for unknown model: 'tiny' version 2 is not found"),
+        ("/v2/models/../infer", 404, "request for unknown model: '..' is not found"),
+        ("/v2/models/tiny/infer/more", 404, "Not Found"),
+        ("/v2/models/tiny", 405, "Method Not Allowed"),
+    ],
+)
+def test_unknown_models_and_routes(server: ServerProcess, path: str, status: int, text: str) -> None:
+    assert infer(server, {}, path) == (status, {"error": text})
+
+
+def test_wrong_methods_are_405(server: ServerProcess) -> None:
+    for path in ("/v2/models/tiny/infer", "/v1/classify"):
+        status, _, headers = server.request("GET", path)
+        assert (status, headers["allow"]) == (405, "POST")
+
+
+def test_metadata_shows_what_is_served(server: ServerProcess) -> None:
+    assert server.json("/v2")["extensions"] == ["binary_tensor_data"]
+    about = server.json("/v2/models/tiny")
+    assert about["inputs"] == [{"name": "images", "datatype": "UINT8", "shape": [-1, IMAGE_SIZE, IMAGE_SIZE, 3]}]
+    assert about["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 4]}]
+    assert (about["certified"], about["vitx"]["certificate"]) == (False, None)
+    assert about["vitx"]["labels"] == list(LABELS)
+    assert server.json("/v2/models/tiny/config")["max_batch_size"] == 32
+    assert server.request("GET", "/v2/models/tiny/ready")[0] == 200
+    assert server.request("GET", "/v2/models/mine/ready")[0] == 404
+
+
+def test_metrics_count_what_happened(server: ServerProcess, pngs: list[bytes]) -> None:
+    names = {
+        'vitx_requests_total{route="classify",status="200"}': 2,
+        'vitx_requests_total{route="classify",status="400"}': 1,
+        'vitx_rejections_total{reason="bad_image"}': 2,
+        'vitx_images_total{model="other"}': 3,
+        "vitx_decode_seconds_count": 3,
+        'vitx_queue_seconds_count{model="other"}': 2,
+        'vitx_batch_size_sum{model="other"}': 3,
+    }
+    before = {name: server.metric(name) for name in names}
+    assert classify(server, pngs[0], query="model=other")[0] == 200
+    assert classify(server, pngs[0][:50], query="model=other")[0] == 400
+    assert classify(server, form(pngs[0], b"x", pngs[1]), FORM, query="model=other")[0] == 200
+    assert {name: server.metric(name) - before[name] for name in names} == names
+    assert server.metric('vitx_queue_depth{model="other"}') == 0
+    text = server.request("GET", "/metrics")[1].decode()
+    assert 'vitx_model_info{certificate="uncertified",model="tiny",precision="fp32",provider="' in text
+
+
+def test_the_page_is_self_contained_and_its_figures_are_json(server: ServerProcess) -> None:
+    status, page, headers = server.request("GET", "/")
+    assert status == 200
+    assert headers["content-type"].startswith("text/html")
+    assert b"http://" not in page
+    assert b"https://" not in page
+    stats = server.json("/v1/stats")
+    assert stats["ready"] is True
+    assert [model["name"] for model in stats["models"]] == ["tiny", "other"]
+
+
+def test_a_connection_survives_its_refusals(server: ServerProcess, pngs: list[bytes]) -> None:
+    connection: http.client.HTTPConnection = server.connect()
+    for body, status in ((b"{", 400), (b"x" * 200_000, 400), (b"[]", 400)):
+        connection.request("POST", "/v2/models/tiny/infer", body)
+        reply = connection.getresponse()
+        assert (reply.status, set(json.loads(reply.read()))) == (status, {"error"})
+    connection.request("POST", "/v1/classify?model=tiny", pngs[0], {"Content-Type": "image/png"})
+    assert connection.getresponse().status == 200
+    connection.close()

@@ -1,0 +1,114 @@
+"""NVIDIA's own HTTP client, unmodified, against a running server."""
+
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, write_bundle
+from server_process import ServerProcess, running_server
+
+with warnings.catch_warnings():  # gevent and its parts warn while they are imported
+    warnings.simplefilter("ignore")
+    import tritonclient.http as triton
+    from tritonclient.utils import InferenceServerException
+
+from vitx.core.bundle import Bundle
+from vitx.core.preprocess import UInt8Array
+from vitx.serve.runtimes import load_session
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_bundle(tmp_path_factory.mktemp("served") / "tiny.vitx")
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Bundle) -> Iterator[ServerProcess]:
+    with running_server(bundle.path, "--allow-uncertified", "--max-delay-ms", "20") as started:
+        yield started
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[Any]:
+    opened = triton.InferenceServerClient(server.url)
+    yield opened
+    opened.close()
+
+
+def random_images(count: int, seed: int = 0) -> UInt8Array:
+    return np.random.default_rng(seed).integers(0, 256, (count, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+
+
+def infer(client: Any, images: UInt8Array, *, binary_in: bool = True, outputs: Any = None, **options: Any) -> Any:
+    tensor = triton.InferInput("images", list(images.shape), "UINT8")
+    tensor.set_data_from_numpy(images, binary_data=binary_in)
+    return client.infer("tiny", [tensor], outputs=outputs, **options)
+
+
+def test_health_and_metadata(client: Any) -> None:
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.is_model_ready("tiny", "1")
+    assert not client.is_model_ready("mine")
+    assert client.get_server_metadata()["name"] == "vitx"
+    about = client.get_model_metadata("tiny")
+    assert about["inputs"][0]["shape"] == [-1, IMAGE_SIZE, IMAGE_SIZE, 3]
+    assert about["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, len(LABELS)]}]
+    assert client.get_model_config("tiny")["max_batch_size"] == 32
+
+
+@pytest.mark.parametrize("binary_in", [True, False])
+@pytest.mark.parametrize("binary_out", [True, False, None])
+def test_logits_are_the_sessions(client: Any, bundle: Bundle, binary_in: bool, binary_out: bool | None) -> None:
+    images = random_images(3)
+    outputs = None if binary_out is None else [triton.InferRequestedOutput("logits", binary_data=binary_out)]
+    result = infer(client, images, binary_in=binary_in, outputs=outputs, request_id="17")
+    logits = result.as_numpy("logits")
+    assert logits.dtype == np.float32
+    np.testing.assert_array_equal(logits, load_session(bundle).infer(images))
+    np.testing.assert_allclose(logits, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
+    assert result.get_response()["id"] == "17"
+
+
+def test_a_version_is_accepted(client: Any) -> None:
+    assert infer(client, random_images(1), model_version="1").as_numpy("logits").shape == (1, len(LABELS))
+
+
+def test_concurrent_requests_share_batches_and_every_reply_is_its_own(server: ServerProcess) -> None:
+    batches = server.metric('vitx_batch_size_count{model="tiny"}')
+    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny"}')
+    images = random_images(32 * 8, seed=1)
+    expected = NumpySession().infer(images)
+
+    def one_client(index: int) -> None:
+        client = triton.InferenceServerClient(server.url)
+        for position in range(index, len(images), 32):
+            logits = infer(client, images[position : position + 1]).as_numpy("logits")
+            np.testing.assert_allclose(logits[0], expected[position], rtol=1e-4, atol=1e-4)
+        client.close()
+
+    with ThreadPoolExecutor(32) as pool:
+        list(pool.map(one_client, range(32)))
+    batches = server.metric('vitx_batch_size_count{model="tiny"}') - batches
+    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny"}') - single
+    assert batches < len(images)
+    assert batches > single  # some batch held more than one image
+
+
+def test_refusals_reach_the_client(client: Any) -> None:
+    with pytest.raises(InferenceServerException, match="unexpected shape") as error:
+        infer(client, random_images(1)[:, :8])
+    assert error.value.status() == "400"
+    tensor = triton.InferInput("images", [1, IMAGE_SIZE, IMAGE_SIZE, 3], "FP32")
+    tensor.set_data_from_numpy(random_images(1).astype(np.float32))
+    with pytest.raises(InferenceServerException, match="expected 'UINT8'"):
+        client.infer("tiny", [tensor])
+    with pytest.raises(InferenceServerException, match="unknown model: 'mine' is not found"):
+        client.get_model_metadata("mine")
+    outputs = [triton.InferRequestedOutput("logits", class_count=2)]
+    with pytest.raises(InferenceServerException, match="does not offer the output parameter 'classification'"):
+        infer(client, random_images(1), outputs=outputs)

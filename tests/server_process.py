@@ -1,0 +1,109 @@
+"""A real `vitx serve` in a process of its own: real sockets, real signals, readiness asked for and never slept for."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, "-c", "from vitx.cli import main; main()", "serve")
+
+
+class ServerProcess:
+    """A started server; `url` is host:port."""
+
+    def __init__(self, process: "subprocess.Popen[str]", line: str) -> None:
+        self.process = process
+        self.line = line
+        self.host, _, port = line.rpartition("http://")[2].rpartition(":")
+        self.port = int(port)
+        self._connections: list[http.client.HTTPConnection] = []
+
+    @property
+    def url(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is closed at the latest with the server."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        self._connections.append(connection)
+        return connection
+
+    def close_connections(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request on a connection of its own: status, body, headers in lower case."""
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            reply = connection.getresponse()
+            return reply.status, reply.read(), {name.lower(): value for name, value in reply.getheaders()}
+        finally:
+            connection.close()
+
+    def json(self, path: str) -> Any:
+        return json.loads(self.request("GET", path)[1])
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples whose line starts with `name`."""
+        text = self.request("GET", "/metrics")[1].decode()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+    def stop(self) -> int:
+        """End the server with one SIGTERM; return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+
+@contextmanager
+def running_server(*arguments: str | Path, program: str | None = None) -> Iterator[ServerProcess]:
+    """Start `vitx serve ARGUMENTS` on a free port, wait until it is ready, and stop it at the end.
+
+    `program` is Python source to run instead of the command; it finds the arguments in sys.argv.
+    """
+    command = COMMAND if program is None else (sys.executable, "-c", program, "serve")
+    process = subprocess.Popen(
+        [*command, *map(str, arguments), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    server = None
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if not line:
+            raise AssertionError(f"the server ended with {process.wait(20)}: {process.communicate()[1]}")
+        server = ServerProcess(process, line)
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
+        yield server
+    finally:
+        if server is not None:
+            server.close_connections()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Any, seconds: float = 20) -> None:
+    """Ask every 10 ms until `condition()` is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.01)
+
+
+def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    """Run `vitx serve` to its end, for cases in which it must refuse."""
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)

@@ -1,0 +1,48 @@
+"""`vitx train` in this process and in one of its own, on a network that trains in a second."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_fixture import Vitx, run_in_process
+from PIL import Image
+
+
+@pytest.fixture
+def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
+    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
+
+
+@pytest.fixture
+def start_vitx(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Start `vitx` in its own process, one thread, no GPU, working in `tmp_path`."""
+
+    def start(*arguments: object) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", "from vitx.cli import main; main()", *map(str, arguments)],
+            cwd=tmp_path,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Path:
+    """A data folder with three classes that differ in brightness: six images each to train, two to evaluate."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 2)):
+        for label in range(3):
+            folder = tmp_path / "images" / split / f"class-{label}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 60, (24, 30, 3)) + 80 * label
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+    return tmp_path / "images"

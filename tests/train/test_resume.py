@@ -1,0 +1,141 @@
+"""A run that is killed, however often, ends in the same bits as one that was left alone."""
+
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cli_fixture import Vitx
+from train_fixture import TINY_SETTINGS, metrics_of
+
+from vitx.core.errors import InputError
+from vitx.core.run import RunFolder
+from vitx.train.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save
+
+Start = Callable[..., subprocess.Popen[str]]
+EPOCHS = 4
+RUN = ("train", "digits-deepvit", "--set", f"epochs={EPOCHS}", *TINY_SETTINGS)
+
+
+def epochs_done(run: Path) -> int:
+    last = run / "checkpoints" / "last"
+    return int(last.readlink().name.removeprefix("epoch-")) if last.is_symlink() else 0
+
+
+def kill_after(process: subprocess.Popen[str], run: Path, epoch: int, delay: float) -> None:
+    """SIGKILL `delay` seconds after `epoch` has been written (after the folder appeared, for epoch 0)."""
+    deadline = time.monotonic() + 90
+    while not run.is_dir() or epochs_done(run) < epoch:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline, f"epoch {epoch} was not reached"
+        time.sleep(0.005)
+    time.sleep(delay)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+
+
+def test_three_kills_and_a_run_left_alone_end_in_the_same_bits(start_vitx: Start, tmp_path: Path) -> None:
+    alone = start_vitx(*RUN, "--out", "alone")
+    moments = random.Random(7)
+    for epoch in (0, 1, 2):
+        again = ("--resume",) if epoch else ()
+        killed = start_vitx(*RUN, "--out", "killed", *again)
+        kill_after(killed, tmp_path / "killed", epoch, moments.uniform(0, 0.25))
+    final = start_vitx(*RUN, "--out", "killed", "--resume")
+    for process in (alone, final):
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    for name in FILES:
+        expected, found = (tmp_path / run / "checkpoints" / "last" / name for run in ("alone", "killed"))
+        assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
+    assert metrics_of(tmp_path / "alone") == metrics_of(tmp_path / "killed")
+    left = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()}
+    assert left == {path.name for path in (tmp_path / "alone" / "checkpoints").iterdir()}
+
+
+def test_an_interrupt_says_how_to_resume(start_vitx: Start, tmp_path: Path) -> None:
+    process = start_vitx(*RUN, "--out", "run")
+    while not (tmp_path / "run").is_dir():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "resume with `vitx train digits-deepvit --out run --resume`" in err
+    assert "Traceback" not in err
+
+
+def test_resume_begins_where_nothing_was_written_yet(vitx: Vitx, tmp_path: Path) -> None:
+    settings = ("--set", "epochs=1", *TINY_SETTINGS)
+    for _ in range(2):
+        code, _, err = vitx("train", "digits-deepvit", *settings, "--out", tmp_path / "run", "--resume", "-q")
+        assert code == 0, err
+        shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed in the first epoch
+    code, _, _ = vitx("train", "digits-deepvit", "--out", tmp_path / "run", "--resume", "-q")
+    assert code == 0
+    assert epochs_done(tmp_path / "run") == 1
+
+
+def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, float | int]:
+    return {"epoch": epoch, "step": 10 * epoch, "top1": top1, "nll": nll}
+
+
+def tensors(value: float) -> Tensors:
+    return Tensors(*({"weight": torch.full((2, 3), value)} for _ in FILES))
+
+
+def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    history = [row(1, 0.5)]
+    save(run, tensors(1), history, {})
+    history.append(row(2, 0.4))
+    save(run, tensors(2), history, {})
+    folder = tmp_path / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
+    # Killed after the third epoch's folder and metrics, before the link; and once in the middle of writing a folder.
+    shutil.copytree(folder / "epoch-0002", folder / "epoch-0003")
+    (folder / ".epoch-0003.x1").mkdir()
+    with run.metrics_path.open("a") as file:
+        file.write('{"epoch": 3, "step": 30, "top1": 0.9, "nll": 1.0}\n')
+    loaded = load_last(run)
+    assert loaded is not None
+    found, state = loaded
+    assert state.epoch == 2
+    assert found.model["weight"][0, 0] == 2
+    assert read_metrics(run.metrics_path, state.epoch) == history
+    publish(run, state)
+    assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
+    assert (folder / "best").readlink() == Path("epoch-0001")
+
+
+def test_a_kill_between_the_links_is_mended(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    history = [row(1, 0.5)]
+    save(run, tensors(1), history, {})
+    save(run, tensors(2), [*history, row(2, 0.8)], {})
+    best = tmp_path / "checkpoints" / "best"
+    best.unlink()
+    best.symlink_to("epoch-0001")
+    loaded = load_last(run)
+    assert loaded is not None
+    publish(run, loaded[1])
+    assert best.readlink() == Path("epoch-0002")
+
+
+def test_the_best_epoch_is_of_highest_top1_then_lowest_nll_then_first() -> None:
+    history = [row(1, 0.9, 0.5), row(2, 0.95, 0.6), row(3, 0.95, 0.4), row(4, 0.95, 0.4), row(5, 0.9, 0.1)]
+    assert best_of(history)["epoch"] == 3
+
+
+@pytest.mark.parametrize("text", ["not json\n", '{"epoch": 1}\n{"epoch": 1}\n', "[]\n", ""])
+def test_damaged_metrics_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"metrics\.jsonl (holds a line|does not hold)"):
+        read_metrics(path, 1)

@@ -1,0 +1,31 @@
+"""`vitx eval`: how good a run or a bundle is on its evaluation split."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, Threads, Which
+
+
+def command(
+    model: Annotated[Path, typer.Argument(metavar="RUN|BUNDLE", help="A run folder, or a bundle.")],
+    data: Data = None,
+    checkpoint: Which = "best",
+    threads: Threads = None,
+    device: DeviceOption = "auto",
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime."""
+    from vitx.core.console import print_fields, print_json
+    from vitx.serve.evaluate import evaluate_path
+
+    result = evaluate_path(
+        model, data=data, which=checkpoint, device=device, threads=threads, skip_bad=skip_bad, quiet=quiet
+    )
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        print_fields(f"evaluation of {model}", result.model_dump())
