@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -43,10 +44,10 @@ class WrittenOut(nn.Module):
         return out
 
 
-def network(name: str) -> nn.Module:
+def network(name: str) -> Any:
     """A network in training mode; `written-out` is DeepViT-S with Re-Attention replaced by its plain formula."""
     torch.manual_seed(0)
-    model: nn.Module = timm.create_model("deepvit_s" if name == "written-out" else name)
+    model: Any = timm.create_model("deepvit_s" if name == "written-out" else name)
     if name == "written-out":
         for block in model.blocks:
             if isinstance(block.attn, ReAttention):
@@ -101,7 +102,11 @@ def main() -> None:
         step(model, images)
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
         return
-    report: dict[str, object] = {"machine": describe_machine(), "versions": installed_versions(), "batch": arguments.batch}
+    report: dict[str, object] = {
+        "machine": describe_machine(),
+        "versions": installed_versions(),
+        "batch": arguments.batch,
+    }
     for title, ours, theirs in (
         ("deepvit_s, against the formula written out", "deepvit_s", "written-out"),
         ("deit_small_12, against timm's deit_small_patch16_224", "deit_small_12", "deit_small_patch16_224"),

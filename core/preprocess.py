@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import Field
 
 from vitx.core.errors import InputError
@@ -82,7 +82,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
             return _to_rgb(ImageOps.exif_transpose(image))
     except ImageError:
         raise
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise ImageError(_not_an_image(source)) from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(str(error)) from None

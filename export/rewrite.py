@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import unknown_name
 from vitx.core.preprocess import Preprocessing
-from vitx.models import ReAttention, fold_head_mix
+from vitx.models import ReAttention, VisionTransformer, fold_head_mix
 from vitx.models.attention import HeadMixAttention, mix_heads
 
 
@@ -98,7 +98,7 @@ def remove_dead_outputs(classifier: ImageClassifier) -> int:
     dead = [(name, module) for name, module in classifier.named_modules() if isinstance(module, nn.Dropout | DropPath)]
     for name, _ in dead:
         _replace(classifier, name, nn.Identity())
-    if getattr(classifier.model, "patch_head", None) is not None:
+    if isinstance(classifier.model, VisionTransformer) and classifier.model.patch_head is not None:
         classifier.model.patch_head = None
         return len(dead) + 1
     return len(dead)

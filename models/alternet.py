@@ -26,7 +26,9 @@ class PreActivationUnit(nn.Module):
     The projection, where shape changes, sees the normalised input; the identity sees the raw one.
     """
 
-    def __init__(self, dim: int, dim_out: int, stride: int, drop_path: float, activation: nn.Module, **factory: Any) -> None:
+    def __init__(
+        self, dim: int, dim_out: int, stride: int, drop_path: float, activation: nn.Module, **factory: Any
+    ) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(dim, **factory)
         self.activation = activation
@@ -141,12 +143,12 @@ class AlterNet(nn.Module):
         self.stem = _stem(stem, in_chans, **factory)
         self.stem_reduction = 4 if stem == "imagenet" else 1
         expansion = 1 if unit == "basic" else 4
-        drop_paths = torch.linspace(0, drop_path_rate, sum(depths), device="cpu").split(list(depths))
+        drop_paths = iter(torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist())
         stages, dim = [], STEM_WIDTH
         for index, width in enumerate(STAGE_WIDTHS):
             units: list[nn.Module] = []
             for position, is_attention in enumerate(attention_sequence(depths[index], attention_depths[index])):
-                drop_path = float(drop_paths[index][position])
+                drop_path = next(drop_paths)
                 if is_attention:
                     made: nn.Module = AttentionUnit(
                         dim,

@@ -14,7 +14,9 @@ from vitx.models.attention import HeadMixAttention
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The attention layers of a network by name: every module with an `attn_drop` layer, as timm's have."""
     return {
-        name: module for name, module in model.named_modules() if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
     }
 
 
@@ -49,7 +51,7 @@ def attention_maps(
         yield collected
 
 
-def _unfuse(layer: nn.Module, restore: ExitStack) -> None:
+def _unfuse(layer: Any, restore: ExitStack) -> None:
     if getattr(layer, "fused_attn", False):
         layer.fused_attn = False
         restore.callback(setattr, layer, "fused_attn", True)
@@ -82,7 +84,7 @@ def _watch_mixed(
 
     def keep(maps_BHNN: Tensor) -> Tensor:
         mixed_BHNN = mix(maps_BHNN)
-        collected[name] = of(mixed_BHNN)
+        collected[name] = of(mixed_BHNN if layer.value_scale == 1.0 else mixed_BHNN * layer.value_scale)
         return mixed_BHNN
 
     layer.after_softmax = keep  # type: ignore[method-assign]

@@ -65,7 +65,9 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
     found = {key: tuple(value.shape) for key, value in usable.items()}
     _require_same_architecture(Path(path), expected, found)
     model.load_state_dict(usable, strict=False)
-    resized = {key: (original[key], shape) for key, shape in found.items() if key in original and original[key] != shape}
+    resized = {
+        key: (original[key], shape) for key, shape in found.items() if key in original and original[key] != shape
+    }
     if "pos_embed" in resized:
         set_closed_form_means(model, expected["pos_embed"][1])
     return LoadReport(
@@ -94,7 +96,9 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}") from None
+        raise InputError(
+            f"'{path}' cannot be read as tensors alone, and vitx runs no code of a file: {reason}"
+        ) from None
     except (RuntimeError, EOFError) as error:
         raise InputError(f"'{path}' is not a checkpoint: {error}") from None
     for container in CONTAINERS:

@@ -2,14 +2,14 @@
 
 | names | what |
 |---|---|
-| `deit_{tiny,small,base}_{12,24,48}`, `deit_large_24` | DeiT at several depths (Touvron et al.; depths of Gong et al.) |
+| `deit_{tiny,small,base}_{12,24,48}`, `deit_large_24` | DeiT at the depths of Gong et al. |
 | … `_talking`, … `_384`, … `_512` | with talking heads; at another image size |
 | `deepvit_{16b,24b,32b,s,l,l_384}` | DeepViT (Zhou et al., table 5 and table 8) |
 | `plainvit_{16b,24b,32b,s,l}` | the plain ViT of the same size |
 | `alternet_{18,34,50,101,152}`, … `_cifar` | AlterNet (Park & Kim) |
 | `deit_digits`, `deepvit_digits` | 0.26 M parameters at 32 px, for the embedded data set |
 
-Every argument of VisionTransformer or AlterNet overrides the named one: `timm.create_model("deit_small_24", patch_head=True)`.
+Arguments of VisionTransformer or AlterNet override: `timm.create_model("deit_small_24", patch_head=True)`.
 """
 
 from typing import Any
@@ -77,25 +77,31 @@ def _register_deit() -> None:
                 for image_size in (224, 384, 512):
                     name = f"deit_{size}_{depth}{attention}" + ("" if image_size == 224 else f"_{image_size}")
                     defaults = {"embed_dim": width, "depth": depth, "num_heads": heads, "attention": kind}
-                    cfg = _cfg(image_size, mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875 if image_size == 224 else 1.0)
+                    cfg = _cfg(
+                        image_size, mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875 if image_size == 224 else 1.0
+                    )
                     what = f"DeiT-{size}, {depth} blocks, {kind} attention, {image_size} px."
                     _register(name, VisionTransformer, {**defaults, "img_size": image_size}, cfg, what)
 
 
 def _register_deepvit() -> None:
-    common = {"num_heads": 12, "mlp_ratio": 3.0}
+    common: dict[str, Any] = {"num_heads": 12, "mlp_ratio": 3.0}
     cnn = {**common, "patch_embedding": "cnn", "residual_scale": 0.5}
     small = {**cnn, "embed_dim": 396, "depth": 16, "reatten_scale": 33**-0.5}
     large = {**cnn, "embed_dim": 420, "depth": 32}
-    conv = {"first_conv": "patch_embed.conv1"}
+    conv: dict[str, Any] = {"first_conv": "patch_embed.conv1"}
     for depth in (16, 24, 32):
         defaults = {**common, "embed_dim": 384, "depth": depth}
         what = f"DeepViT, {depth} blocks of width 384, Re-Attention in all."
         _register(f"deepvit_{depth}b", VisionTransformer, {**defaults, "attention": "re-attention"}, _cfg(), what)
-        _register(f"plainvit_{depth}b", VisionTransformer, defaults, _cfg(), f"The plain ViT of deepvit_{depth}b's size.")
+        _register(
+            f"plainvit_{depth}b", VisionTransformer, defaults, _cfg(), f"The plain ViT of deepvit_{depth}b's size."
+        )
     for name, defaults, re_attention in (("s", small, 5), ("l", large, 12)):
         depth, width = defaults["depth"], defaults["embed_dim"]
-        what = f"DeepViT-{name.upper()}: CNN embedding, {depth} blocks of width {width}, Re-Attention in the last {re_attention}"
+        what = (
+            f"DeepViT-{name.upper()}: CNN embedding, {depth} blocks × {width}, Re-Attention in the last {re_attention}"
+        )
         attention = {"attention": _last_blocks(int(depth), re_attention)}
         _register(f"deepvit_{name}", VisionTransformer, {**defaults, **attention}, _cfg(**conv), f"{what}.")
         _register(
@@ -115,16 +121,31 @@ def _register_alternet() -> None:
     ):
         defaults = {"unit": unit, "depths": depths, "attention_depths": attention_depths}
         cfg = _cfg(
-            mean=IMAGENET_MEAN, std=IMAGENET_STD, crop_pct=0.875, first_conv="stem.0", fixed_input_size=False, pool_size=(7, 7)
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
+            crop_pct=0.875,
+            first_conv="stem.0",
+            fixed_input_size=False,
+            pool_size=(7, 7),
         )
         _register(f"alternet_{depth}", AlterNet, defaults, cfg, f"AlterNet-{depth} for ImageNet.")
         cifar = {**cfg, "input_size": (3, 32, 32), "num_classes": 100, "crop_pct": 1.0, "pool_size": (4, 4)}
         small = {**defaults, "stem": "cifar", "window_size": 4, "num_classes": 100}
-        _register(f"alternet_{depth}_cifar", AlterNet, small, cifar, f"AlterNet-{depth} for CIFAR-100, 32 px, window 4.")
+        _register(
+            f"alternet_{depth}_cifar", AlterNet, small, cifar, f"AlterNet-{depth} for CIFAR-100, 32 px, window 4."
+        )
 
 
 def _register_digits() -> None:
-    size = {"img_size": 32, "patch_size": 4, "embed_dim": 64, "depth": 6, "num_heads": 4, "mlp_ratio": 3.0, "num_classes": 10}
+    size = {
+        "img_size": 32,
+        "patch_size": 4,
+        "embed_dim": 64,
+        "depth": 6,
+        "num_heads": 4,
+        "mlp_ratio": 3.0,
+        "num_classes": 10,
+    }
     cfg = _cfg(32, num_classes=10, crop_pct=1.0)
     _register("deit_digits", VisionTransformer, size, cfg, "A plain ViT of 6 blocks × 64 at 32 px, patch 4.")
     deep = {**size, "attention": _last_blocks(6, 3)}

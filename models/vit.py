@@ -66,9 +66,11 @@ class Block(TimmBlock):
         s = self.residual_scale
         if s == 1.0:
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
-            return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
-        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x * s)))) / s
-        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        else:
+            x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x * s)))) / s
+            x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
+        return x
 
 
 class TokenOutputs(NamedTuple):
@@ -173,10 +175,15 @@ class VisionTransformer(TimmVisionTransformer):
         _check_geometry(
             img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size[0], self.embed_dim, 1
         )
-        before = self.pos_embed.shape[1]
+        before = self.num_tokens
         super().set_input_size(img_size, patch_size)
-        if self.pos_embed.shape[1] != before:
-            set_closed_form_means(self, self.pos_embed.shape[1])
+        if self.num_tokens != before:
+            set_closed_form_means(self, self.num_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """N: patches and class token."""
+        return int(self.patch_embed.num_patches) + int(self.num_prefix_tokens)
 
     def forward_with_tokens(self, images: Tensor) -> TokenOutputs:
         """Return logits, the patches after the first block and after the final LayerNorm, and the patch logits."""

@@ -5,10 +5,10 @@ from typing import Any
 
 import timm
 import torch
-from bundle_fixture import BIAS, LABELS, PREPROCESSING, WEIGHT
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from bundle_fixture import BIAS, LABELS, PREPROCESSING, WEIGHT
 from vitx.core.files import link_atomically, sha256_file, write_json
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, RunInfo
 

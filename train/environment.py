@@ -46,6 +46,16 @@ class RunEnvironment(Record):
             data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
         )
 
+    def differences(self, other: "RunEnvironment") -> list[str]:
+        """What rounds differently in `other`: device, number of threads, versions of packages."""
+        ours = {"device": self.device, "threads": self.threads, **self.versions}
+        theirs = {"device": other.device, "threads": other.threads, **other.versions}
+        return [
+            f"with {name} {theirs.get(name)}, begun with {ours[name]}"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+
     def check_same_data(self, other: "RunEnvironment") -> None:
         """Raise InputError when a split changed since the run began."""
         for split, record in self.data.items():

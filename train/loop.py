@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import timm
 import torch
-from timm.utils.model_ema import ModelEmaV3
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from vitx.core.console import log, progress
@@ -130,7 +130,10 @@ class Trainer:
         if not self.run.info_path.is_file():
             self._make_folder(environment)
             return
-        read_record(self.run.path / "environment.json", RunEnvironment).check_same_data(environment)
+        begun = read_record(self.run.path / "environment.json", RunEnvironment)
+        begun.check_same_data(environment)
+        for difference in begun.differences(environment):
+            log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
         self._restore()
 
     def _make_folder(self, environment: RunEnvironment) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from timm.optim import param_groups_weight_decay  # type: ignore[attr-defined]  # timm re-exports implicitly
+from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 
 from vitx.train.recipe import Optimizer, Schedule
@@ -47,5 +47,4 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         entry, _, name = key.partition("/")
         parameter = parameters[name]
         # A copy of its own: what the file's buffer is aligned to must not decide how a kernel splits its loop.
-        placed = value.clone() if entry == "step" else value.to(parameter.device, copy=True)
-        optimizer.state[parameter][entry] = placed
+        optimizer.state[parameter][entry] = value.to(parameter.device, copy=True)

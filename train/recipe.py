@@ -93,7 +93,7 @@ class Recipe(Record):
     optimizer: Optimizer
     schedule: Schedule = Schedule()
     ema_decay: Decay = Field(
-        default=0.99, description="of the averaged weights, which are what is evaluated and exported"
+        default=0.99, description="of the averaged weights, which are evaluated and exported; it rises to this"
     )
     epochs: PositiveInt
     batch_size: PositiveInt

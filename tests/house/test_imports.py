@@ -14,7 +14,18 @@ ALLOWED = {
     **{stage: {stage, "models", "core"} for stage in STAGES},
     "cli": {"cli", "models", "core", *STAGES},
 }
-HEAVY = {"torch", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "sklearn", "matplotlib", "pyarrow", "tensorboard"}
+HEAVY = {
+    "torch",
+    "torchvision",
+    "timm",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "sklearn",
+    "matplotlib",
+    "pyarrow",
+    "tensorboard",
+}
 
 
 def sources(room: str) -> list[Path]:

@@ -117,9 +117,9 @@ def test_evaluation_equals_the_folded_mix() -> None:
     attention = ReAttention(24, 3, reatten_scale=0.5).double()
     randomize(attention).eval()
     maps = torch.rand(2, 3, 5, 5, dtype=torch.float64)
-    torch.testing.assert_close(
-        attention.after_softmax(maps), mix_heads(maps, *fold_head_mix(attention)), atol=1e-10, rtol=0
-    )
+    expected = mix_heads(maps, *fold_head_mix(attention))
+    attention.var_norm.register_forward_hook(lambda *_: pytest.fail("evaluation pays for the norm"))
+    torch.testing.assert_close(0.5 * attention.after_softmax(maps), expected, atol=1e-10, rtol=0)
 
 
 def test_layer_norm_over_heads_cannot_be_folded() -> None:
@@ -157,9 +157,11 @@ def test_fused_and_observable_attention_agree() -> None:
     torch.testing.assert_close(attention(x), fused, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("attention", [ReAttention(6, 2), TalkingHeadsAttention(6, 2, mix_bias=True)])
-def test_gradients(attention: nn.Module) -> None:
-    attention.double().train()
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("attention", [ReAttention(6, 2, reatten_scale=0.5), TalkingHeadsAttention(6, 2, mix_bias=True)])
+def test_gradients(attention: nn.Module, training: bool) -> None:
+    """Evaluation mode too: fine-tuning with frozen statistics goes through the folded mix."""
+    attention.double().train(training)
     x = torch.randn(1, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     assert torch.autograd.gradcheck(attention, (x,))
 

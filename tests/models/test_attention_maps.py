@@ -48,7 +48,7 @@ def test_maps_of_every_family(name: str) -> None:
 
 
 def test_restored_after_an_error() -> None:
-    model = timm.create_model("deit_tiny_12", **VIT).eval()
+    model: Any = timm.create_model("deit_tiny_12", **VIT).eval()
     with pytest.raises(RuntimeError, match="stop"), attention_maps(model):
         raise RuntimeError("stop")
     assert all(block.attn.fused_attn for block in model.blocks)
@@ -77,7 +77,7 @@ def test_reduction_keeps_no_map() -> None:
 
 
 def test_the_maps_are_the_real_ones() -> None:
-    model = randomize(timm.create_model("deit_tiny_12", **VIT)).eval()
+    model: Any = randomize(timm.create_model("deit_tiny_12", **VIT)).eval()
     block = model.blocks[0]
     images = torch.randn(1, 3, 32, 32)
     with torch.no_grad():
@@ -89,7 +89,8 @@ def test_the_maps_are_the_real_ones() -> None:
 
 
 def test_a_network_without_attention_says_so() -> None:
-    with pytest.raises(InputError, match="ResNet has no attention whose maps can be observed"), attention_maps(
-        timm.create_model("resnet18")
+    with (
+        pytest.raises(InputError, match="ResNet has no attention whose maps can be observed"),
+        attention_maps(timm.create_model("resnet18")),
     ):
         pass

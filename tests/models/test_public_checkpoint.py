@@ -102,7 +102,10 @@ def test_other_classes_are_reported(tmp_path: Path) -> None:
     ("changes", "first"),
     [
         ({"embed_dim": 36}, r"blocks.0.attn.proj.bias' \(36 in the file, 24 in the model\)"),
-        ({"depth": 3, "attention": ["plain", "re-attention", "plain"]}, r"blocks.2.attn.proj.bias' \(24 in the file, absent"),
+        (
+            {"depth": 3, "attention": ["plain", "re-attention", "plain"]},
+            r"blocks.2.attn.proj.bias' \(24 in the file, absent",
+        ),
         ({"attention": "plain"}, r"blocks.1.attn.reatten_matrix.bias' \(absent in the file, 3 in the model\)"),
     ],
 )

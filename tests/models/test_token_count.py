@@ -15,7 +15,7 @@ from vitx.models.token_count import normalized_re_attentions, set_closed_form_me
 SIZE: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 
 
-def network() -> VisionTransformer:
+def network() -> Any:
     model = VisionTransformer(**SIZE, attention="re-attention").double()
     randomize(model)
     return model.eval()
@@ -61,7 +61,10 @@ def test_the_old_mean_breaks_the_row_sums() -> None:
     model.set_input_size(img_size=(32, 32))
     set_closed_form_means(model, 17)
     sums = row_sums(model, torch.randn(2, 3, 32, 32, dtype=torch.float64))
-    assert any((found - expected).abs().max() > 1e-3 for found, expected in zip(sums.values(), expected_sums(model, 65), strict=True))
+    assert any(
+        (found - expected).abs().max() > 1e-3
+        for found, expected in zip(sums.values(), expected_sums(model, 65), strict=True)
+    )
 
 
 def test_recalibrate_measures_the_variance() -> None:

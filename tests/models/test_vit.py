@@ -1,6 +1,7 @@
 """The vision transformer: sizes, blocks, heads, timm's interface."""
 
 import math
+from typing import Any
 
 import pytest
 import timm
@@ -12,7 +13,7 @@ from vitx.core.errors import InputError
 from vitx.models import Block, VisionTransformer, attention_std, token_similarity
 from vitx.models.attention import ReAttention, TalkingHeadsAttention
 
-SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
+SMALL: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5}
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_parameter_counts(name: str, millions: float) -> None:
 
 
 def block(kind: str, residual_scale: float = 1.0) -> Block:
-    model = VisionTransformer(**SMALL, attention=kind, residual_scale=residual_scale).double().eval()  # type: ignore[arg-type]
+    model: Any = VisionTransformer(**{**SMALL, "attention": kind, "residual_scale": residual_scale}).double().eval()
     randomize(model)
     first = model.blocks[0]
     assert isinstance(first, Block)
@@ -43,7 +44,8 @@ def block(kind: str, residual_scale: float = 1.0) -> Block:
 @pytest.mark.parametrize("kind", ["plain", "talking-heads", "re-attention"])
 def test_residual_scale_is_a_branch_multiplier(kind: str) -> None:
     """s = .5 equals a plain block with branches × 2 and a LayerNorm eps of eps/s²."""
-    scaled, plain = block(kind, 0.5), block(kind)
+    scaled: Any = block(kind, 0.5)
+    plain: Any = block(kind)
     plain.norm1.eps = plain.norm2.eps = scaled.norm1.eps / 0.25
     x = torch.randn(2, 17, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     middle = x + 2 * plain.attn(plain.norm1(x))
@@ -60,7 +62,8 @@ def test_attention_in_chosen_blocks() -> None:
 @pytest.mark.parametrize("embedding", ["patch", "cnn"])
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_heads_and_embeddings(embedding: str, pool: str) -> None:
-    model = VisionTransformer(**SMALL, patch_embedding=embedding, global_pool=pool, patch_head=True).eval()  # type: ignore[arg-type]
+    options = {"patch_embedding": embedding, "global_pool": pool, "patch_head": True}
+    model = VisionTransformer(**{**SMALL, **options}).eval()
     images = torch.rand(2, 3, 16, 16)
     outputs = model.forward_with_tokens(images)
     assert outputs.patch_logits_BnC is not None
@@ -98,7 +101,7 @@ def test_reset_classifier_resets_both_heads() -> None:
 )
 def test_impossible_shapes_are_named(changes: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        VisionTransformer(**{**SMALL, **changes})  # type: ignore[arg-type]
+        VisionTransformer(**{**SMALL, **changes})
 
 
 def test_token_similarity_reproduces_the_reference() -> None:

@@ -65,9 +65,7 @@ def slow_local_attention(attention: LocalAttention, x: Tensor) -> Tensor:
         for head in range(H):
             for i in range(N):
                 near = [
-                    j
-                    for j in range(N)
-                    if abs(i // side - j // side) <= reach and abs(i % side - j % side) <= reach
+                    j for j in range(N) if abs(i // side - j // side) <= reach and abs(i % side - j % side) <= reach
                 ]
                 scores = torch.stack([q[b, i, head] @ k[b, j, head] / K**0.5 for j in near])
                 out[b, i, head] = scores.softmax(0) @ torch.stack([v[b, j, head] for j in near])

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from timm.models import save_for_hf
 from timm.optim import param_groups_layer_decay
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import vitx.models
@@ -19,10 +18,9 @@ from reference import randomize
 NAMES = timm.list_models(module="registry")
 
 
-def on_meta(name: str, **kwargs: Any) -> nn.Module:
+def on_meta(name: str, **kwargs: Any) -> Any:
     with torch.device("meta"):
-        model: nn.Module = timm.create_model(name, **kwargs)
-    return model
+        return timm.create_model(name, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +97,8 @@ SMALL: dict[str, dict[str, Any]] = {
 }
 
 
-def small(name: str, **kwargs: Any) -> nn.Module:
-    model: nn.Module = timm.create_model(name, num_classes=5, **{**SMALL[name], **kwargs})
-    return model
+def small(name: str, **kwargs: Any) -> Any:
+    return timm.create_model(name, num_classes=5, **{**SMALL[name], **kwargs})
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -148,7 +145,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
     gradients = []
     for enable in (False, True):
         model.zero_grad()
-        model.set_grad_checkpointing(enable)  # type: ignore[operator]
+        model.set_grad_checkpointing(enable)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             model(images).logsumexp(-1).sum().backward()
@@ -159,7 +156,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_features_only(name: str) -> None:
-    model = timm.create_model(name, features_only=True, out_indices=(0, 1), **SMALL[name]).eval()
+    model: Any = timm.create_model(name, features_only=True, out_indices=(0, 1), **SMALL[name]).eval()
     features = model(torch.randn(2, 3, 32, 32))
     assert [feature.shape[1] for feature in features] == model.feature_info.channels()
     for feature, reduction in zip(features, model.feature_info.reduction(), strict=True):
@@ -170,7 +167,10 @@ def test_features_only(name: str) -> None:
 def test_layer_decay_groups(name: str) -> None:
     model = small(name)
     groups = param_groups_layer_decay(
-        model, weight_decay=0.05, layer_decay=0.75, no_weight_decay_list=model.no_weight_decay()  # type: ignore[operator]
+        model,
+        weight_decay=0.05,
+        layer_decay=0.75,
+        no_weight_decay_list=model.no_weight_decay(),
     )
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     assert len({group["lr_scale"] for group in groups}) >= 3
@@ -183,16 +183,16 @@ def test_layer_decay_groups(name: str) -> None:
 @pytest.mark.parametrize("name", SMALL)
 def test_reset_classifier(name: str) -> None:
     model = small(name)
-    model.reset_classifier(3)  # type: ignore[operator]
+    model.reset_classifier(3)
     assert model.eval()(torch.randn(2, 3, 32, 32)).shape == (2, 3)
-    model.reset_classifier(0)  # type: ignore[operator]
+    model.reset_classifier(0)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, model.num_features)
 
 
 @pytest.mark.parametrize("name", ["deepvit_16b", "alternet_18_cifar"])
 def test_hugging_face_folder_round_trip(name: str, tmp_path: Path) -> None:
     model = randomize(small(name)).eval()
-    save_for_hf(model, tmp_path, model_args={**SMALL[name], "num_classes": 5})
+    save_for_hf(model, str(tmp_path), model_args={**SMALL[name], "num_classes": 5})
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     images = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(again(images), model(images))

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+
 from bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
 from cli_fixture import Vitx, run_in_process
-
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.files import write_json
 from vitx.core.images import ImageSet, open_images

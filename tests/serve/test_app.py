@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, write_bundle
 from PIL import Image
+
+from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, write_bundle
 from server_process import ServerProcess, running_server
 
 BOUNDARY = "frontier"

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bundle_fixture import IMAGE_SIZE, Float32Array
 from cli_fixture import Vitx
-
 from vitx.core.bundle import Bundle, Latency
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array

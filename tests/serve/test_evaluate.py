@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from bundle_fixture import NumpySession
 from cli_fixture import Vitx
-
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.images import open_images

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bundle_fixture import PREPROCESSING, Fault, Float32Array, NumpySession, colour_images, write_bundle
 from cli_fixture import Vitx
-
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, Certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from bundle_fixture import LABELS, NumpySession, colour_image, png
-from cli_fixture import Vitx
 from PIL import Image
 
+from bundle_fixture import LABELS, NumpySession, colour_image, png
+from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.images import list_images

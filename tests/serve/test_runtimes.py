@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bundle_fixture import IMAGE_SIZE, PREPROCESSING, Float32Array, NumpySession, write_bundle
 
+from bundle_fixture import IMAGE_SIZE, PREPROCESSING, Float32Array, NumpySession, write_bundle
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file, write_json

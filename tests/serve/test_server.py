@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from bundle_fixture import IMAGE_SIZE, NumpySession, colour_image, png, write_bundle
 from server_process import run_serve, running_server, wait_until
-
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.serve.limits import Batching
 from vitx.serve.runtimes import load_session

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, write_bundle
 from server_process import ServerProcess, running_server
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_fixture import Vitx, run_in_process
 from PIL import Image
+
+from cli_fixture import Vitx, run_in_process
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_fixture import Vitx
 from train_fixture import TINY_SETTINGS, metrics_of
 
-from vitx.core.files import read_record
+from cli_fixture import Vitx
+from vitx.core.files import read_record, write_json
 from vitx.core.images import open_images
 from vitx.core.run import RunFolder
 from vitx.models import load_run_model
@@ -90,6 +90,16 @@ def test_a_finished_run_says_so(vitx: Vitx, finished: Path) -> None:
     assert "has finished its 2 epochs: nothing is left to train" in err
     assert "top-1" in out
     assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_threads_are_told(vitx: Vitx, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    environment = read_record(run / "environment.json", RunEnvironment)
+    write_json(run / "environment.json", environment.model_copy(update={"threads": 99}))
+    code, _, err = vitx("train", "digits-deepvit", "--out", run, "--resume")
+    assert code == 0
+    assert f"resumed with threads {environment.threads}, begun with 99: the result may differ in its last bits" in err
 
 
 def test_json_holds_the_result(vitx: Vitx, finished: Path) -> None:

@@ -52,10 +52,7 @@ def command(
         "changed classes": exported["flips"],
         "95 % bound on changed classes": exported["flip_rate_bound"],
         "largest logit error": exported["max_logit_error"],
-        **{
-            f"images/s at batch {point['batch_size']}": round(point["images_per_second"])
-            for point in bench["points"]
-        },
+        **{f"images/s at batch {point['batch_size']}": round(point["images_per_second"]) for point in bench["points"]},
         "images/s of vitx predict": round(predicted["images_per_second"]),
         "total seconds": round(time.monotonic() - started, 1),
     }
@@ -103,7 +100,9 @@ def _server(bundle: Path) -> Iterator[str]:
     """Start `vitx serve` on a free port; yield its URL when it is ready; stop it with SIGTERM."""
     print(f"$ vitx serve {bundle} --port 0", file=sys.stderr, flush=True)
     arguments = [sys.executable, "-m", "vitx", "serve", str(bundle), "--port", "0"]
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     try:
         assert process.stdout is not None
         line = next((line for line in process.stdout if " on http://" in line), None)

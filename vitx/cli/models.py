@@ -13,11 +13,13 @@ def command(
         str | None, typer.Argument(metavar="[NAME | convert]", help="A network to show in full, or 'convert'.")
     ] = None,
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="The checkpoint to convert.")] = None,
-    network: Annotated[str | None, typer.Option("--as", help="With convert: the network the file was trained as.")] = None,
+    network: Annotated[
+        str | None, typer.Option("--as", help="With convert: the network the file was trained as.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="With convert: FILE.safetensors by default.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the networks, show one in full, or convert a published checkpoint: `vitx models convert FILE.pth --as NAME`."""
+    """List the networks, show one in full, or convert a published checkpoint: `convert FILE.pth --as NAME`."""
     from vitx.core.errors import InputError
 
     if name == "convert":
