@@ -11,12 +11,26 @@ from vitx.train.recipe import Augmentation, CutMix, Losses, ModelChoice, Optimiz
 
 
 def digits_deit() -> Recipe:
-    """A plain ViT on scikit-learn's digits."""
+    """A plain ViT on scikit-learn's digits.
+
+    Command: vitx train digits-deit
+    Hardware: one core of an AMD EPYC, one torch thread, beside other work.
+    Time: 183 s, 30 epochs of 3.7 s and more.
+    Result: top-1 98.6 % at its best epoch (98.3 % at the last), NLL 0.242, seed 0; 360 images, so one image is 0.28 %.
+    """
     return _digits("digits-deit", "deit_digits")
 
 
 def digits_deepvit() -> Recipe:
-    """A ViT with Re-Attention on scikit-learn's digits."""
+    """A ViT with Re-Attention on scikit-learn's digits.
+
+    Command: vitx train digits-deepvit
+    Hardware: two cores of an AMD EPYC, two torch threads.
+    Time: 82 s, 30 epochs of 2.5 s.
+    Result: top-1 99.4 % at the best epoch and the last, NLL 0.180 (360 images, so one image is 0.28 %). With one thread
+    99.2, 98.6 and 99.2 % for seeds 0, 1 and 2 (98.9, 98.6 and 99.2 % at the last epoch); 97 % is passed in epoch 15 to
+    20. CosSim of the last block 0.98, of the plain ViT's 0.93.
+    """
     return _digits("digits-deepvit", "deepvit_digits")
 
 
