@@ -6,8 +6,8 @@ from vitx.models.attention import PlainAttention, ReAttention, TalkingHeadsAtten
 from vitx.models.attention_maps import attention_maps
 from vitx.models.build import build_model, image_tensor, load_run_model, load_weights
 from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
+from vitx.models.recalibration import recalibrate
 from vitx.models.similarity import attention_std, token_similarity
-from vitx.models.token_count import recalibrate
 from vitx.models.vit import Block, TokenOutputs, VisionTransformer
 from vitx.models.window_attention import LocalAttention, WindowAttention
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
-from vitx.models.token_count import set_closed_form_means
+from vitx.models.recalibration import set_closed_form_means
 
 # What a checkpoint may lack or have in another size: classifiers of other classes.
 CLASSIFIERS = ("head.", "patch_head.", "head_dist.")

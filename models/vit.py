@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from vitx.core.errors import InputError, unknown_name
 from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.patch_embedding import ConvPatchEmbed
-from vitx.models.token_count import set_closed_form_means
+from vitx.models.recalibration import set_closed_form_means
 
 AttentionKind = Literal["plain", "talking-heads", "re-attention"]
 ATTENTION: dict[str, type[nn.Module]] = {

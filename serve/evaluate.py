@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.calibration import classification_metrics
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -13,7 +14,6 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.serve.parity import check_labels
 from vitx.serve.runtimes import Session, load_session
-from vitx.serve.statistics import brier_score, calibration_error, log_softmax
 
 BATCH_SIZE = 32
 
@@ -45,16 +45,7 @@ def evaluate(
         for pixels in images.batches(preprocessing, batch_size):
             batches.append(session.infer(pixels))
             bar.update(done := done + len(pixels))
-    logits = np.concatenate(batches)
-    log_probabilities = log_softmax(logits)
-    probabilities = np.exp(log_probabilities)
-    return Evaluation(
-        images=len(images),
-        top1=float((logits.argmax(axis=1) == images.labels).mean()),
-        nll=-float(log_probabilities[np.arange(len(images)), images.labels].mean()),
-        ece=calibration_error(probabilities, images.labels),
-        brier=brier_score(probabilities, images.labels),
-    )
+    return Evaluation(images=len(images), **classification_metrics(np.concatenate(batches), images.labels))
 
 
 def evaluate_path(

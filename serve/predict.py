@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from vitx.core.bundle import MANIFEST, Bundle, timestamp
+from vitx.core.calibration import softmax
 from vitx.core.console import progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import Record, sha256_file, sync, write_json
@@ -25,7 +26,6 @@ from vitx.core.images import EXTENSIONS, list_images
 from vitx.core.machine import installed_versions
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode
 from vitx.serve.runtimes import Session
-from vitx.serve.statistics import softmax
 
 PREDICTIONS = "predictions.parquet"
 SUMMARY = "summary.json"

@@ -3,11 +3,6 @@
 import math
 
 import numpy as np
-import numpy.typing as npt
-
-Float64Array = npt.NDArray[np.float64]
-# As `vitx train` counts, so that a run's own number and `vitx eval` agree.
-ECE_BINS = 15
 
 
 def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
@@ -63,40 +58,3 @@ def _log_lower_tail(k: int, n: int, p: float) -> float:
     below = np.arange(k, max(0, k - 10 * math.isqrt(n) - 100), -1, dtype=np.float64)
     ratios = below / (n - below + 1) * ((1 - p) / p)
     return log_term + math.log1p(float(np.cumprod(ratios).sum()))
-
-
-def softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
-    """Probabilities float64 (N, C) of logits (N, C)."""
-    return np.asarray(np.exp(log_softmax(logits)))
-
-
-def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
-    """Log probabilities float64 (N, C) of logits (N, C)."""
-    shifted = np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
-
-
-def calibration_error(
-    probabilities: npt.NDArray[np.floating],
-    labels: npt.NDArray[np.integer],
-    bins: int = ECE_BINS,
-    *,
-    signed: bool = False,
-) -> float:
-    """Expected calibration error of probabilities (N, C) against labels (N,), over equal bins of the top confidence.
-
-    Bins are (lo, hi], the first includes 0; one rule for counts, confidences and accuracies (MATHS §5). `signed` keeps
-    the sign of accuracy − confidence, so that over- and under-confidence cancel.
-    """
-    confidence = np.asarray(probabilities, dtype=np.float64).max(axis=1)
-    correct = np.argmax(probabilities, axis=1) == labels
-    bin_of_image = np.searchsorted(np.arange(1, bins) / bins, confidence, side="left")
-    gaps = np.bincount(bin_of_image, weights=correct - confidence, minlength=bins)
-    return float(gaps.sum() if signed else np.abs(gaps).sum()) / len(confidence)
-
-
-def brier_score(probabilities: npt.NDArray[np.floating], labels: npt.NDArray[np.integer]) -> float:
-    """Mean over images of the squared distance of probabilities (N, C) from the one-hot labels (N,)."""
-    distance = np.array(probabilities, dtype=np.float64)
-    distance[np.arange(len(labels)), labels] -= 1
-    return float((distance**2).sum(axis=1).mean())

@@ -22,7 +22,7 @@ from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.models import build_model, image_tensor
-from vitx.train.batch_norm import recalibrate_batch_norm
+from vitx.models.recalibration import measure_batch_norm
 from vitx.train.checkpoint import Metrics, Tensors, load_last, publish, read_metrics, save, write_metrics
 from vitx.train.data import CUTMIX, NETWORK, WEIGHTS, Batch, TrainingData, seed_of
 from vitx.train.environment import RunEnvironment, choose_device
@@ -179,7 +179,7 @@ class Trainer:
     def _epoch(self, epoch: int) -> Metrics:
         started = time.perf_counter()
         losses = self._optimize(epoch)
-        recalibrate_batch_norm(self.ema.module, self._calibration_images())
+        measure_batch_norm([self.ema.module], self._calibration_images())
         values = evaluate(
             self.ema.module, self.val_images, self.recipe.preprocessing, self.recipe.batch_size, self.device
         )

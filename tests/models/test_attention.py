@@ -158,7 +158,9 @@ def test_fused_and_observable_attention_agree() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("attention", [ReAttention(6, 2, reatten_scale=0.5), TalkingHeadsAttention(6, 2, mix_bias=True)])
+@pytest.mark.parametrize(
+    "attention", [ReAttention(6, 2, reatten_scale=0.5), TalkingHeadsAttention(6, 2, mix_bias=True)]
+)
 def test_gradients(attention: nn.Module, training: bool) -> None:
     """Evaluation mode too: fine-tuning with frozen statistics goes through the folded mix."""
     attention.double().train(training)

@@ -13,7 +13,7 @@ from torch import nn
 from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import load_public_checkpoint
-from vitx.models.token_count import normalized_re_attentions
+from vitx.models.recalibration import normalized_re_attentions
 
 SIZE: dict[str, Any] = {"embed_dim": 24, "num_heads": 3, "num_classes": 5}
 DEEPVIT_S: dict[str, Any] = {**SIZE, "img_size": 32, "depth": 2, "attention": ["plain", "re-attention"]}

@@ -1,4 +1,4 @@
-"""Calibration against reference numbers (MATHS §5), and the layer probe against a forward pass done by hand."""
+"""The metrics of an evaluation against a forward pass done by hand."""
 
 from typing import Any
 
@@ -11,39 +11,13 @@ import vitx.models  # noqa: F401  # registers deepvit_digits
 from vitx.core.images import ImageSet, open_images
 from vitx.core.preprocess import Preprocessing
 from vitx.models import attention_std, image_tensor, token_similarity
-from vitx.train.evaluate import evaluate, expected_calibration_error
+from vitx.train.evaluate import evaluate
 
 PREPROCESSING = Preprocessing(image_size=32)
 
 
 def digits(count: int) -> ImageSet:
     return open_images("digits", "val").first(count)
-
-
-def test_reference_calibration_error() -> None:
-    probabilities = torch.tensor(
-        [
-            [0.95, 0.03, 0.02],
-            [0.55, 0.4, 0.05],
-            [0.2, 0.45, 0.35],
-            [0.1, 0.15, 0.75],
-            [0.34, 0.33, 0.33],
-            [0.02, 0.96, 0.02],
-        ],
-        dtype=torch.float64,
-    )
-    labels = torch.tensor([0, 1, 1, 2, 0, 0])
-    assert expected_calibration_error(probabilities, labels) == pytest.approx(0.486667, abs=1e-6)
-
-
-def test_bins_are_open_below_and_closed_above() -> None:
-    probabilities = torch.tensor([[0.5, 0.5], [0.75, 0.25]], dtype=torch.float64)
-    # With two bins .5 belongs to the first, (0, .5], and .75 to the second.
-    found = expected_calibration_error(probabilities, torch.tensor([0, 0]), bins=2)
-    assert found == pytest.approx((0.5 + 0.25) / 2)
-    # With one bin they meet, and so do their gaps: +.5 and −.75.
-    found = expected_calibration_error(probabilities, torch.tensor([0, 1]), bins=1)
-    assert found == pytest.approx(abs(0.5 - 0.75) / 2)
 
 
 def test_metrics_equal_a_pass_by_hand_and_the_model_is_left_as_it_was() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import ReAttention, VisionTransformer, attention_maps, recalibrate
-from vitx.models.token_count import normalized_re_attentions, set_closed_form_means
+from vitx.models.recalibration import normalized_re_attentions, set_closed_form_means
 
 SIZE: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 
@@ -102,7 +102,7 @@ def test_recalibrate_restores_training_mode_and_statistics_on_failure() -> None:
     norm = normalized_re_attentions(model)[0][1]
     assert norm.running_var is not None
     before = norm.running_var.clone()
-    with pytest.raises(InputError, match="no batch"):
+    with pytest.raises(InputError, match="no batch to measure"):
         recalibrate(model, [])
     assert norm.running_var is not None
     assert torch.equal(norm.running_var, before)

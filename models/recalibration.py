@@ -1,10 +1,12 @@
-"""Changing the number of tokens of a trained network: the statistics of Re-Attention's BatchNorm follow.
+"""BatchNorm statistics measured on data, and those of Re-Attention that follow from the weights alone.
 
 A softmax row sums to one, so the mean of a mixed map over N keys is data-free: μ_h = Σ_g W[h,g]/N + b_h (MATHS §3).
 Kept from another N it breaks the zero sum of the trained rows; the variance has no closed form and is measured again.
+Averaged weights want measured statistics too: running ones lag behind by some steps, and the variance of the maps
+(about 1e-4) is near BatchNorm's eps, so a small error of the mean is repeated in all N entries of a row.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,23 +45,39 @@ def recalibrate(
     """Measure the variance of every Re-Attention's BatchNorm again, as the mean over the batches of `loader`.
 
     A batch is normalised images (B, 3, S, S), or a tuple that begins with them. Everything else of `model`, and of its
-    averaged copy `ema`, stays in evaluation mode and unchanged; momentum and modes are restored. The mean is set to its
-    closed form at `num_tokens` (default: the network's position embeddings). Returns the number of batches.
-    Raises InputError when the loader is empty.
+    averaged copy `ema`, stays as it is; momentum and modes are restored. The mean is set to its closed form at
+    `num_tokens` (default: the network's own). Returns the number of batches. Raises InputError when there is none.
     """
     models = [model] if ema is None else [model, ema]
-    found = [pair for one in models for pair in normalized_re_attentions(one)]
+    norms = [norm for one in models for _, norm in normalized_re_attentions(one)]
+    batches = measure_batch_norm(models, loader, norms)
+    for one in models:
+        set_closed_form_means(one, num_tokens or _tokens_of(one))
+    return batches
+
+
+def measure_batch_norm(
+    models: Sequence[nn.Module], loader: Iterable[Any], norms: Sequence[_BatchNorm] | None = None
+) -> int:
+    """Set the running statistics of `norms` (default: every BatchNorm of `models`) to their mean over `loader`.
+
+    Batches as in `recalibrate`. Dropout and drop path are off; modes and momentum are restored, on failure the old
+    statistics too. Returns the number of batches, 0 and none read when there is no BatchNorm.
+    Raises InputError when the loader is empty.
+    """
+    if norms is None:
+        norms = [module for one in models for module in one.modules() if isinstance(module, _BatchNorm)]
+    if not norms:
+        return 0
     batches = 0
-    with _measuring(models, [norm for _, norm in found]), torch.no_grad():
+    with _measuring(models, norms), torch.no_grad():
         for batch in loader:
             images: Tensor = batch[0] if isinstance(batch, tuple | list) else batch
             batches += 1
             for one in models:
                 one(images.to(next(one.parameters()).device))
         if not batches:
-            raise InputError("recalibrate was given no batch: the variance cannot be measured")
-    for one in models:
-        set_closed_form_means(one, num_tokens or _tokens_of(one))
+            raise InputError("no batch to measure the statistics of BatchNorm on: the loader is empty")
     return batches
 
 
@@ -71,10 +89,10 @@ def _tokens_of(model: nn.Module) -> int:
 
 
 @contextmanager
-def _measuring(models: list[nn.Module], norms: list[_BatchNorm]) -> Iterator[None]:
+def _measuring(models: Sequence[nn.Module], norms: Sequence[_BatchNorm]) -> Iterator[None]:
     """Cumulative batch statistics in `norms`; everything else in evaluation mode. On failure the old ones return."""
     modes = [(module, module.training) for model in models for module in model.modules()]
-    kept = [(norm, norm.momentum, {k: v.clone() for k, v in norm.state_dict().items()}) for norm in norms]
+    kept = [(norm, norm.momentum, {key: value.clone() for key, value in norm.state_dict().items()}) for norm in norms]
     try:
         for model in models:
             model.eval()

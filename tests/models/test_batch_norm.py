@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import vitx.models  # noqa: F401  # registers deepvit_digits
-from vitx.train.batch_norm import recalibrate_batch_norm
+from vitx.models.recalibration import measure_batch_norm
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_the_mean_is_the_closed_form_and_the_variance_that_of_the_maps(model: An
     attention = model.blocks[1].attn
     mixed: list[Tensor] = []
     handle = attention.var_norm.register_forward_pre_hook(lambda _, inputs: mixed.append(inputs[0]))
-    recalibrate_batch_norm(model.eval(), iter([images(1), images(2)]))
+    measure_batch_norm([model.eval()], iter([images(1), images(2)]))
     handle.remove()
     matrix = attention.reatten_matrix
     closed = matrix.weight.flatten(1).sum(1) / 65 + matrix.bias
@@ -42,11 +42,11 @@ def test_modes_and_momentum_are_restored_and_dropout_is_off(model: Any) -> None:
     model.train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    recalibrate_batch_norm(model, iter([images(1)]))
+    measure_batch_norm([model], iter([images(1)]))
     first = model.blocks[1].attn.var_norm.running_var.clone()
     assert [module.training for module in model.modules()] == modes
     assert model.blocks[1].attn.var_norm.momentum == 0.1
-    recalibrate_batch_norm(model, iter([images(1)]))
+    measure_batch_norm([model], iter([images(1)]))
     assert torch.equal(first, model.blocks[1].attn.var_norm.running_var), "dropout was on"
 
 
@@ -55,4 +55,4 @@ def test_without_batch_norm_no_image_is_read() -> None:
         raise AssertionError("an image was read")
         yield
 
-    recalibrate_batch_norm(timm.create_model("deit_digits", depth=1), refuse())
+    measure_batch_norm([timm.create_model("deit_digits", depth=1)], refuse())
