@@ -77,7 +77,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
         numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row])
+        table.add_row(*[f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in row])
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

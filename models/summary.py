@@ -1,5 +1,11 @@
-"""A network in numbers: parameters, multiply-accumulates, tokens; built without memory, on the meta device."""
+"""A network in numbers: parameters, multiply-accumulates, tokens; built without memory, on the meta device.
 
+`python -m vitx.models.summary > models/zoo.json` writes the table that `vitx models` shows at once, without PyTorch;
+a test compares every entry with what this module computes.
+"""
+
+import itertools
+import json
 from typing import Any
 
 import timm
@@ -14,7 +20,7 @@ from vitx.models.vit import VisionTransformer
 
 
 class NetworkSummary(Record):
-    """What `vitx models NAME` shows. GMACs are of one image: 10⁹ multiply-accumulates in products and convolutions."""
+    """What `vitx models` shows. GMACs are of one image: 10⁹ multiply-accumulates in products and convolutions."""
 
     name: str
     what: str
@@ -27,19 +33,7 @@ class NetworkSummary(Record):
     std: tuple[float, ...]
     crop_fraction: float
     interpolation: str
-    blocks: tuple[str, ...]
-
-    def fields(self) -> dict[str, object]:
-        """For a person: one line a field, equal blocks counted."""
-        shown = self.model_dump(exclude={"name", "blocks"})
-        shown["gmacs"] = round(self.gmacs, 4)
-        runs: list[tuple[str, int]] = []
-        for block in self.blocks:
-            if runs and runs[-1][0] == block:
-                runs[-1] = (block, runs[-1][1] + 1)
-            else:
-                runs.append((block, 1))
-        return {**shown, "blocks": ", ".join(f"{count} × {block}" for block, count in runs)}
+    blocks: str
 
 
 def vitx_networks() -> list[str]:
@@ -60,7 +54,7 @@ def summarize(name: str) -> NetworkSummary:
         name=name,
         what=(timm.model_entrypoint(name).__doc__ or "").strip().splitlines()[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        gmacs=counter.get_total_flops() / 2e9,
+        gmacs=round(counter.get_total_flops() / 2e9, 4),
         tokens=model.pos_embed.shape[1] if isinstance(getattr(model, "pos_embed", None), nn.Parameter) else None,
         image_size=config["input_size"][1],
         classes=model.num_classes,
@@ -72,8 +66,14 @@ def summarize(name: str) -> NetworkSummary:
     )
 
 
-def _blocks(model: nn.Module) -> tuple[str, ...]:
-    """The kind of each unit: its attention in a ViT, its class in an AlterNet."""
+def _blocks(model: nn.Module) -> str:
+    """The kind of each unit, its attention in a ViT and its class in an AlterNet; equal neighbours are counted."""
     if isinstance(model, VisionTransformer):
-        return tuple(type(block.attn).__name__ for block in model.blocks)
-    return tuple(type(unit).__name__ for stage in getattr(model, "stages", ()) for unit in stage.children())
+        kinds = [type(block.attn).__name__ for block in model.blocks]
+    else:
+        kinds = [type(unit).__name__ for stage in getattr(model, "stages", ()) for unit in stage.children()]
+    return ", ".join(f"{len(list(run))} × {kind}" for kind, run in itertools.groupby(kinds))
+
+
+if __name__ == "__main__":
+    print(json.dumps([summarize(network).model_dump(mode="json") for network in vitx_networks()], indent=1))

@@ -18,6 +18,8 @@ from vitx.serve.runtimes import Float32Array
 from vitx.serve.served_model import ModelSet, ServedModel
 
 _TOP_K = 5
+# The last is what `curl --data-binary @image.png` says of any bytes.
+_BYTES = ("application/octet-stream", "application/x-www-form-urlencoded")
 
 
 class Classifier:
@@ -113,7 +115,7 @@ def _is_image(content_type: str) -> bool:
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         return False
-    if kind.startswith("image/") or kind == "application/octet-stream":
+    if kind.startswith("image/") or kind in _BYTES:
         return True
     raise RequestError(
         f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream or multipart/form-data",

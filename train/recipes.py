@@ -26,12 +26,13 @@ def digits_deepvit() -> Recipe:
 
     Command: vitx train digits-deepvit
     Hardware: two cores of an AMD EPYC, two torch threads.
-    Time: 82 s, 30 epochs of 2.5 s.
-    Result: top-1 99.4 % at the best epoch and the last, NLL 0.180 (360 images, so one image is 0.28 %). With one thread
-    99.2, 98.6 and 99.2 % for seeds 0, 1 and 2 (98.9, 98.6 and 99.2 % at the last epoch); 97 % is passed in epoch 15 to
-    20. CosSim of the last block 0.98, of the plain ViT's 0.93.
+    Time: 75 s, 30 epochs of 2.5 s.
+    Result: top-1 98.9 % for each of the seeds 0, 1 and 2, at the best epoch and the last (356 of 360 images), NLL
+    0.19 to 0.23. CosSim of the last block 0.46 to 0.51; without the cosine loss 0.98 at 99.4 %, in the plain ViT of digits-deit 0.93.
     """
-    return _digits("digits-deepvit", "deepvit_digits")
+    recipe = _digits("digits-deepvit", "deepvit_digits")
+    # With contrastive and mixing alone the last block's patches end up alike (CosSim 0.98); see docs/LOG.md.
+    return recipe.model_copy(update={"losses": recipe.losses.model_copy(update={"cosine": 0.3})})
 
 
 def _digits(name: str, model: str) -> Recipe:

@@ -260,3 +260,10 @@ def test_a_connection_survives_its_refusals(server: ServerProcess, pngs: list[by
     connection.request("POST", "/v1/classify?model=tiny", pngs[0], {"Content-Type": "image/png"})
     assert connection.getresponse().status == 200
     connection.close()
+
+
+def test_what_curl_says_of_bytes_is_accepted(server: ServerProcess, pngs: list[bytes]) -> None:
+    """`curl --data-binary @image.png` calls any body a form."""
+    as_form = classify(server, pngs[0], {"Content-Type": "application/x-www-form-urlencoded"}, "model=tiny")
+    assert as_form == classify(server, pngs[0], {"Content-Type": "image/png"}, "model=tiny")
+    assert as_form[0] == 200

@@ -1,7 +1,9 @@
 """`vitx models`: the networks vitx registers with timm, one of them in full, and published checkpoints converted."""
 
+import importlib.util
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -36,14 +38,22 @@ def command(
 
 def _list(*, as_json: bool) -> None:
     from vitx.core.console import print_json, print_table
-    from vitx.models.summary import summarize, vitx_networks
 
-    summaries = [summarize(name) for name in vitx_networks()]
+    zoo = _zoo()
     if as_json:
-        print_json([summary.model_dump() for summary in summaries])
+        print_json(zoo)
         return
-    rows = [(s.name, round(s.parameters / 1e6, 3), round(s.gmacs, 3), s.tokens or "", s.image_size) for s in summaries]
+    rows = [(one["name"], one["parameters"] / 1e6, one["gmacs"], one["tokens"] or "", one["image_size"]) for one in zoo]
     print_table("vitx models", ("name", "parameters (M)", "GMACs", "tokens", "image size"), rows)
+
+
+def _zoo() -> list[dict[str, Any]]:
+    """The table in the package, read without importing the networks, so that the list needs no PyTorch."""
+    package = importlib.util.find_spec("vitx.models")
+    assert package is not None
+    assert package.origin is not None
+    table: list[dict[str, Any]] = json.loads((Path(package.origin).parent / "zoo.json").read_bytes())
+    return table
 
 
 def _show(name: str, *, as_json: bool) -> None:
@@ -54,7 +64,7 @@ def _show(name: str, *, as_json: bool) -> None:
     if as_json:
         print_json(summary.model_dump())
     else:
-        print_fields(name, summary.fields())
+        print_fields(name, summary.model_dump(exclude={"name"}))
 
 
 def _convert(file: Path, network: str, out: Path, *, as_json: bool) -> None:

@@ -1,0 +1,134 @@
+"""The README's step-by-step block, run command by command, and its Python block against the same server."""
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import numpy as np
+import pyarrow.parquet as parquet
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Two epochs: the test is of the way, not of the accuracy.
+SHORTER = "--set epochs=2"
+
+
+def block(language: str, marker: str) -> str:
+    found = re.search(rf"{re.escape(marker)}.*?```{language}\n(.*?)```", README, re.DOTALL)
+    assert found, f"README has no {language} block after '{marker}'"
+    return found.group(1)
+
+
+def commands() -> list[str]:
+    lines = block("bash", "tests/house/test_readme.py runs this block").splitlines()
+    return [line.partition(" #")[0].strip() for line in lines if line.strip()]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(command: str, folder: Path) -> str:
+    finished = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, text=True, check=False, env=environment()
+    )
+    assert finished.returncode == 0, f"{command}\n{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def environment() -> dict[str, str]:
+    """The console script beside the running Python; one thread, since a test machine may be shared."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+
+
+@contextmanager
+def serving(command: str, folder: Path, port: int) -> Iterator[None]:
+    with (folder / "server.log").open("w") as log:
+        process = subprocess.Popen(shlex.split(command), cwd=folder, env=environment(), stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                assert process.poll() is None, (folder / "server.log").read_text()
+                try:
+                    with urlopen(f"http://localhost:{port}/v2/health/ready", timeout=5):
+                        break
+                except (URLError, ConnectionError):
+                    time.sleep(0.05)
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 0
+
+
+def write_images(folder: Path) -> None:
+    digits = load_digits()
+    (folder / "images").mkdir()
+    for index in range(20):
+        pixels = np.rint(digits.images[index] * 255 / 16).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    (folder / "digit.png").write_bytes(buffer.getvalue())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_the_steps_of_the_readme(tmp_path: Path) -> None:
+    write_images(tmp_path)
+    port = free_port()
+    steps = [step.replace("8000", str(port)) for step in commands()]
+    assert [step.split()[1] for step in steps if step.startswith("vitx")] == [
+        *("train", "eval", "analyze", "export", "parity", "bench", "serve", "predict")
+    ]
+    serve = next(step for step in steps if step.startswith("vitx serve"))
+    before, after = steps[: steps.index(serve)], steps[steps.index(serve) + 1 :]
+    for step in before:
+        run(f"{step} {SHORTER}" if step.startswith("vitx train") else step, tmp_path)
+    certificate = json.loads((tmp_path / "runs/digits.vitx/certificate.json").read_text())
+    assert certificate["verdict"] == "pass"
+    assert certificate["images"] == 360
+    assert certificate["max_logit_error"] < 1e-4
+    assert set(certificate["max_logit_error_by_batch_size"]) == {"1", "2", "7", "32"}
+    with serving(serve, tmp_path, port):
+        for step in after:
+            printed = run(step, tmp_path)
+            if step.startswith("curl"):
+                assert json.loads(printed)["predictions"][0]["label"] in "0123456789"
+        client = block("python", "Triton's clients").replace("8000", str(port))
+        (tmp_path / "client.py").write_text(client)
+        run(f"{sys.executable} client.py", tmp_path)
+    table = parquet.read_table(tmp_path / "runs/predictions").to_pydict()
+    assert len(table["class"]) == 20
+    assert not any(table["error"])
+
+
+def test_the_tree_names_every_folder() -> None:
+    tree = block("", "## The tree")
+    named = {line.split("/")[0] for line in tree.splitlines() if "/ " in line}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    folders = {line.split("/")[0] for line in listed.splitlines() if "/" in line and not line.startswith(".")}
+    assert named == folders
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,0 +1,85 @@
+"""`vitx models`: the committed table is what the networks are, and published checkpoints convert."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+from vitx.core.errors import InputError
+from vitx.models.summary import summarize, vitx_networks
+
+ZOO = json.loads((Path(__file__).parents[2] / "models" / "zoo.json").read_text(encoding="utf-8"))
+
+
+def vitx(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "vitx", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_table_names_every_network() -> None:
+    assert [entry["name"] for entry in ZOO] == vitx_networks()
+
+
+@pytest.mark.parametrize("entry", ZOO, ids=lambda entry: str(entry["name"]))
+def test_the_table_is_what_the_networks_are(entry: dict[str, Any]) -> None:
+    """Remade with `python -m vitx.models.summary > models/zoo.json`."""
+    assert summarize(entry["name"]).model_dump(mode="json") == entry
+
+
+def test_macs_of_a_plain_vit_follow_from_its_sizes() -> None:
+    """Patches 196·768·D; a block 12·N·D² for its matrices and 2·N²·D for attention; the head D·1000."""
+    N, D = 197, 384
+    by_hand = 196 * 768 * D + 12 * (12 * N * D**2 + 2 * N**2 * D) + D * 1000
+    assert summarize("deit_small_12").gmacs == pytest.approx(by_hand / 1e9, abs=1e-4)
+
+
+def test_an_unknown_network_suggests_the_nearest() -> None:
+    with pytest.raises(InputError, match="unknown model 'deepvit_ss': did you mean deepvit_s"):
+        summarize("deepvit_ss")
+
+
+def test_the_list_and_one_in_full() -> None:
+    listed = vitx("models", "--json")
+    assert json.loads(listed.stdout) == ZOO
+    shown = vitx("models", "deepvit_s")
+    assert "11 × PlainAttention, 5 × ReAttention" in shown.stdout
+    assert "27312632" in shown.stdout
+
+
+def test_convert_a_published_checkpoint(tmp_path: Path) -> None:
+    model = timm.create_model("deepvit_digits", num_classes=7)
+    torch.save({"state_dict": model.state_dict(), "epoch": 299}, tmp_path / "public.pth")
+    finished = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
+    assert finished.returncode == 0, finished.stderr
+    converted = load_file(tmp_path / "public.safetensors")
+    assert all(torch.equal(converted[key], value) for key, value in model.state_dict().items())
+    as_json = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits", "--json")
+    assert json.loads(as_json.stdout)["missing"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("convert", "public.pth"), "convert needs a file and the network"),
+        (("convert", "none.pth", "--as", "deepvit_s"), "no checkpoint at 'none.pth'"),
+        (("deepvit_s", "public.pth"), "FILE, --as and --out go with 'convert', not with 'deepvit_s'"),
+    ],
+)
+def test_what_cannot_be_converted(arguments: tuple[str, ...], message: str) -> None:
+    finished = vitx("models", *arguments)
+    assert finished.returncode == 2
+    assert message in finished.stderr
+
+
+def test_another_architecture_leaves_no_file(tmp_path: Path) -> None:
+    torch.save(timm.create_model("deit_digits").state_dict(), tmp_path / "public.pth")
+    finished = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
+    assert finished.returncode == 2
+    assert "is of another architecture" in finished.stderr
+    assert not (tmp_path / "public.safetensors").exists()
