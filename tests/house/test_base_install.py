@@ -102,7 +102,7 @@ def test_help_imports_nothing_heavy(base_python: Path) -> None:
 
 @pytest.mark.parametrize(("verb", "extra"), [("train", "train"), ("export", "export"), ("models", "train")])
 def test_a_missing_extra_is_named(base_python: Path, tmp_path: Path, verb: str, extra: str) -> None:
-    arguments = {"train": ["digits-deepvit"], "export": ["run"], "models": []}[verb]
+    arguments = {"train": ["digits-deepvit"], "export": ["run"], "models": ["deepvit_s"]}[verb]
     finished = run(base_python, "-m", "vitx", verb, *arguments, cwd=tmp_path)
     assert finished.returncode == 3, finished.stderr
     assert f"pip install 'vitx[{extra}]'" in finished.stderr

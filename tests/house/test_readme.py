@@ -114,7 +114,7 @@ def test_the_steps_of_the_readme(tmp_path: Path) -> None:
         client = block("python", "Triton's clients").replace("8000", str(port))
         (tmp_path / "client.py").write_text(client)
         run(f"{sys.executable} client.py", tmp_path)
-    table = parquet.read_table(tmp_path / "runs/predictions").to_pydict()
+    table = parquet.read_table(next((tmp_path / "runs/predictions").glob("*.parquet"))).to_pydict()
     assert len(table["class"]) == 20
     assert not any(table["error"])
 
