@@ -12,6 +12,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
 
 BUNDLE_FORMAT = 1
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
@@ -51,7 +52,9 @@ class Manifest(Record):
     preprocessing: Preprocessing
     input: TensorSpec
     output: TensorSpec
-    precision: Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+    precision: Precision
+    islands: tuple[str, ...] = Field(default=(), description="nodes kept in float32 in a graph of lower precision")
+    quantization: dict[str, Any] = Field(default_factory=dict, description="how int8 or fp8 ranges were found")
     rewrites: tuple[str, ...]
     opset: int
     data: str
