@@ -9,21 +9,24 @@ the median of the pairs' ratios. Memory is the peak resident set of a process th
 
 import argparse
 import json
-import resource
+import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import vitx.models
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.models import ReAttention
+from vitx.models.attention import mix_heads
 
 
 class WrittenOut(nn.Module):
@@ -86,7 +89,36 @@ def paired_times(ours: str, theirs: str, batch: int, repeats: int) -> dict[str, 
 def peak_memory(name: str, batch: int) -> float:
     """Peak resident MiB of a fresh process that builds `name` and takes two steps."""
     command = [sys.executable, __file__, "--memory-of", name, "--batch", str(batch)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    # Freed blocks go back to the system at once, so the peak is of live memory and repeats to the MiB.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    finished = subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **allocator})
+    return float(finished.stdout)
+
+
+def peak_resident_mib() -> float:
+    """VmHWM of this process. (getrusage's maximum begins with the parent's, across fork and exec.)"""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
+def mix_forms(repeats: int, shape: tuple[int, int, int, int] = (8, 12, 197, 197)) -> dict[str, float]:
+    """Milliseconds, forward and backward, of the mix over heads in each of its forms; they take turns."""
+    H = shape[1]
+    maps = torch.rand(shape).softmax(-1).requires_grad_()
+    weight, bias = torch.randn(H, H, requires_grad=True), torch.randn(H, requires_grad=True)
+    forms: dict[str, Callable[[], Tensor]] = {
+        "baddbmm (ours)": lambda: mix_heads(maps, weight, bias),
+        "convolution": lambda: functional.conv2d(maps, weight[:, :, None, None], bias),
+        "einsum": lambda: torch.einsum("hg,bgij->bhij", weight, maps) + bias[:, None, None],
+        "broadcast matmul": lambda: (torch.matmul(weight, maps.flatten(2)) + bias[:, None]).view(shape),
+    }
+    times: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(repeats + 1):
+        for name, form in forms.items():
+            start = time.perf_counter()
+            torch.autograd.backward(form().square().sum())
+            times[name].append(1000 * (time.perf_counter() - start))
+    return {name: statistics.median(values[1:]) for name, values in times.items()}
 
 
 def main() -> None:
@@ -100,7 +132,7 @@ def main() -> None:
         model, images = network(arguments.memory_of), torch.randn(arguments.batch, 3, 224, 224)
         step(model, images)
         step(model, images)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_resident_mib())
         return
     report: dict[str, object] = {
         "machine": describe_machine(),
@@ -119,6 +151,8 @@ def main() -> None:
             f"speed × {times['speed_ratio']:.3f} ({times['speed_ratio_min']:.3f} to {times['speed_ratio_max']:.3f}); "
             f"peak memory {memory['ours_mib']:.0f} MiB against {memory['theirs_mib']:.0f} MiB"
         )
+    report["mix over heads, (8, 12, 197, 197), forward and backward, ms"] = forms = mix_forms(3 * arguments.repeats)
+    print("mix over heads: " + ", ".join(f"{name} {value:.1f} ms" for name, value in forms.items()))
     print(json.dumps(report["machine"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from timm.layers import PatchEmbed
-from timm.models.vision_transformer import Block as TimmBlock
+from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,8 +25,12 @@ ATTENTION: dict[str, type[nn.Module]] = {
 }
 
 
-class Block(TimmBlock):
-    """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment)."""
+class Block(nn.Module):
+    """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment).
+
+    Children are named as in timm's block. timm's VisionTransformer calls it with its own arguments; those that a head
+    mix has no place for (`qk_norm`, `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) are refused.
+    """
 
     def __init__(
         self,
@@ -38,27 +41,37 @@ class Block(TimmBlock):
         attention_options: dict[str, dict[str, Any]],
         depth: int,
         residual_scale: float = 1.0,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        init_values: float | None = None,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        qkv_bias: bool = True,
+        drop_path: float = 0.0,
+        act_layer: type[nn.Module] = nn.GELU,
+        norm_layer: Any = nn.LayerNorm,
+        mlp_layer: Any = Mlp,
         attn_layer: object = None,
+        proj_bias: bool = True,
         device: Any = None,
         dtype: Any = None,
-        **kwargs: Any,
+        **unsupported: bool,
     ) -> None:
-        super().__init__(dim, num_heads, proj_drop=proj_drop, device=device, dtype=dtype, **kwargs)
+        super().__init__()
+        refused = [name for name, wanted in {**unsupported, "proj_bias=False": not proj_bias}.items() if wanted]
+        if refused:
+            raise InputError(f"{', '.join(refused)} is not supported by this network: leave it out")
+        factory = {"device": device, "dtype": dtype}
         self.residual_scale = residual_scale
         kind = attention[depth]
-        self.attn = ATTENTION[kind](
-            dim,
-            num_heads,
-            qkv_bias=qkv_bias,
-            attn_drop=attn_drop,
-            proj_drop=proj_drop,
-            device=device,
-            dtype=dtype,
-            **attention_options.get(kind, {}),
-        )
+        options = {"qkv_bias": qkv_bias, "attn_drop": attn_drop, "proj_drop": proj_drop, **factory}
+        self.norm1 = norm_layer(dim, **factory)
+        self.attn = ATTENTION[kind](dim, num_heads, **options, **attention_options.get(kind, {}))
+        self.ls1 = LayerScale(dim, init_values=init_values, **factory) if init_values else nn.Identity()
+        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm2 = norm_layer(dim, **factory)
+        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **factory)
+        self.ls2 = LayerScale(dim, init_values=init_values, **factory) if init_values else nn.Identity()
+        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:

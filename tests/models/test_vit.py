@@ -97,6 +97,8 @@ def test_reset_classifier_resets_both_heads() -> None:
         ({"num_heads": 5}, "embed_dim 24 is not divisible by num_heads 5"),
         ({"attention": ["plain"]}, "attention lists 1 blocks but depth is 3"),
         ({"attention": "talking"}, "unknown attention 'talking'"),
+        ({"qk_norm": True}, "qk_norm is not supported by this network"),
+        ({"proj_bias": False}, "proj_bias=False is not supported by this network"),
     ],
 )
 def test_impossible_shapes_are_named(changes: dict[str, object], message: str) -> None:
