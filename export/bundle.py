@@ -1,68 +1,100 @@
-"""From a run folder to a bundle."""
+"""From a source to a bundle. Each conversion runs in a process of its own; the folder appears whole or not at all."""
 
-import copy
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
+import onnx
+
+from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Precision, Provenance, TensorSpec, timestamp
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
-from vitx.core.run import Checkpoint, RunFolder
+from vitx.core.sandbox import MEMORY_GIB, SECONDS, run_limited
 from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
 from vitx.export.rewrite import ALL, ImageClassifier, applied_rewrites
-from vitx.models import load_run_model
+from vitx.export.source import Source, SourceRequest
 
 
-def bundle_from_run(
-    run: RunFolder,
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to make of a source. Limits are of each conversion: `seconds`, and `memory_gib` of resident memory."""
+
+    rewrites: Sequence[str] = ALL
+    precision: Precision = "fp32"
+    seconds: float = SECONDS
+    memory_gib: float = MEMORY_GIB
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What is known of a graph that was written: rewrites that found something, and the operator set."""
+
+    rewrites: tuple[str, ...]
+    opset: int
+
+
+def export_bundle(
+    request: SourceRequest,
     out: Path,
+    options: ExportOptions | None = None,
     *,
-    which: Checkpoint = "best",
-    rewrites: Sequence[str] = ALL,
-    accept: Callable[[Bundle], None] = lambda bundle: None,
+    accept: Callable[[Bundle, Source], None] = lambda bundle, source: None,
 ) -> Bundle:
-    """Export a run's checkpoint to the bundle `out`.
+    """Export `request` to the bundle `out`.
 
     `accept` sees the finished bundle before it is put in place (and certifies it, say); if it raises, `out` stays as
-    it was. Raises InputError when `out` exists and is no bundle.
+    it was. Raises InputError when `out` exists and is no bundle, ConversionCrashed when a conversion died.
     """
-    _check_target(out)
-    model, state = load_run_model(run, which)
-    info = run.info
-    classifier = ImageClassifier(copy.deepcopy(model), info.preprocessing).eval()
-    applied = [name for name, count in applied_rewrites(classifier, rewrites).items() if count]
-    size = info.preprocessing.image_size
+    options = options or ExportOptions()
+    check_target(out)
+    source = request.load()
     with staged_folder(out) as stage:
+        limits = {"seconds": options.seconds, "memory_gib": options.memory_gib}
         path = stage / "model.onnx"
-        graph = onnx_from_model(classifier, info.preprocessing, info.class_names, path)
-        weights = "ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"
-        manifest = Manifest(
-            name=bundle_name(out),
-            model=info.model,
-            labels=info.class_names,
-            preprocessing=info.preprocessing,
-            input=TensorSpec(name=INPUT, dtype="uint8", shape=("N", size, size, 3)),
-            output=TensorSpec(name=OUTPUT, dtype="float32", shape=("N", len(info.class_names))),
-            precision="fp32",
-            rewrites=tuple(applied),
-            opset=opset_of(graph),
-            data=info.data,
-            files={"model.onnx": FileEntry(sha256=sha256_file(path), size=path.stat().st_size)},
-            provenance=Provenance(
-                source=str(run.path),
-                checkpoint=which,
-                checkpoint_sha256=state.sha256[weights],
-                recipe=info.recipe,
-                versions=installed_versions(),
-                created=timestamp(),
-            ),
-            training_metrics=state.metrics,
-        )
+        traced = run_limited("tracing", trace_to_file, request, tuple(options.rewrites), path, **limits)
+        manifest = _manifest(source, bundle_name(out), traced, stage, ("model.onnx",))
         write_json(stage / MANIFEST, manifest)
-        accept(Bundle(stage, manifest))
+        accept(Bundle(stage, manifest), source)
     return Bundle.open(out)
+
+
+def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -> Traced:
+    """Load the source, rewrite it and write its graph."""
+    source = request.load()
+    classifier = ImageClassifier(source.model, source.preprocessing).eval()
+    applied = applied_rewrites(classifier, rewrites)
+    graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path)
+    return Traced(tuple(name for name, count in applied.items() if count), opset_of(graph))
+
+
+def _manifest(source: Source, name: str, traced: Traced, stage: Path, files: Sequence[str], **details: Any) -> Manifest:
+    size = source.preprocessing.image_size
+    return Manifest(
+        name=name,
+        model=source.spec,
+        labels=source.class_names,
+        preprocessing=source.preprocessing,
+        input=TensorSpec(name=INPUT, dtype="uint8", shape=("N", size, size, 3)),
+        output=TensorSpec(name=OUTPUT, dtype="float32", shape=("N", len(source.class_names))),
+        precision=details.pop("precision", "fp32"),
+        rewrites=traced.rewrites,
+        opset=traced.opset,
+        data=source.data,
+        files={file: FileEntry(sha256=sha256_file(stage / file), size=(stage / file).stat().st_size) for file in files},
+        provenance=Provenance(
+            source=source.name,
+            checkpoint=source.checkpoint,
+            checkpoint_sha256=source.checkpoint_sha256,
+            recipe=source.recipe,
+            versions=installed_versions(),
+            created=timestamp(),
+        ),
+        training_metrics=source.metrics,
+        **details,
+    )
 
 
 def bundle_name(out: Path) -> str:
@@ -73,7 +105,8 @@ def bundle_name(out: Path) -> str:
     return name
 
 
-def _check_target(out: Path) -> None:
+def check_target(out: Path) -> None:
+    """Raise InputError when `out` cannot become a bundle: its name, or what is there already."""
     bundle_name(out)
     if out.exists() and not (out / MANIFEST).is_file() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"'{out}' exists and is no bundle: choose another --out")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.bundle import CERTIFICATE, Bundle, Certificate, Flip, timestamp
+from vitx.core.bundle import CERTIFICATE, Bundle, Certificate, Flip, Precision, timestamp
 from vitx.core.console import Progress, log, progress
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
@@ -27,6 +27,8 @@ MAX_LOGIT_ERROR = 1e-4
 REFERENCE_BATCH = 32
 # Images decoded at once: the memory of a comparison, whatever the size of the split.
 BLOCK_IMAGES = 256
+# The largest logit error allowed below float32, in standard deviations of the reference's logits.
+SHARE_OF_STD = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
 # What a logit that is NaN or infinite counts as: JSON has neither.
 WORST = float(np.finfo(np.float32).max)
 
@@ -50,6 +52,7 @@ class Comparison:
     mean_logit_error: float
     max_neighbour_error: float
     not_finite: int
+    logit_std: float
 
     @property
     def max_logit_error(self) -> float:
@@ -78,13 +81,15 @@ def certify(
     subject: Mapping[str, str] | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
     max_flip_rate: float = MAX_FLIP_RATE,
-    max_logit_error: float = MAX_LOGIT_ERROR,
+    max_logit_error: float | None = None,
+    precision: Precision = "fp32",
     quiet: bool = False,
 ) -> Certificate:
     """Compare two sessions over every image of `images` and return the certificate, whether it says pass or fail.
 
     It passes when the 95 % upper bound on the flip rate is at most `max_flip_rate`, no logit differs by more than
-    `max_logit_error` at any of `batch_sizes`, and no row's logits move by more than that with other neighbours.
+    `max_logit_error` at any of `batch_sizes`, and no row's logits move by more than that with other neighbours. The
+    default of `max_logit_error` is `allowed_logit_error` of `precision`.
     Each session gets the images through its own preprocessing. `subject` is what the certificate is bound to
     (`Bundle.subject()`). Raises InputError when the images are too few for `max_flip_rate`, naming how many it takes.
     """
@@ -98,6 +103,8 @@ def certify(
         batch_sizes=batch_sizes,
         quiet=quiet,
     )
+    if max_logit_error is None:
+        max_logit_error = allowed_logit_error(precision, comparison.logit_std)
     failures, findings = judge(comparison, max_flip_rate=max_flip_rate, max_logit_error=max_logit_error)
     return Certificate(
         verdict="fail" if failures else "pass",
@@ -151,21 +158,58 @@ def certify_bundle(
     digest = weights_digest(run, which)
     if digest != manifest.provenance.checkpoint_sha256:
         log(f"parity: '{bundle.path}' was exported from other weights than this run's '{which}'", quiet=quiet)
-    certificate = certify(
+    return certify_against(
         load_run_session(run, which, device=device),
-        load_session(bundle, device=device),
-        images,
         info.preprocessing,
-        candidate_preprocessing=manifest.preprocessing,
+        bundle,
+        images,
         reference_name=f"{info.name}, checkpoint {which}",
         reference_sha256=digest,
-        candidate_name=manifest.name,
+        max_flip_rate=max_flip_rate,
+        device=device,
+        quiet=quiet,
+    )
+
+
+def certify_against(
+    reference: Session,
+    preprocessing: Preprocessing,
+    bundle: Bundle,
+    images: ImageSet,
+    *,
+    reference_name: str,
+    reference_sha256: str,
+    max_flip_rate: float = MAX_FLIP_RATE,
+    device: str = "auto",
+    quiet: bool = False,
+) -> Certificate:
+    """Certify a bundle against any reference session and write `certificate.json` into it, pass or fail."""
+    check_labels(images, bundle.manifest.labels)
+    certificate = certify(
+        reference,
+        load_session(bundle, device=device),
+        images,
+        preprocessing,
+        candidate_preprocessing=bundle.manifest.preprocessing,
+        reference_name=reference_name,
+        reference_sha256=reference_sha256,
+        candidate_name=bundle.manifest.name,
         subject=bundle.subject(),
         max_flip_rate=max_flip_rate,
+        precision=bundle.manifest.precision,
         quiet=quiet,
     )
     write_json(bundle.path / CERTIFICATE, certificate)
     return certificate
+
+
+def allowed_logit_error(precision: Precision, logit_std: float) -> float:
+    """The largest logit error a precision may have: 1e-4 in float32, else a share of the reference logits' spread.
+
+    The shares are set by the format, not by what was observed: a few units in the last place of a half (2⁻¹¹) and of a
+    bfloat16 (2⁻⁸) per layer, and for 8 bits half a standard deviation, beyond which a classifier ranks other classes.
+    """
+    return MAX_LOGIT_ERROR if precision == "fp32" else SHARE_OF_STD[precision] * logit_std
 
 
 def check_image_count(count: int, max_flip_rate: float) -> None:
@@ -343,6 +387,9 @@ class _Tally:
     steps: int = 0
     correct_reference: int = 0
     flips: dict[int, Flip] = field(default_factory=dict)
+    logit_sum: float = 0.0
+    logit_squares: float = 0.0
+    logit_count: int = 0
     error_sum: float = 0.0
     error_count: int = 0
     worst: dict[int, float] = field(default_factory=dict)
@@ -359,6 +406,9 @@ class _Tally:
     def add_reference(self, block: _Block, expected: Float32Array) -> None:
         labels = self.images.labels[block.start : block.start + len(block)]
         self.correct_reference += int((expected.argmax(axis=1) == labels).sum())
+        self.logit_sum += float(expected.sum(dtype=np.float64))
+        self.logit_squares += float(np.square(expected, dtype=np.float64).sum())
+        self.logit_count += expected.size
 
     def add(self, block: _Block, size: int, expected: Float32Array, found: Float32Array) -> None:
         if found.shape != expected.shape:
@@ -411,7 +461,12 @@ class _Tally:
             mean_logit_error=self.error_sum / self.error_count,
             max_neighbour_error=self.neighbour,
             not_finite=len(self.not_finite),
+            logit_std=self._logit_std(),
         )
+
+    def _logit_std(self) -> float:
+        mean = self.logit_sum / self.logit_count
+        return math.sqrt(max(0.0, self.logit_squares / self.logit_count - mean * mean))
 
 
 def _margin(logits: Float32Array) -> float:

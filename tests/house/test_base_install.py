@@ -49,15 +49,6 @@ def environment(path: Path, extras: set[str], wheel: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("wheel")
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(root)]
-    subprocess.run(command, check=True, capture_output=True)
-    return next(out.glob("*.whl"))
-
-
-@pytest.fixture(scope="module")
 def base_python(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     return environment(tmp_path_factory.mktemp("base"), set(), wheel)
 

@@ -1,12 +1,8 @@
 """The layout: folders at the root, one import name. Mapping, links, packages and the built wheel agree."""
 
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -38,16 +34,6 @@ def test_no_folder_of_code_lacks_its_init() -> None:
     for folder in ROOMS.values():
         for path in (ROOT / folder).rglob("*.py"):
             assert (path.parent / "__init__.py").is_file(), f"{path.parent} has code but no __init__.py"
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from an sdist, as a release is."""
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return next(out.glob("*.whl"))
 
 
 def test_wheel_contents(wheel: Path) -> None:

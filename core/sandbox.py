@@ -1,0 +1,109 @@
+"""A conversion in a process of its own: a crash, a hang or a memory hog in a compiler ends that process, not ours."""
+
+import multiprocessing
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vitx.core.errors import VitxError
+
+ResultT = TypeVar("ResultT")
+
+SECONDS = 3600.0
+MEMORY_GIB = 64.0
+_POLL_SECONDS = 0.1
+
+
+class ConversionCrashed(VitxError):
+    """The process of a conversion died, overran a limit, or raised something that is not the user's."""
+
+    exit_code = 1
+
+
+def run_limited(
+    title: str,
+    function: Callable[..., ResultT],
+    *arguments: Any,
+    seconds: float = SECONDS,
+    memory_gib: float = MEMORY_GIB,
+) -> ResultT:
+    """Return `function(*arguments)`, computed in a fresh process; everything passed must be picklable.
+
+    An error of the user's raised there is raised here. Raises ConversionCrashed, with the reason, when the process dies
+    of a signal, raises anything else, takes longer than `seconds` or holds more than `memory_gib` of memory.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_child, args=(theirs, function, arguments), daemon=False)
+    process.start()
+    theirs.close()
+    try:
+        answer = _wait(title, process, ours, time.monotonic() + seconds, memory_gib, seconds)
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        ours.close()
+    kind, value = answer
+    if kind == "result":
+        result: ResultT = value
+        return result
+    if isinstance(value, VitxError):
+        raise value
+    raise ConversionCrashed(f"{title} failed: {value}")
+
+
+def _child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    try:
+        answer = ("result", function(*arguments))
+    except VitxError as error:
+        answer = ("error", error)
+    except BaseException:  # noqa: BLE001 - the edge of the process: whatever it was goes to the parent as text
+        answer = ("error", traceback.format_exc().strip())
+    connection.send(answer)
+    connection.close()
+
+
+def _wait(
+    title: str, process: Any, connection: Connection, deadline: float, memory_gib: float, seconds: float
+) -> tuple[str, Any]:
+    while True:
+        if connection.poll(_POLL_SECONDS):
+            try:
+                answer: tuple[str, Any] = connection.recv()
+            except EOFError:
+                process.join()
+                raise ConversionCrashed(f"{title} died{_cause(process.exitcode)}") from None
+            process.join()
+            return answer
+        if time.monotonic() > deadline:
+            raise ConversionCrashed(f"{title} took longer than its limit of {seconds:g} s and was ended")
+        held = resident_gib(process.pid)
+        if held > memory_gib:
+            raise ConversionCrashed(
+                f"{title} held {held:.1f} GiB, more than its limit of {memory_gib:g}, and was ended"
+            )
+
+
+def resident_gib(pid: int) -> float:
+    """Resident memory of a process in GiB; 0 where the system does not tell, or the process is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    fields = status.partition("VmRSS:")[2].split()
+    return int(fields[0]) / 2**20 if fields else 0.0
+
+
+def _cause(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f" with exit code {exit_code}"
+    try:
+        return f" of {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f" of signal {-exit_code}"
