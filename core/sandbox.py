@@ -33,8 +33,8 @@ def run_limited(
 ) -> ResultT:
     """Return `function(*arguments)`, computed in a fresh process; everything passed must be picklable.
 
-    An error of the user's raised there is raised here. Raises ConversionCrashed, with the reason, when the process dies
-    of a signal, raises anything else, takes longer than `seconds` or holds more than `memory_gib` of memory.
+    An error of the user's or of the disk raised there is raised here. Raises ConversionCrashed, with the reason, when
+    the process dies of a signal, raises anything else, takes longer than `seconds` or holds more than `memory_gib`.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -52,7 +52,7 @@ def run_limited(
     if kind == "result":
         result: ResultT = value
         return result
-    if isinstance(value, VitxError):
+    if isinstance(value, VitxError | OSError):
         raise value
     raise ConversionCrashed(f"{title} failed: {value}")
 
@@ -61,7 +61,7 @@ def _child(connection: Connection, function: Callable[..., Any], arguments: tupl
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     try:
         answer = ("result", function(*arguments))
-    except VitxError as error:
+    except (VitxError, OSError) as error:  # the user's, or the disk's
         answer = ("error", error)
     except BaseException:  # noqa: BLE001 - the edge of the process: whatever it was goes to the parent as text
         answer = ("error", traceback.format_exc().strip())

@@ -9,13 +9,14 @@ from typing import Any
 import onnx
 
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Precision, Provenance, TensorSpec, timestamp
+from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import MEMORY_GIB, SECONDS, run_limited
 from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
 from vitx.export.rewrite import ALL, ImageClassifier, applied_rewrites
-from vitx.export.source import Source, SourceRequest
+from vitx.export.source import Source, SourceRequest, untrained_norms
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,12 @@ def export_bundle(
     options = options or ExportOptions()
     check_target(out)
     source = request.load()
+    never_trained = untrained_norms(source.model)
+    if never_trained:
+        log(
+            f"warning: {len(never_trained)} BatchNorm layers never saw a batch, the first is '{never_trained[0]}': "
+            "their initial statistics are folded as they are"
+        )
     with staged_folder(out) as stage:
         limits = {"seconds": options.seconds, "memory_gib": options.memory_gib}
         path = stage / "model.onnx"

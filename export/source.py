@@ -7,6 +7,7 @@ from typing import Any
 import timm
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
 from vitx.core.files import sha256_bytes
@@ -50,12 +51,34 @@ class SourceRequest:
     def load(self) -> Source:
         """Build the network with its weights.
 
-        Raises InputError for an unknown name, an unreadable run or weights, EnvironmentMissing when published weights
-        cannot be had.
+        Raises InputError for an unknown name, an unreadable run, weights that are unreadable or not finite,
+        EnvironmentMissing when published weights cannot be had.
         """
         if self.target.startswith(PREFIX):
-            return _source_from_model(self)
-        return _source_from_run(RunFolder.open(self.target), self.which)
+            source = _source_from_model(self)
+        else:
+            source = _source_from_run(RunFolder.open(self.target), self.which)
+        _require_finite(source)
+        return source
+
+
+def untrained_norms(model: nn.Module) -> list[str]:
+    """The BatchNorm layers that never saw a batch: their statistics are the initial zeros and ones."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and module.num_batches_tracked is not None and not module.num_batches_tracked
+    ]
+
+
+def _require_finite(source: Source) -> None:
+    for name, tensor in source.model.state_dict().items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            count = int((~tensor.isfinite()).sum())
+            raise InputError(
+                f"the weights of '{source.name}' are not finite: '{name}' has {count} NaN or infinite of "
+                f"{tensor.numel()} values; take another checkpoint"
+            )
 
 
 def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:

@@ -1,5 +1,6 @@
 """The command line: one file a verb. It composes the stages and holds no logic of its own."""
 
+import errno
 import functools
 import importlib
 import sys
@@ -74,6 +75,12 @@ def main() -> None:
     except VitxError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        where = f" '{error.filename}'" if error.filename else ""
+        print(f"error: cannot write{where}: {error.strerror}; what was there before is unchanged", file=sys.stderr)
+        sys.exit(3)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

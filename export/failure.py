@@ -1,0 +1,99 @@
+"""What a crashed conversion leaves behind: the smallest part of the graph that still crashes it, and how to run it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import onnx
+from onnx import shape_inference
+
+from vitx.core.errors import VitxError
+from vitx.core.files import staged_folder, write_bytes
+from vitx.core.sandbox import ConversionCrashed, run_limited
+
+Convert = Callable[[Path], object]
+_SCRIPT = '''"""Runs the conversion that crashed, on the smallest part of the graph that still crashes it.
+
+{reason}
+"""
+
+from pathlib import Path
+
+from {module} import {function}
+
+if __name__ == "__main__":
+    {function}(Path(__file__).with_name("subgraph.onnx"))
+'''
+
+
+def leave_reproduction(
+    graph_path: Path, convert: Convert, folder: Path, reason: str, *, seconds: float, memory_gib: float
+) -> onnx.ModelProto:
+    """Bisect the graph that crashed `convert`; write `subgraph.onnx` and `reproduce.py` into `folder`.
+
+    `convert` is a function at the top of a module, called with the path of a graph in a process of its own; any end of
+    that process but a return or an error of the user's counts as the crash.
+    """
+    graph = shape_inference.infer_shapes(onnx.load(str(graph_path)))
+
+    with staged_folder(folder) as stage:
+
+        def crashes(first: int, last: int) -> bool:
+            attempt = stage / "subgraph.onnx"
+            write_bytes(attempt, subgraph(graph, first, last).SerializeToString())
+            try:
+                run_limited("bisecting", convert, attempt, seconds=seconds, memory_gib=memory_gib)
+            except ConversionCrashed:
+                return True
+            except VitxError:
+                return False
+            return False
+
+        first, last = smallest_range(len(graph.graph.node), crashes)
+        found = subgraph(graph, first, last)
+        write_bytes(stage / "subgraph.onnx", found.SerializeToString())
+        script = _SCRIPT.format(
+            reason=reason, module=convert.__module__, function=getattr(convert, "__name__", "convert")
+        )
+        write_bytes(stage / "reproduce.py", script.encode())
+    return found
+
+
+def smallest_range(nodes: int, crashes: Callable[[int, int], bool]) -> tuple[int, int]:
+    """Return (first, last) of a range of nodes that crashes; the whole range is known to.
+
+    First the earliest end, then the latest beginning, each by halving: exact when a part that crashes makes every
+    larger part crash, and never wrong about the range it returns.
+    """
+    low, high = 0, nodes - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if crashes(0, middle) else (middle + 1, high)
+    last = high
+    low, high = 0, last
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if crashes(middle, last) else (low, middle - 1)
+    return low, last
+
+
+def subgraph(model: onnx.ModelProto, first: int, last: int) -> onnx.ModelProto:
+    """Nodes `first` to `last` of a topologically sorted graph as a graph of their own.
+
+    What they read from outside becomes an input, every value nobody in the range reads an output.
+    """
+    graph = model.graph
+    nodes = graph.node[first : last + 1]
+    types = {value.name: value for value in (*graph.input, *graph.value_info, *graph.output)}
+    initializers = {tensor.name: tensor for tensor in graph.initializer}
+    made = {name for node in nodes for name in node.output if name}
+    read = {name for node in nodes for name in node.input if name}
+    outside = sorted(read - made - set(initializers))
+    ends = [name for node in nodes for name in node.output if name and name not in read]
+    part = onnx.helper.make_graph(
+        nodes,
+        f"{graph.name}_{first}_{last}",
+        [types.get(name, onnx.ValueInfoProto(name=name)) for name in outside],
+        [types.get(name, onnx.ValueInfoProto(name=name)) for name in ends],
+        initializer=[tensor for name, tensor in initializers.items() if name in read],
+    )
+    return onnx.helper.make_model(part, opset_imports=model.opset_import, ir_version=model.ir_version)
