@@ -13,6 +13,8 @@ from vitx.core.run import ModelSpec, verify_digests
 
 BUNDLE_FORMAT = 1
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# The largest logit error allowed below float32, in standard deviations of the reference's logits (docs/parity.md).
+SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
@@ -54,7 +56,7 @@ class Manifest(Record):
     output: TensorSpec
     precision: Precision
     islands: tuple[str, ...] = Field(default=(), description="nodes kept in float32 in a graph of lower precision")
-    quantization: dict[str, Any] = Field(default_factory=dict, description="how int8 or fp8 ranges were found")
+    lowering: dict[str, Any] = Field(default_factory=dict, description="how the lower precision was found")
     rewrites: tuple[str, ...]
     opset: int
     data: str

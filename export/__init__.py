@@ -1,17 +1,27 @@
-"""From a checkpoint to a bundle: exact rewrites, the ONNX graph."""
+"""From a checkpoint to a bundle: exact rewrites, the ONNX graph, precision, engines."""
 
 from vitx.export.bundle import ExportOptions, export_bundle
+from vitx.export.explain import explain
 from vitx.export.graph import onnx_from_model
+from vitx.export.precision import lower_precision
 from vitx.export.rewrite import ALL, ImageClassifier, rewrite_for_export
 from vitx.export.source import Source, SourceRequest
+from vitx.export.targets import EngineRequest
+from vitx.export.tensorrt import engine_from_onnx
+from vitx.export.triton import triton_repository
 
 __all__ = [
     "ALL",
+    "EngineRequest",
     "ExportOptions",
     "ImageClassifier",
     "Source",
     "SourceRequest",
+    "engine_from_onnx",
+    "explain",
     "export_bundle",
+    "lower_precision",
     "onnx_from_model",
     "rewrite_for_export",
+    "triton_repository",
 ]

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx
 
@@ -15,16 +14,27 @@ from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import MEMORY_GIB, SECONDS, run_limited
 from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
+from vitx.export.openvino import IR_FOLDER, openvino_from_onnx
 from vitx.export.rewrite import ALL, ImageClassifier, applied_rewrites
 from vitx.export.source import Source, SourceRequest, untrained_norms
+from vitx.export.targets import EngineRequest, LoweredFile, build_engine, convert_limited, lower_file
+
+GRAPH = "model.onnx"
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What to make of a source. Limits are of each conversion: `seconds`, and `memory_gib` of resident memory."""
+    """What to make of a source.
+
+    calibration: the image set whose training split judges a lower precision; default: the source's own.
+    Limits are of each conversion: `seconds`, and `memory_gib` of resident memory.
+    """
 
     rewrites: Sequence[str] = ALL
     precision: Precision = "fp32"
+    calibration: str | None = None
+    engines: tuple[EngineRequest, ...] = ()
+    openvino: bool = False
     seconds: float = SECONDS
     memory_gib: float = MEMORY_GIB
 
@@ -47,22 +57,24 @@ def export_bundle(
     """Export `request` to the bundle `out`.
 
     `accept` sees the finished bundle before it is put in place (and certifies it, say); if it raises, `out` stays as
-    it was. Raises InputError when `out` exists and is no bundle, ConversionCrashed when a conversion died.
+    it was. Raises InputError when `out` exists and is no bundle, or when a lower precision has no images to be judged
+    on; ConversionCrashed when a conversion died (a compiler's crash leaves OUT.failed/ behind); CheckFailed when no
+    graph of the precision agrees with the network.
     """
     options = options or ExportOptions()
     check_target(out)
     source = request.load()
-    never_trained = untrained_norms(source.model)
-    if never_trained:
-        log(
-            f"warning: {len(never_trained)} BatchNorm layers never saw a batch, the first is '{never_trained[0]}': "
-            "their initial statistics are folded as they are"
-        )
+    _warn_untrained(source)
     with staged_folder(out) as stage:
-        limits = {"seconds": options.seconds, "memory_gib": options.memory_gib}
-        path = stage / "model.onnx"
-        traced = run_limited("tracing", trace_to_file, request, tuple(options.rewrites), path, **limits)
-        manifest = _manifest(source, bundle_name(out), traced, stage, ("model.onnx",))
+        graph = stage / GRAPH
+        traced = run_limited(
+            *("tracing", trace_to_file, request, tuple(options.rewrites), graph),
+            seconds=options.seconds,
+            memory_gib=options.memory_gib,
+        )
+        lowered = _lower(graph, source, options)
+        _build_targets(graph, out, options)
+        manifest = _manifest(source, bundle_name(out), traced, options.precision, lowered, stage)
         write_json(stage / MANIFEST, manifest)
         accept(Bundle(stage, manifest), source)
     return Bundle.open(out)
@@ -77,8 +89,36 @@ def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -
     return Traced(tuple(name for name, count in applied.items() if count), opset_of(graph))
 
 
-def _manifest(source: Source, name: str, traced: Traced, stage: Path, files: Sequence[str], **details: Any) -> Manifest:
+def _lower(graph: Path, source: Source, options: ExportOptions) -> LoweredFile:
+    if options.precision == "fp32":
+        return LoweredFile((), {})
+    data = options.calibration or source.data
+    if not data:
+        raise InputError(f"{options.precision} is judged on real images: give --data or --calibration-data")
+    return run_limited(
+        *(f"lowering to {options.precision}", lower_file, graph, options.precision, data, source.preprocessing),
+        "tensorrt" if options.engines else "cpu",
+        seconds=options.seconds,
+        memory_gib=options.memory_gib,
+    )
+
+
+def _build_targets(graph: Path, out: Path, options: ExportOptions) -> None:
+    limits = {"seconds": options.seconds, "memory_gib": options.memory_gib}
+    failed = out.with_name(f"{out.name}.failed")
+    for engine in options.engines:
+        plan = graph.parent / "engines" / f"{engine.flavor}.plan"
+        plan.parent.mkdir(exist_ok=True)
+        convert_limited(engine.flavor, build_engine, graph, plan, engine, failed=failed, **limits)
+    if options.openvino:
+        convert_limited("openvino", openvino_from_onnx, graph, graph.parent / IR_FOLDER, failed=failed, **limits)
+
+
+def _manifest(
+    source: Source, name: str, traced: Traced, precision: Precision, lowered: LoweredFile, stage: Path
+) -> Manifest:
     size = source.preprocessing.image_size
+    files = sorted(path for path in stage.rglob("*") if path.is_file())
     return Manifest(
         name=name,
         model=source.spec,
@@ -86,11 +126,16 @@ def _manifest(source: Source, name: str, traced: Traced, stage: Path, files: Seq
         preprocessing=source.preprocessing,
         input=TensorSpec(name=INPUT, dtype="uint8", shape=("N", size, size, 3)),
         output=TensorSpec(name=OUTPUT, dtype="float32", shape=("N", len(source.class_names))),
-        precision=details.pop("precision", "fp32"),
+        precision=precision,
+        islands=lowered.islands,
+        lowering=lowered.details,
         rewrites=traced.rewrites,
         opset=traced.opset,
         data=source.data,
-        files={file: FileEntry(sha256=sha256_file(stage / file), size=(stage / file).stat().st_size) for file in files},
+        files={
+            path.relative_to(stage).as_posix(): FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
+            for path in files
+        },
         provenance=Provenance(
             source=source.name,
             checkpoint=source.checkpoint,
@@ -100,8 +145,16 @@ def _manifest(source: Source, name: str, traced: Traced, stage: Path, files: Seq
             created=timestamp(),
         ),
         training_metrics=source.metrics,
-        **details,
     )
+
+
+def _warn_untrained(source: Source) -> None:
+    never_trained = untrained_norms(source.model)
+    if never_trained:
+        log(
+            f"warning: {len(never_trained)} BatchNorm layers never saw a batch, the first is '{never_trained[0]}': "
+            "their initial statistics are folded as they are"
+        )
 
 
 def bundle_name(out: Path) -> str:

@@ -13,27 +13,19 @@ from torch import Tensor, nn
 
 from vitx.core.errors import unknown_name
 from vitx.core.preprocess import Preprocessing
-from vitx.models import ReAttention, VisionTransformer, fold_head_mix
-from vitx.models.attention import HeadMixAttention, mix_heads
-
-
-class FoldedReAttention(HeadMixAttention):
-    """Re-Attention in evaluation mode with BatchNorm and scale folded into the head mix."""
-
-    weight_HH: Tensor
-    bias_H: Tensor
-
-    def __init__(self, trained: ReAttention) -> None:
-        nn.Module.__init__(self)  # takes the trained layers over instead of making its own
-        self.num_heads, self.head_dim, self.scale = trained.num_heads, trained.head_dim, trained.scale
-        self.qkv, self.proj = trained.qkv, trained.proj
-        self.attn_drop, self.proj_drop = trained.attn_drop, trained.proj_drop
-        weight_HH, bias_H = fold_head_mix(trained)
-        self.register_buffer("weight_HH", weight_HH)
-        self.register_buffer("bias_H", bias_H)
-
-    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        return mix_heads(maps_BHNN, self.weight_HH, self.bias_H)
+from vitx.export.folds import (
+    compute_class_token_only,
+    drop_row_constants,
+    fold_attention_scale,
+    fold_head_norm,
+    fold_layer_norm_affine,
+    fold_residual_scale,
+    fold_value_bias,
+    join_tokens,
+    pad_head_dim,
+    split_rank_one_bias,
+)
+from vitx.models import VisionTransformer
 
 
 class ImageClassifier(nn.Module):
@@ -45,51 +37,40 @@ class ImageClassifier(nn.Module):
     def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
         super().__init__()
         self.model = model
-        self.normalize = True
+        self.subtract_mean = self.divide_by_std = True
         reference = next(model.parameters())
         for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
             on_pixels = 255 * torch.tensor(values, dtype=torch.float64)
             self.register_buffer(name, on_pixels.to(reference).view(1, 3, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        pixels = images.permute(0, 3, 1, 2).to(self.mean.dtype)
-        if self.normalize:
-            pixels = (pixels - self.mean) / self.std
+        # Contiguous, or the network is traced in channels-last strides and pooling becomes a gather.
+        pixels = images.permute(0, 3, 1, 2).to(self.mean.dtype, memory_format=torch.contiguous_format)
+        if self.subtract_mean:
+            pixels = pixels - self.mean
+        if self.divide_by_std:
+            pixels = pixels / self.std
         logits: Tensor = self.model(pixels)
         return logits
-
-
-def fold_head_norm(classifier: ImageClassifier) -> int:
-    """1. Fold BatchNorm and `reatten_scale` of every Re-Attention into its head mix; return how many.
-
-    A Re-Attention with a LayerNorm over heads is not linear in the maps and stays as it is.
-    """
-    foldable = [
-        (name, module)
-        for name, module in classifier.named_modules()
-        if isinstance(module, ReAttention) and not isinstance(module.var_norm, nn.LayerNorm)
-    ]
-    for name, module in foldable:
-        _replace(classifier, name, FoldedReAttention(module))
-    return len(foldable)
 
 
 def fold_normalization(classifier: ImageClassifier) -> int:
     """6. Fold (x/255 − mean)/std into the first convolution: W' = W/(255·std), b' = b − Σ W·mean/std.
 
-    Exact only where the convolution sees no padding: zero padding is put in after normalisation, so a padded stem
-    keeps the explicit normalisation. Returns 1 if folded, 0 if kept.
+    The mean goes in only where the convolution sees no padding: zeros are put in after normalisation, so a padded stem
+    keeps the subtraction (of 255·mean) and loses the division. Returns 1 if it folded something, 0 if not.
     """
     convolution = first_convolution(classifier.model)
-    if convolution is None or any(convolution.padding) or convolution.groups != 1:
+    if convolution is None or convolution.groups != 1 or convolution.in_channels != 3 or not classifier.divide_by_std:
         return 0
-    weight = convolution.weight.detach()
-    scaled = weight / classifier.std
-    shift = -(scaled * classifier.mean).sum(dim=(1, 2, 3))
-    bias = shift if convolution.bias is None else convolution.bias.detach() + shift
+    scaled = convolution.weight.detach() / classifier.std
     convolution.weight = nn.Parameter(scaled)
-    convolution.bias = nn.Parameter(bias)
-    classifier.normalize = False
+    classifier.divide_by_std = False
+    padded = any(getattr(module, "dynamic_img_pad", False) for module in classifier.model.modules())
+    if not padded and not _is_padded(convolution):
+        shift = -(scaled * classifier.mean).sum(dim=(1, 2, 3))
+        convolution.bias = nn.Parameter(shift if convolution.bias is None else convolution.bias.detach() + shift)
+        classifier.subtract_mean = False
     return 1
 
 
@@ -97,19 +78,30 @@ def remove_dead_outputs(classifier: ImageClassifier) -> int:
     """9. Remove what evaluation does not use: the patch head, dropout, drop path; return how many."""
     dead = [(name, module) for name, module in classifier.named_modules() if isinstance(module, nn.Dropout | DropPath)]
     for name, _ in dead:
-        _replace(classifier, name, nn.Identity())
+        parent, _, child = name.rpartition(".")
+        setattr(classifier.get_submodule(parent), child, nn.Identity().train(classifier.training))
     if isinstance(classifier.model, VisionTransformer) and classifier.model.patch_head is not None:
         classifier.model.patch_head = None
         return len(dead) + 1
     return len(dead)
 
 
+# In the order in which they are applied: what a later one reads, an earlier one has simplified.
 REWRITES: dict[str, Callable[[ImageClassifier], int]] = {
-    "fold-head-norm": fold_head_norm,
-    "fold-normalization": fold_normalization,
     "remove-dead-outputs": remove_dead_outputs,
+    "fold-normalization": fold_normalization,
+    "fold-head-norm": fold_head_norm,
+    "split-rank-one-bias": split_rank_one_bias,
+    "fold-attention-scale": fold_attention_scale,
+    "fold-residual-scale": fold_residual_scale,
+    "fold-layer-norm-affine": fold_layer_norm_affine,
+    "drop-row-constants": drop_row_constants,
+    "fold-value-bias": fold_value_bias,
+    "compute-class-token-only": compute_class_token_only,
+    "join-tokens": join_tokens,
+    "pad-head-dim": pad_head_dim,
 }
-ALL = tuple(REWRITES)
+ALL = tuple(name for name in REWRITES if name != "pad-head-dim")
 
 
 def rewrite_for_export(
@@ -123,7 +115,8 @@ def rewrite_for_export(
 
     With `images="uint8"` the copy takes uint8 (N, S, S, 3) and needs `preprocessing`; with "float" it takes what the
     model takes, normalised (N, 3, S, S), and the normalisation fold does not apply.
-    Raises InputError for an unknown rewrite.
+    Any classifier of timm's will do: blocks of its vision transformers are rewritten, and where a rewrite finds nothing
+    it changes nothing. Raises InputError for an unknown rewrite.
     """
     classifier = ImageClassifier(copy.deepcopy(model).eval(), preprocessing or Preprocessing(image_size=1)).eval()
     applied_rewrites(classifier, [name for name in rewrites if images == "uint8" or name != "fold-normalization"])
@@ -135,12 +128,12 @@ def rewrite_for_export(
 
 
 def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> dict[str, int]:
-    """Apply the named rewrites in order; return how often each found something to do."""
+    """Apply the named rewrites in the order of REWRITES; return how often each found something to do."""
     for name in rewrites:
         if name not in REWRITES:
             raise unknown_name("rewrite", name, REWRITES)
     with torch.no_grad():
-        return {name: REWRITES[name](classifier) for name in rewrites}
+        return {name: REWRITES[name](classifier) for name in REWRITES if name in rewrites}
 
 
 def first_convolution(model: nn.Module) -> nn.Conv2d | None:
@@ -150,9 +143,9 @@ def first_convolution(model: nn.Module) -> nn.Conv2d | None:
     if not isinstance(name, str):
         return None
     module = model.get_submodule(name)
-    return module if isinstance(module, nn.Conv2d) else None
+    # A subclass may pad on its own or standardise its weights, so only the plain layer is known.
+    return module if type(module) is nn.Conv2d else None
 
 
-def _replace(root: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(root.get_submodule(parent), child, module.train(root.training))
+def _is_padded(convolution: nn.Conv2d) -> bool:
+    return convolution.padding == "same" or (not isinstance(convolution.padding, str) and any(convolution.padding))

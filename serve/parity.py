@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.bundle import CERTIFICATE, Bundle, Certificate, Flip, Precision, timestamp
+from vitx.core.bundle import CERTIFICATE, SHARE_OF_STD, Bundle, Certificate, Flip, Precision, timestamp
 from vitx.core.console import Progress, log, progress
 from vitx.core.errors import InputError
 from vitx.core.files import write_json
@@ -27,8 +27,6 @@ MAX_LOGIT_ERROR = 1e-4
 REFERENCE_BATCH = 32
 # Images decoded at once: the memory of a comparison, whatever the size of the split.
 BLOCK_IMAGES = 256
-# The largest logit error allowed below float32, in standard deviations of the reference's logits.
-SHARE_OF_STD = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
 # What a logit that is NaN or infinite counts as: JSON has neither.
 WORST = float(np.finfo(np.float32).max)
 

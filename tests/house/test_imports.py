@@ -84,7 +84,14 @@ def test_every_import_is_a_declared_dependency() -> None:
     extras = project["optional-dependencies"]
     requirements = project["dependencies"] + [entry for name in extras if name != "dev" for entry in extras[name]]
     declared = {requirement.split(">")[0].split("[")[0].strip() for requirement in requirements}
-    import_name = {"scikit-learn": "sklearn", "pillow": "PIL", "prometheus-client": "prometheus_client"}
+    import_name = {
+        "scikit-learn": "sklearn",
+        "pillow": "PIL",
+        "prometheus-client": "prometheus_client",
+        "onnx-ir": "onnx_ir",
+        "tensorrt-rtx": "tensorrt_rtx",
+        "ml-dtypes": "ml_dtypes",
+    }
     known = {import_name.get(name, name) for name in declared} | {"onnxruntime", "vitx"}
     import sys
 

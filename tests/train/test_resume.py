@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fixture import TINY_SETTINGS, metrics_of
 
 from cli_fixture import Vitx
+from train_fixture import TINY_SETTINGS, metrics_of
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from train_fixture import TINY_SETTINGS, metrics_of
 
 from cli_fixture import Vitx
+from train_fixture import TINY_SETTINGS, metrics_of
 from vitx.core.files import read_record, write_json
 from vitx.core.images import open_images
 from vitx.core.run import RunFolder

@@ -1,7 +1,7 @@
-"""`vitx export`: a run, or a network with weights, becomes a certified bundle."""
+"""`vitx export`: a run, or a network with weights, becomes a certified bundle, with engines where asked for."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -9,7 +9,7 @@ from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, Which
 
 if TYPE_CHECKING:
     from vitx.core.bundle import Bundle
-    from vitx.export import Source
+    from vitx.export import Source, SourceRequest
 
 
 def command(
@@ -18,8 +18,36 @@ def command(
     weights: Annotated[
         str, typer.Option("--weights", help="Of a model: a checkpoint file, 'pretrained' (timm's) or 'random'.")
     ] = "pretrained",
+    precision: Annotated[
+        Literal["fp32", "fp16", "bf16", "int8", "fp8"], typer.Option("--precision", help="Written into the graph.")
+    ] = "fp32",
+    calibration: Annotated[
+        str | None, typer.Option("--calibration-data", help="Judges a lower precision. Default: the training images.")
+    ] = None,
     without: Annotated[
         list[str] | None, typer.Option("--without", metavar="REWRITE", help="Leave a rewrite out; may be repeated.")
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Only print what each rewrite removes.")] = False,
+    trt: Annotated[bool, typer.Option("--trt", help="Build a TensorRT plan for this machine's GPU.")] = False,
+    trt_rtx: Annotated[bool, typer.Option("--trt-rtx", help="Build a TensorRT for RTX plan; needs no GPU.")] = False,
+    arch: Annotated[str | None, typer.Option("--arch", help="With --trt-rtx: sm86,sm89,sm120.")] = None,
+    profiles: Annotated[str, typer.Option("--profiles", help="Batch sizes a plan is made for.")] = "1,8,32,128",
+    builder_level: Annotated[int, typer.Option("--builder-level", help="0 (fast to build) to 5 (fast to run).")] = 3,
+    timing_cache: Annotated[
+        Path | None, typer.Option("--timing-cache", help="With --trt: read if there, and written back.")
+    ] = None,
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="Plan loads in newer TensorRT.")
+    ] = False,
+    hardware_compatible: Annotated[
+        bool, typer.Option("--hardware-compatible", help="Plan runs on all since Ampere.")
+    ] = False,
+    weight_stripped: Annotated[
+        bool, typer.Option("--weight-stripped", help="Plan without weights, to be refitted.")
+    ] = False,
+    openvino: Annotated[bool, typer.Option("--openvino", help="Add OpenVINO IR.")] = False,
+    triton: Annotated[
+        Path | None, typer.Option("--triton", metavar="DIR", help="Also write a Triton model repository.")
     ] = None,
     data: Data = None,
     max_flip_rate: MaxFlipRate = 0.01,
@@ -39,26 +67,96 @@ def command(
     """
     from vitx.core.console import log
     from vitx.core.errors import InputError, unknown_name
-    from vitx.export import ALL, ExportOptions, SourceRequest, export_bundle
+    from vitx.export import ALL, EngineRequest, ExportOptions, SourceRequest, export_bundle, triton_repository
 
     for name in without or ():
         if name not in ALL:
             raise unknown_name("rewrite", name, ALL)
+    rewrites = tuple(name for name in ALL if name not in (without or ()))
     is_model = source.startswith("model:")
+    request = SourceRequest(source, which=checkpoint, weights=weights, data=data if is_model else None)
+    if explain:
+        _explain(request, rewrites, as_json=as_json)
+        return
     if is_model and data is None and not uncertified:
         raise InputError(f"'{source}' brings no images to certify on: give --data, or say --uncertified")
-    request = SourceRequest(source, which=checkpoint, weights=weights, data=data if is_model else None)
+    if arch is not None and not trt_rtx:
+        raise InputError(f"--arch {arch} goes with --trt-rtx: --trt builds for this machine's GPU")
+    batches = _numbers("--profiles", profiles)
+    engines: list[EngineRequest] = []
+    if trt:
+        engines.append(
+            EngineRequest(
+                "tensorrt",
+                batches=batches,
+                builder_level=builder_level,
+                version_compatible=version_compatible,
+                hardware_compatible=hardware_compatible,
+                weight_stripped=weight_stripped,
+                timing_cache=timing_cache,
+            )
+        )
+    if trt_rtx:
+        names = tuple(name.strip() for name in arch.split(",")) if arch else ()
+        engines.append(EngineRequest("tensorrt-rtx", names, batches, builder_level, weight_stripped=weight_stripped))
     target = out or Path(f"{source.rpartition('/')[2].removeprefix('model:')}.vitx" if is_model else f"{source}.vitx")
 
     def accept(bundle: "Bundle", loaded: "Source") -> None:
         if not uncertified:
             _certify(bundle, loaded, data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
 
-    log(f"export: tracing {source} to {target}", quiet=quiet)
+    log(f"export: {source} to {target}", quiet=quiet)
     options = ExportOptions(
-        rewrites=tuple(name for name in ALL if name not in (without or ())), seconds=seconds, memory_gib=memory_gib
+        rewrites=rewrites,
+        precision=precision,
+        calibration=calibration or data,
+        engines=tuple(engines),
+        openvino=openvino,
+        seconds=seconds,
+        memory_gib=memory_gib,
     )
-    _print(export_bundle(request, target, options, accept=accept), as_json=as_json)
+    bundle = export_bundle(request, target, options, accept=accept)
+    if triton is not None:
+        triton_repository(target, triton, allow_uncertified=uncertified)
+    _print(bundle, as_json=as_json)
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    from vitx.core.errors import InputError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} {text}: expected batch sizes such as 1,8,32") from None
+
+
+def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from vitx.core.console import print_json, print_table
+    from vitx.export import explain
+
+    source = request.load()
+    rows = explain(source.model, source.preprocessing, rewrites)
+    if as_json:
+        print_json([asdict(row) for row in rows])
+        return
+    print_table(
+        f"what each rewrite removes from {source.spec.name}, for one image",
+        ("rewrite", "places", "nodes", "parameters", "MFLOPs", "MB written", "identity"),
+        [
+            (
+                row.name,
+                row.places,
+                row.removed.nodes,
+                row.removed.parameters,
+                row.removed.flops / 1e6,
+                row.removed.activation_bytes / 1e6,
+                row.identity,
+            )
+            for row in rows
+        ],
+    )
 
 
 def _certify(
@@ -96,8 +194,10 @@ def _print(bundle: "Bundle", *, as_json: bool) -> None:
         "model": manifest.model.name,
         "size_mb": round(sum(entry.size for entry in manifest.files.values()) / 1e6, 2),
         "precision": manifest.precision,
+        "islands": len(manifest.islands),
         "opset": manifest.opset,
         "rewrites": ", ".join(manifest.rewrites),
+        "files": ", ".join(manifest.files),
         "verdict": certificate.verdict if certificate else "not certified",
     }
     if certificate:

@@ -1,0 +1,110 @@
+"""Time of TensorRT for RTX plans, built ahead of time on this machine's processor: no GPU is used.
+
+    python benchmarks/engines.py [--model deepvit_s] [--architectures sm86,sm89,sm120,sm121] [--repeats 3] [--json FILE]
+
+The fp16 graph of a network with random weights is written once; its plan for all the architectures, with profiles for
+batches of 1, 8, 32 and 128, is built `--repeats` times, and once for each architecture alone. Exit code 1 when the
+median is over `--limit` seconds. Architectures that the library does not know (sm90, sm100: data-centre GPUs) are
+refused by name.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import timm
+from torch import Tensor, nn
+
+import vitx.models
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.core.preprocess import Preprocessing
+from vitx.export import onnx_from_model, rewrite_for_export
+from vitx.export.engine_inspector import count_kinds, working_layers
+from vitx.export.tensorrt import EngineReport, engine_from_onnx
+
+
+class Half(nn.Module):
+    """A classifier computed in fp16: uint8 in, float32 out."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier.half()
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(images)
+        return logits.float()
+
+
+def write_graph(name: str, path: Path) -> float:
+    """Write the fp16 graph of a network with random weights; return the seconds it took."""
+    start = time.perf_counter()
+    model: Any = timm.create_model(name).eval()
+    preprocessing = Preprocessing(image_size=224)
+    labels = tuple(str(index) for index in range(model.num_classes))
+    half = Half(rewrite_for_export(model, preprocessing)).eval()
+    onnx_from_model(half, preprocessing, labels, path, check=False)
+    return time.perf_counter() - start
+
+
+def build(graph: Path, architectures: tuple[str, ...]) -> tuple[float, EngineReport]:
+    """Seconds from the ONNX file to the plan on the disk, and what was built."""
+    start = time.perf_counter()
+    plan = graph.with_suffix(".plan")
+    report = engine_from_onnx(graph, plan, flavor="tensorrt-rtx", architectures=architectures, quiet=True)
+    return time.perf_counter() - start, report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="deepvit_s")
+    parser.add_argument("--architectures", default="sm86,sm89,sm120,sm121")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=60.0)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    architectures = tuple(arguments.architectures.split(","))
+    with tempfile.TemporaryDirectory() as folder:
+        graph = Path(folder) / "model.onnx"
+        graph_seconds = write_graph(arguments.model, graph)
+        built = [build(graph, architectures) for _ in range(arguments.repeats)]
+        alone = {name: round(build(graph, (name,))[0], 2) for name in architectures}
+        graph_mb = graph.stat().st_size / 1e6
+    seconds, info = [time_taken for time_taken, _ in built], built[0][1].info
+    median = statistics.median(seconds)
+    print(
+        f"{arguments.model}, fp16, {', '.join(info.architectures)}, {len(info.profiles)} profiles: "
+        f"median {median:.2f} s of {arguments.repeats} ({min(seconds):.2f} to {max(seconds):.2f}), "
+        f"limit {arguments.limit:g} s; "
+        f"{info.size / 1e6:.1f} MB of a {graph_mb:.1f} MB graph, which took {graph_seconds:.1f} s to write"
+    )
+    print("one architecture alone: " + ", ".join(f"{name} {value:.2f} s" for name, value in alone.items()))
+    report = {
+        "machine": describe_machine(),
+        "versions": {**installed_versions(), "tensorrt-rtx": metadata.version("tensorrt-rtx")},
+        "command": " ".join(["python", "benchmarks/engines.py", *sys.argv[1:]]),
+        "model": arguments.model,
+        "precision": info.precision,
+        "architectures": info.architectures,
+        "profiles": [str(profile) for profile in info.profiles],
+        "plan_seconds": {"median": median, "all": seconds, "limit": arguments.limit},
+        "one_architecture_seconds": alone,
+        "graph_seconds": graph_seconds,
+        "graph_mb": graph_mb,
+        "plan_mb": info.size / 1e6,
+        "working_layers": count_kinds(working_layers(built[0][1].layers)),
+    }
+    print(json.dumps(report["machine"]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=2) + "\n")
+    return 0 if median <= arguments.limit else 1
+
+
+if __name__ == "__main__":
+    assert vitx.models.registry, "registers our networks with timm"
+    raise SystemExit(main())

@@ -1,0 +1,152 @@
+"""An ONNX graph by its dataflow: its nodes and constants, who reads a tensor, its type and shape. Read only."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from vitx.core.errors import CheckFailed
+
+STANDARD = ("", "ai.onnx")
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+
+
+class Dataflow:
+    """A graph taken apart: uniquely named nodes, constants, inferred element types and shapes.
+
+    `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises CheckFailed
+    for a frozen batch and for weights that are not finite, naming the tensor.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        _require_dynamic_batch(model.graph)
+        self.constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        _require_finite(self.constants)
+        self.nodes = _named(model.graph.node)
+        self.inputs = tuple(value.name for value in model.graph.input)
+        self.outputs = tuple(value.name for value in model.graph.output)
+        self.types, self.shapes = _types_and_shapes(model)
+        self.opset = next(int(entry.version) for entry in model.opset_import if entry.domain in STANDARD)
+        self._skeleton = onnx.ModelProto(
+            ir_version=model.ir_version,
+            opset_import=model.opset_import,
+            metadata_props=model.metadata_props,
+            producer_name=model.producer_name,
+            producer_version=model.producer_version,
+            functions=model.functions,
+            graph=onnx.GraphProto(name=model.graph.name, input=model.graph.input, output=model.graph.output),
+        )
+
+    def readers(self) -> dict[str, list[onnx.NodeProto]]:
+        """The nodes that read each tensor, in order."""
+        found: dict[str, list[onnx.NodeProto]] = defaultdict(list)
+        for node in self.nodes:
+            for name in dict.fromkeys(node.input):
+                found[name].append(node)
+        return found
+
+    def producers(self) -> dict[str, str]:
+        """The name of the node that makes each tensor."""
+        return {name: node.name for node in self.nodes for name in node.output}
+
+    def depends_on_input(self) -> set[str]:
+        """The tensors that are not the same for every image."""
+        varying = set(self.inputs)
+        for node in self.nodes:
+            # A shape is the same for every image of a batch, and what is made of it too.
+            if node.op_type not in ("Shape", "Size") and varying.intersection(node.input):
+                varying.update(node.output)
+        return varying
+
+    def is_float(self, name: str) -> bool:
+        return self.types.get(name) == TensorProto.FLOAT
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """The value of a constant."""
+        return numpy_helper.to_array(self.constants[name])
+
+    def assemble(
+        self, nodes: Iterable[onnx.NodeProto], new_constants: Mapping[str, TensorProto] | None = None
+    ) -> onnx.ModelProto:
+        """A graph of `nodes`, with the constants that they read and no others."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self._skeleton)
+        model.graph.node.extend(nodes)
+        used = {name for node in model.graph.node for name in node.input}
+        constants = {**self.constants, **(new_constants or {})}
+        model.graph.initializer.extend(tensor for name, tensor in constants.items() if name in used)
+        return model
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    for given in node.attribute:
+        if given.name == name:
+            return helper.get_attribute_value(given)
+    return default
+
+
+def named_tensor(name: str, value: npt.NDArray[Any]) -> TensorProto:
+    return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
+
+
+def cast(source: str, target: str, to: int) -> onnx.NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"{source} to {target}", to=to)
+
+
+def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
+    """Copies of the nodes, each with a name of its own."""
+    seen: set[str] = set()
+    copies = []
+    for index, node in enumerate(nodes):
+        copy = onnx.NodeProto()
+        copy.CopyFrom(node)
+        copy.name = node.name or f"{node.op_type}_{index}"
+        if copy.name in seen:
+            copy.name = f"{copy.name}_{index}"
+        seen.add(copy.name)
+        copies.append(copy)
+    return copies
+
+
+def _require_finite(constants: Mapping[str, TensorProto]) -> None:
+    for name, tensor in constants.items():
+        if tensor.data_type in FLOATS:
+            value = numpy_helper.to_array(tensor).astype(np.float64)
+            bad = int(value.size - np.isfinite(value).sum())
+            if bad:
+                raise CheckFailed(
+                    f"the weights '{name}' hold {bad} of {value.size} values that are NaN or infinite: no precision "
+                    "can hold them; look at the checkpoint they come from"
+                )
+
+
+def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
+    for value in (*graph.input, *graph.output):
+        shape = value.type.tensor_type.shape.dim
+        if not shape or not shape[0].dim_param:
+            given = shape[0].dim_value if shape else "no shape"
+            raise CheckFailed(
+                f"the batch of '{value.name}' is frozen ({given}): trace the graph with a dynamic batch, its precision "
+                "is measured on batches of several sizes"
+            )
+
+
+def _types_and_shapes(model: onnx.ModelProto) -> tuple[dict[str, int], dict[str, tuple[int | None, ...]]]:
+    """Element type and shape, None for what varies, of every tensor that inference can tell."""
+    bare = onnx.ModelProto()
+    bare.CopyFrom(model)
+    # An exporter may have transposed a weight and left its old shape behind.
+    del bare.graph.value_info[:]
+    graph = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
+    types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
+    shapes: dict[str, tuple[int | None, ...]] = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        types[value.name] = value.type.tensor_type.elem_type
+        if value.type.tensor_type.HasField("shape"):
+            dims = value.type.tensor_type.shape.dim
+            shapes[value.name] = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
+    return types, shapes

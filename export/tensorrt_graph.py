@@ -1,0 +1,132 @@
+"""What TensorRT's parser needs of an ONNX graph: exact changes, made on a copy before it is parsed."""
+
+import math
+from pathlib import Path
+
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from vitx.core.errors import InputError
+
+# Moves of elements, which commute with a cast.
+_MOVES = ("Transpose", "Reshape")
+_NAMES = {
+    TensorProto.FLOAT: "fp32",
+    TensorProto.FLOAT16: "fp16",
+    TensorProto.BFLOAT16: "bf16",
+    TensorProto.INT8: "int8",
+    TensorProto.FLOAT8E4M3FN: "fp8",
+}
+
+
+def load_for_tensorrt(path: Path) -> onnx.ModelProto:
+    """Read an ONNX file and make its graph one that TensorRT parses; the file is not changed.
+
+    uint8 is for the input alone, so a cast goes before the transposition that follows it. `Attention` (opset 23) is
+    written out as MatMul, Softmax, MatMul, from which TensorRT makes its fused kernel where it has one: as a node it is
+    refused in fp32, and TensorRT-RTX 1.7 dies of a signal (SIGSEGV) when it builds one without a GPU, in any precision.
+    Raises InputError if the file is no ONNX graph or has an `Attention` with a mask, a cache or a soft cap.
+    """
+    try:
+        model = onnx.load(str(path))
+    except FileNotFoundError:
+        raise InputError(f"no ONNX graph at '{path}'") from None
+    except Exception as error:
+        if type(error).__name__ != "DecodeError":  # protobuf's own, under a name that differs between its versions
+            raise
+        raise InputError(f"'{path}' is not an ONNX graph: {error}") from None
+    cast_before_moving(model.graph)
+    write_attention_out(model)
+    return model
+
+
+def cast_before_moving(graph: onnx.GraphProto) -> int:
+    """Swap uint8 → move → Cast into uint8 → Cast → move, the same function; return how many were swapped."""
+    unsigned = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.UINT8}
+    swapped = 0
+    while (pair := _next_pair(graph, unsigned)) is not None:
+        move, cast = pair
+        source, result = move.input[0], cast.output[0]
+        between = f"{source}_as_{helper.tensor_dtype_to_string(_target(cast)).rpartition('.')[2].lower()}_{swapped}"
+        cast.input[0], cast.output[0] = source, between
+        move.input[0], move.output[0] = between, result
+        nodes = list(graph.node)
+        nodes.remove(cast)
+        nodes.insert(nodes.index(move), cast)
+        del graph.node[:]
+        graph.node.extend(nodes)
+        swapped += 1
+    return swapped
+
+
+def _next_pair(graph: onnx.GraphProto, unsigned: set[str]) -> tuple[NodeProto, NodeProto] | None:
+    """A move of a uint8 graph input whose result only a Cast reads."""
+    for move in graph.node:
+        if move.op_type in _MOVES and move.input[0] in unsigned:
+            readers = [node for node in graph.node if move.output[0] in node.input]
+            if len(readers) == 1 and readers[0].op_type == "Cast":
+                return move, readers[0]
+    return None
+
+
+def write_attention_out(model: onnx.ModelProto) -> int:
+    """Replace each plain `Attention` of (B, H, N, d) tensors by softmax(scale·q kᵀ) v; return how many."""
+    attention = [node for node in model.graph.node if node.op_type == "Attention"]
+    if not attention:
+        return 0
+    types = _value_types(model)
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        nodes.extend(_written_out(node, types, model.graph) if node.op_type == "Attention" else [node])
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return len(attention)
+
+
+def _value_types(model: onnx.ModelProto) -> dict[str, onnx.TypeProto.Tensor]:
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    return {value.name: value.type.tensor_type for value in (*graph.input, *graph.value_info, *graph.output)}
+
+
+def _written_out(node: NodeProto, types: dict[str, onnx.TypeProto.Tensor], graph: onnx.GraphProto) -> list[NodeProto]:
+    attributes = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
+    query, key, value = node.input[:3]
+    kind = types.get(query)
+    head = kind.shape.dim[3].dim_value if kind is not None and len(kind.shape.dim) == 4 else 0
+    plain = (
+        not any(node.input[3:]) and not any(node.output[1:]) and not attributes.keys() - {"scale", "TRT_decomposable"}
+    )
+    if kind is None or not head or not plain:
+        raise InputError(
+            f"node '{node.name}' is an Attention that vitx cannot write out: expected (B, H, N, d) tensors "
+            "with a known d, no mask, no cache; export with attention as MatMul and Softmax"
+        )
+    name = node.name or node.output[0]
+    factor = numpy_helper.from_array(
+        helper.tensor_dtype_to_np_dtype(kind.elem_type).type(attributes.get("scale", 1 / math.sqrt(head))),
+        f"{name}_scale",
+    )
+    graph.initializer.append(factor)
+    # Scaled once, on the query: TensorRT 10.7 computed the form with √scale on both sides wrongly
+    # (github.com/NVIDIA/TensorRT/issues/4328).
+    return [
+        helper.make_node("Mul", [query, factor.name], [f"{name}_q"], name=f"{name}_scale_query"),
+        helper.make_node("Transpose", [key], [f"{name}_k"], name=f"{name}_transpose_key", perm=[0, 1, 3, 2]),
+        helper.make_node("MatMul", [f"{name}_q", f"{name}_k"], [f"{name}_scores"], name=f"{name}_scores"),
+        helper.make_node("Softmax", [f"{name}_scores"], [f"{name}_maps"], name=f"{name}_softmax", axis=-1),
+        helper.make_node("MatMul", [f"{name}_maps", value], [node.output[0]], name=f"{name}_values"),
+    ]
+
+
+def _target(cast: NodeProto) -> int:
+    return next(int(entry.i) for entry in cast.attribute if entry.name == "to")
+
+
+def precision_of(model: onnx.ModelProto) -> str:
+    """The types of the weights with two dimensions and more, most bytes first: "fp16", "fp16, fp32", "int8, fp16"."""
+    weight: dict[str, int] = {}
+    for tensor in model.graph.initializer:
+        if len(tensor.dims) >= 2 and tensor.data_type in _NAMES:
+            name = _NAMES[tensor.data_type]
+            weight[name] = weight.get(name, 0) + max(len(tensor.raw_data), 1)
+    return ", ".join(sorted(weight, key=lambda name: -weight[name])) or "none"

@@ -1,0 +1,149 @@
+"""The Triton model repository: its configuration read back with Triton's own schema."""
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import pytest
+
+from bundle_fixture import LABELS, write_bundle
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_bytes, sha256_file
+from vitx.export.plan import PlanInfo, PlanOptions, profiles_for, write_plan
+from vitx.export.triton import triton_repository
+
+schema = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed")
+text_format = pytest.importorskip("google.protobuf.text_format")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "tiny.vitx")
+
+
+def parsed(model: Path) -> Any:
+    """The configuration as Triton reads it; a field it does not know is an error."""
+    return text_format.Parse((model / "config.pbtxt").read_text(), schema.ModelConfig())
+
+
+def write_classic_plan(path: Path, bundle: Bundle, flavor: str = "tensorrt", onnx_sha256: str | None = None) -> Path:
+    data = b"a plan"
+    info = {
+        "flavor": flavor,
+        "version": "10.16.1.11",
+        "architectures": ("sm89",),
+        "profiles": profiles_for((1, 8, 32)),
+        "precision": "fp16",
+        "options": PlanOptions(
+            builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False
+        ),
+        "onnx_sha256": onnx_sha256 or sha256_file(bundle.model_path),
+        "sha256": sha256_bytes(data),
+        "size": len(data),
+        "build_seconds": 1.0,
+        "layers": 1,
+        "created": "2026-01-01T00:00:00+00:00",
+    }
+    write_plan(path, data, PlanInfo.model_validate(info))
+    return path
+
+
+def test_onnx_repository(bundle: Bundle, tmp_path: Path) -> None:
+    model = triton_repository(bundle.path, tmp_path / "models", max_batch=16, instances=2, allow_uncertified=True)
+    assert sorted(p.relative_to(model).as_posix() for p in model.rglob("*")) == [
+        "1",
+        "1/model.onnx",
+        "config.pbtxt",
+        "labels.txt",
+    ]
+    assert model.name == "tiny"
+    config = parsed(model)
+    assert (config.name, config.backend, config.default_model_filename) == ("tiny", "onnxruntime", "model.onnx")
+    assert config.max_batch_size == 16
+    assert (config.input[0].name, list(config.input[0].dims)) == ("images", [16, 16, 3])
+    assert config.input[0].data_type == schema.TYPE_UINT8
+    assert (config.output[0].name, list(config.output[0].dims)) == ("logits", [4])
+    assert config.output[0].data_type == schema.TYPE_FP32
+    assert config.output[0].label_filename == "labels.txt"
+    assert tuple((model / "labels.txt").read_text().splitlines()) == LABELS
+    assert config.instance_group[0].kind == schema.ModelInstanceGroup.KIND_CPU
+    assert config.instance_group[0].count == 2
+    assert config.dynamic_batching.max_queue_delay_microseconds == 2000
+    assert [entry.batch_size for entry in config.model_warmup] == [1, 16]
+    warm = config.model_warmup[0].inputs["images"]
+    assert (list(warm.dims), warm.random_data, warm.data_type) == ([16, 16, 3], True, schema.TYPE_UINT8)
+    assert config.parameters["vitx.manifest_sha256"].string_value == sha256_file(bundle.path / "manifest.json")
+
+
+def test_the_configuration_fits_the_graph(bundle: Bundle, tmp_path: Path) -> None:
+    model = triton_repository(bundle.path, tmp_path / "models", device="gpu", allow_uncertified=True)
+    config = parsed(model)
+    assert config.instance_group[0].kind == schema.ModelInstanceGroup.KIND_GPU
+    session = onnxruntime.InferenceSession(str(model / "1" / "model.onnx"), providers=["CPUExecutionProvider"])
+    (images,), (logits,) = session.get_inputs(), session.get_outputs()
+    assert [images.name, *images.shape[1:]] == [config.input[0].name, *config.input[0].dims]
+    assert [logits.name, *logits.shape[1:]] == [config.output[0].name, *config.output[0].dims]
+    assert onnx.load(str(model / "1" / "model.onnx")).graph.input[0].type.tensor_type.elem_type == 2  # uint8
+
+
+def test_plan_repository(bundle: Bundle, tmp_path: Path) -> None:
+    plan = write_classic_plan(tmp_path / "a.plan", bundle)
+    model = triton_repository(bundle.path, tmp_path / "models", plan=plan, max_batch=32, allow_uncertified=True)
+    config = parsed(model)
+    assert (config.backend, config.default_model_filename) == ("tensorrt", "model.plan")
+    assert (model / "1" / "model.plan").read_bytes() == b"a plan"
+    assert list(config.instance_group[0].profile) == ["0", "1", "2"]
+    assert config.instance_group[0].kind == schema.ModelInstanceGroup.KIND_GPU
+    assert list(config.dynamic_batching.preferred_batch_size) == [8, 32]
+    assert [entry.batch_size for entry in config.model_warmup] == [1, 8, 32]
+    assert "# The plan is of TensorRT 10.16.1.11 for sm89" in (model / "config.pbtxt").read_text()
+
+
+def test_plans_that_cannot_be_served(bundle: Bundle, tmp_path: Path) -> None:
+    out = tmp_path / "models"
+    plan = write_classic_plan(tmp_path / "a.plan", bundle)
+    with pytest.raises(InputError, match="max_batch 64: the plan's profiles take batches of 1 to 32"):
+        triton_repository(bundle.path, out, plan=plan, max_batch=64, allow_uncertified=True)
+    with pytest.raises(InputError, match="runs on a GPU only"):
+        triton_repository(bundle.path, out, plan=plan, device="cpu", allow_uncertified=True)
+    rtx = write_classic_plan(tmp_path / "b.plan", bundle, flavor="tensorrt-rtx")
+    with pytest.raises(InputError, match="for which Triton has no backend"):
+        triton_repository(bundle.path, out, plan=rtx, allow_uncertified=True)
+    other = write_classic_plan(tmp_path / "c.plan", bundle, onnx_sha256="0" * 64)
+    with pytest.raises(CheckFailed, match="was not built from the graph of"):
+        triton_repository(bundle.path, out, plan=other, allow_uncertified=True)
+    assert not out.exists()
+
+
+def test_an_uncertified_bundle_is_not_handed_over(bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(CheckFailed, match="has no certificate"):
+        triton_repository(bundle.path, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_batch": 0}, "max_batch 0: expected 1 or more"),
+        ({"instances": 0}, "instances 0: expected 1 or more"),
+        ({"max_queue_delay_us": -1}, "expected 0 or more microseconds"),
+    ],
+)
+def test_bad_numbers(bundle: Bundle, tmp_path: Path, arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        triton_repository(bundle.path, tmp_path, allow_uncertified=True, **arguments)  # type: ignore[arg-type]
+
+
+def test_a_foreign_folder_is_left_alone_and_a_model_replaced(bundle: Bundle, tmp_path: Path) -> None:
+    foreign = tmp_path / "models" / "tiny"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.txt").write_text("years of work")
+    with pytest.raises(InputError, match="exists and is no Triton model"):
+        triton_repository(bundle.path, tmp_path / "models", allow_uncertified=True)
+    assert (foreign / "thesis.txt").read_text() == "years of work"
+    (foreign / "config.pbtxt").write_text("")
+    model = triton_repository(bundle.path, tmp_path / "models", allow_uncertified=True)
+    assert not (model / "thesis.txt").exists()
+    assert parsed(model).name == "tiny"
