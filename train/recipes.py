@@ -14,9 +14,10 @@ def digits_deit() -> Recipe:
     """A plain ViT on scikit-learn's digits.
 
     Command: vitx train digits-deit
-    Hardware: one core of an AMD EPYC, one torch thread, beside other work.
-    Time: 183 s, 30 epochs of 3.7 s and more.
-    Result: top-1 98.6 % at its best epoch (98.3 % at the last), NLL 0.242, seed 0; 360 images, so one image is 0.28 %.
+    Hardware: two cores of an AMD EPYC, two torch threads.
+    Time: 66 s, 30 epochs of 2.2 s.
+    Result: top-1 99.7 % at its best epoch (99.2 % at the last), NLL 0.189, seed 0; 360 images, so one image is 0.28 %.
+    CosSim of the last block 0.93.
     """
     return _digits("digits-deit", "deit_digits")
 

@@ -39,6 +39,9 @@ class OnnxRuntimeSession:
         options.log_severity_level = 3
         if threads is not None:
             options.intra_op_num_threads = threads
+        if bundle.manifest.precision == "fp8":
+            # Its Q/DQ rewrites know no 8-bit floats and refuse the graph (microsoft/onnxruntime issue 22269).
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         if chosen == "cuda" and hasattr(onnxruntime, "preload_dlls"):
             onnxruntime.preload_dlls()
         providers = [_PROVIDERS[chosen]] + ([_PROVIDERS["cpu"]] if chosen == "cuda" else [])
