@@ -11,7 +11,6 @@ from vitx.core.files import Record, read_record, sha256_file
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
 
-BUNDLE_FORMAT = 1
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # The largest logit error allowed below float32, in standard deviations of the reference's logits (docs/parity.md).
 SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}

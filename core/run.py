@@ -10,7 +10,6 @@ from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, sha256_file
 from vitx.core.preprocess import Preprocessing
 
-RUN_FORMAT = 1
 Checkpoint = Literal["best", "last"]
 
 

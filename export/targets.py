@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx
 
-from vitx.core.bundle import Precision
 from vitx.core.files import write_bytes
 from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing
@@ -17,7 +16,8 @@ from vitx.export.calibration import calibration_images
 from vitx.export.failure import leave_reproduction
 from vitx.export.openvino import openvino_from_onnx
 from vitx.export.plan import DEFAULT_BATCHES, Flavor, profiles_for
-from vitx.export.precision import lower_precision
+from vitx.export.precision import LowerPrecision, lower_precision
+from vitx.export.qdq import Target
 from vitx.export.tensorrt import engine_from_onnx
 
 # One attempt of the bisection after a crash.
@@ -46,12 +46,12 @@ class LoweredFile:
     details: dict[str, Any]
 
 
-def lower_file(path: Path, precision: Precision, data: str, preprocessing: Preprocessing, target: str) -> LoweredFile:
+def lower_file(
+    path: Path, precision: LowerPrecision, data: str, preprocessing: Preprocessing, target: Target
+) -> LoweredFile:
     """Replace the graph at `path` by one of lower precision, judged on training images of `data`."""
-    assert precision != "fp32"
-    assert target in ("cpu", "tensorrt")
     images = calibration_images(open_images(data, "train"), preprocessing)
-    lowered = lower_precision(onnx.load(str(path)), precision, images, target=target)  # type: ignore[arg-type]
+    lowered = lower_precision(onnx.load(str(path)), precision, images, target=target)
     onnx.checker.check_model(lowered.graph, full_check=True)
     write_bytes(path, lowered.graph.SerializeToString())
     return LoweredFile(lowered.islands, lowered.details)

@@ -19,9 +19,9 @@ MixInit = Literal["random", "identity"]
 def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None) -> Tensor:
     """Return Σ_g weight[h, g] · maps[:, g] (+ bias[h]): a 1×1 convolution over heads, as one matrix product.
 
-    The batched product with the bias inside reads and writes the maps once: on a CPU it took 0.8 of the convolution's
-    time, forward and backward, where einsum took 1.2 and a broadcast matmul 1.6 (benchmarks/models.py). A traced
-    graph gets the broadcast matmul, which keeps the weights free of the batch.
+    The batched product with the bias inside reads and writes the maps once: on a CPU it took 0.6 of the convolution's
+    time, forward and backward, where einsum and a broadcast matmul took about as long as it (benchmarks/models.py). A
+    traced graph gets the broadcast matmul, which keeps the weights free of the batch.
     """
     maps_BHM = maps_BHNN.flatten(2)
     if torch.compiler.is_exporting():
