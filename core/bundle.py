@@ -6,10 +6,15 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from vitx.core.certificate import Certificate as Certificate  # part of this module, for those who read bundles
+from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, read_record, sha256_file
+from vitx.core.files import Record, read_record, sha256_file, write_json
+from vitx.core.latency import Latency, LatencyFile, machine_key
+from vitx.core.machine import describe_machine
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
+from vitx.core.sealed import read_sealed
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # The largest logit error allowed below float32, in standard deviations of the reference's logits (docs/parity.md).
@@ -64,65 +69,6 @@ class Manifest(Record):
     training_metrics: dict[str, Any] = Field(default_factory=dict)
 
 
-class Flip(Record):
-    """An image that reference and candidate put into different classes."""
-
-    key: str
-    label: int
-    reference: int
-    candidate: int
-    reference_margin: float = Field(description="reference logit of its class less the next one")
-    batch_size: int
-
-
-class Certificate(Record):
-    """`certificate.json`: reference against candidate on the same images (MATHS §6)."""
-
-    format_version: Literal[1] = 1
-    verdict: Literal["pass", "fail"]
-    reasons: tuple[str, ...]
-    subject: dict[str, str] = Field(description="sha256 of manifest.json and of every file it names")
-    reference: str
-    reference_sha256: str
-    candidate: str
-    runtime: dict[str, Any]
-    data: str
-    data_sha256: str
-    images: int
-    batch_sizes: tuple[int, ...]
-    accuracy_reference: float
-    accuracy_candidate: float
-    flips: tuple[Flip, ...]
-    flip_rate_bound: float = Field(description="one-sided 95 % Clopper–Pearson upper bound on the flip rate")
-    max_flip_rate: float
-    mcnemar_p: float
-    max_logit_error: float
-    mean_logit_error: float
-    max_logit_error_by_batch_size: dict[int, float]
-    max_logit_error_allowed: float
-    max_neighbour_error: float = Field(
-        description="largest change of a row's logits with other neighbours in its batch"
-    )
-    created: str
-
-
-class LatencyPoint(Record):
-    batch_size: int
-    median_ms: float
-    p95_ms: float
-    images_per_second: float
-
-
-class Latency(Record):
-    """`latency.json`: measured latency by batch size, with the hardware; the server plans with it."""
-
-    format_version: Literal[1] = 1
-    runtime: dict[str, Any]
-    machine: dict[str, Any]
-    points: tuple[LatencyPoint, ...]
-    created: str
-
-
 class Bundle:
     """A bundle on disk whose manifest was read and whose files were verified."""
 
@@ -156,8 +102,19 @@ class Bundle:
         return read_record(path, Certificate) if path.is_file() else None
 
     def latency(self) -> Latency | None:
+        """What was measured on this machine, if anything was."""
+        return self.latency_file().machines.get(machine_key(describe_machine()))
+
+    def latency_file(self) -> LatencyFile:
+        """What was measured on every machine; raise CheckFailed when the file was changed since."""
         path = self.path / LATENCY
-        return read_record(path, Latency) if path.is_file() else None
+        if not path.is_file():
+            return LatencyFile()
+        return read_sealed(path, LatencyFile, remedy="remove it, and run `vitx bench BUNDLE` again")
+
+    def record_latency(self, latency: Latency) -> None:
+        """Put what was measured on one machine into `latency.json`, beside the other machines'."""
+        write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
 
     def require_certificate(self) -> Certificate:
         """Return the certificate if it speaks of exactly these files and says pass; raise CheckFailed otherwise."""
@@ -172,7 +129,7 @@ class Bundle:
             )
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
-        return certificate
+        return read_certificate(self.path / CERTIFICATE)
 
 
 def timestamp() -> str:

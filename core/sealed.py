@@ -1,0 +1,43 @@
+"""Records that carry the digest of their own file, so that a changed byte is found where no other file names it."""
+
+import json
+from pathlib import Path
+from typing import Self, TypeVar
+
+from pydantic import Field
+
+from vitx.core.errors import CheckFailed
+from vitx.core.files import Record, read_record, sha256_bytes
+
+
+class SealedRecord(Record):
+    """A record whose `sha256` is that of its own file with the field empty."""
+
+    sha256: str = Field(default="", description="of this file's bytes with this field empty")
+
+    def sealed(self) -> Self:
+        """The same record with its own digest."""
+        return self.model_copy(update={"sha256": self.digest()})
+
+    def digest(self) -> str:
+        return sha256_bytes(self.model_copy(update={"sha256": ""}).file_bytes())
+
+    def file_bytes(self) -> bytes:
+        """As `vitx.core.files.write_json` writes it."""
+        plain = self.model_dump(mode="json")
+        return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+SealedT = TypeVar("SealedT", bound=SealedRecord)
+
+
+def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
+    """Read a sealed record; raise InputError for a file that is none, CheckFailed for one that was changed.
+
+    Every byte counts, blanks too: the file must be what `write_json` makes of its content. The digest finds damage and
+    careless edits; it is no signature, whoever can write the file can compute it.
+    """
+    record = read_record(path, schema)
+    if path.read_bytes() != record.file_bytes() or record.sha256 != record.digest():
+        raise CheckFailed(f"{path} was changed after it was written (its own digest differs): {remedy}")
+    return record
