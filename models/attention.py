@@ -1,4 +1,4 @@
-"""Attention with a mix over heads: Re-Attention (DeepViT) and talking heads.
+"""Attention with a mix over heads: Re-Attention (DeepViT), talking heads, and plain attention, which mixes nothing.
 
 Shape letters: B batch, N tokens (class token included), D width, H heads, K head width.
 """
@@ -35,7 +35,7 @@ def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None
 
 
 class HeadMixAttention(nn.Module):
-    """Self-attention whose maps are mixed over heads, which no fused kernel offers.
+    """Self-attention whose maps a subclass may mix over heads, which no fused kernel offers.
 
     `attn_drop` sees the softmax maps (B, H, N, N), so a hook on it reads them. `value_scale` multiplies V, which is
     cheaper than multiplying the maps by it.
@@ -70,8 +70,8 @@ class HeadMixAttention(nn.Module):
         return scores_BHNN
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        """What is done to the maps between dropout and the product with V."""
-        raise NotImplementedError
+        """What is done to the maps between dropout and the product with V; nothing unless a subclass mixes them."""
+        return maps_BHNN
 
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
@@ -206,9 +206,6 @@ class PlainAttention(HeadMixAttention):
     def __init__(self, dim: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(dim, num_heads, **kwargs)
         self.fused_attn = True
-
-    def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        return maps_BHNN
 
     def forward(self, x_BND: Tensor) -> Tensor:
         if not self.fused_attn:

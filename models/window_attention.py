@@ -10,6 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
+from vitx.models.attention import HeadMixAttention
+
+# Added to the scores of masked keys: exp(-10,000) is zero in every type, and unlike -inf it is a constant that a graph
+# of lower precision can hold.
+MASKED = -1e4
 
 
 class WindowAttention(nn.Module):
@@ -46,7 +51,7 @@ class WindowAttention(nn.Module):
         nn.init.normal_(self.relative_position, std=0.02)
 
     def forward(self, x_BChw: Tensor) -> Tensor:
-        _, _, h, w = x_BChw.shape
+        B, _, h, w = x_BChw.shape
         p, H = self.window_size, self.num_heads
         qkv = self.qkv(x_BChw)
         below, right = -h % p, -w % p
@@ -55,7 +60,7 @@ class WindowAttention(nn.Module):
         q, k, v = _to_windows(qkv, p, 3 * H).chunk(3, dim=1)
         bias = self.relative_position.flatten()[self.position_index].to(q.dtype)
         if below or right:
-            bias = bias + _padding_mask(h, w, p, len(x_BChw), q)
+            bias = bias + _padding_mask(h, w, p, B, q)  # len() would fix the batch in a traced graph
         if self.fused_attn:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
@@ -87,44 +92,24 @@ def _from_windows(x: Tensor, p: int, h: int, w: int) -> Tensor:
 
 
 def _padding_mask(h: int, w: int, p: int, batch: int, like: Tensor) -> Tensor:
-    """Additive mask (B·windows, 1, 1, p²): −∞ for keys outside the h×w map."""
-    rows, columns = -(-h // p) * p, -(-w // p) * p
-    outside = like.new_zeros(1, 1, rows, columns)
-    outside[:, :, h:] = float("-inf")
-    outside[:, :, :, w:] = float("-inf")
+    """Additive mask (B·windows, 1, 1, p²): MASKED for keys outside the h×w map."""
+    row, column = (torch.arange(-(-size // p) * p, device=like.device) for size in (h, w))
+    outside = ((row[:, None] >= h) | (column >= w)).to(like.dtype)[None, None] * MASKED
     return _to_windows(outside, p, 1).transpose(-2, -1).repeat(batch, 1, 1, 1)
 
 
-class LocalAttention(nn.Module):
+class LocalAttention(HeadMixAttention):
     """Multi-head self-attention of each token over its k×k neighbourhood; keys outside the map are masked.
 
     (B, N, D) → (B, N, D) for a square map of N = S² tokens without class token. With k ≥ 2S − 1 it is plain
     attention. Children as in timm's attention: qkv, attn_drop, proj.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        kernel_size: int = 3,
-        qkv_bias: bool = True,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        if dim % num_heads:
-            raise InputError(f"dim {dim} is not divisible by num_heads {num_heads}: change embed_dim or num_heads")
+    def __init__(self, dim: int, num_heads: int, *, kernel_size: int = 3, **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
         if kernel_size % 2 == 0:
             raise InputError(f"kernel_size {kernel_size} of local attention must be odd: a token is its own centre")
-        self.num_heads, self.head_dim, self.kernel_size = num_heads, dim // num_heads, kernel_size
-        self.scale = self.head_dim**-0.5
-        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias, device=device, dtype=dtype)
-        self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
-        self.proj_drop = nn.Dropout(proj_drop)
+        self.kernel_size = kernel_size
 
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
@@ -134,8 +119,8 @@ class LocalAttention(nn.Module):
         q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         keys_BHNWK, values_BHNWK = (self._neighbours(part, side) for part in (k_BHNK, v_BHNK))
         scores_BHNW = (q_BHNK.unsqueeze(3) * self.scale @ keys_BHNWK.transpose(-2, -1)).squeeze(3)
-        scores_BHNW = scores_BHNW.masked_fill(self._outside(side, x_BND), float("-inf"))
-        maps_BHNW = self.attn_drop(scores_BHNW.softmax(dim=-1))
+        scores_BHNW = scores_BHNW.masked_fill(self._outside(side, x_BND), MASKED)
+        maps_BHNW = self.after_softmax(self.attn_drop(scores_BHNW.softmax(dim=-1)))
         out_BHNK = (maps_BHNW.unsqueeze(3) @ values_BHNWK).squeeze(3)
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out

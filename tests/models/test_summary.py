@@ -1,8 +1,6 @@
 """`vitx models`: the committed table is what the networks are, and published checkpoints convert."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,16 @@ import timm
 import torch
 from safetensors.torch import load_file
 
+from cli_fixture import Vitx, run_in_process
 from vitx.core.errors import InputError
 from vitx.models.summary import summarize, vitx_networks
 
 ZOO = json.loads((Path(__file__).parents[2] / "models" / "zoo.json").read_text(encoding="utf-8"))
 
 
-def vitx(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "vitx", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
+    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
 
 
 def test_the_table_names_every_network() -> None:
@@ -44,23 +43,23 @@ def test_an_unknown_network_suggests_the_nearest() -> None:
         summarize("deepvit_ss")
 
 
-def test_the_list_and_one_in_full() -> None:
-    listed = vitx("models", "--json")
-    assert json.loads(listed.stdout) == ZOO
-    shown = vitx("models", "deepvit_s")
-    assert "11 × PlainAttention, 5 × ReAttention" in shown.stdout
-    assert "27312632" in shown.stdout
+def test_the_list_and_one_in_full(vitx: Vitx) -> None:
+    _, listed, _ = vitx("models", "--json")
+    assert json.loads(listed) == ZOO
+    _, shown, _ = vitx("models", "deepvit_s")
+    assert "11 × PlainAttention, 5 × ReAttention" in shown
+    assert "27312632" in shown
 
 
-def test_convert_a_published_checkpoint(tmp_path: Path) -> None:
+def test_convert_a_published_checkpoint(vitx: Vitx, tmp_path: Path) -> None:
     model = timm.create_model("deepvit_digits", num_classes=7)
     torch.save({"state_dict": model.state_dict(), "epoch": 299}, tmp_path / "public.pth")
-    finished = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
-    assert finished.returncode == 0, finished.stderr
+    code, _, err = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
+    assert code == 0, err
     converted = load_file(tmp_path / "public.safetensors")
     assert all(torch.equal(converted[key], value) for key, value in model.state_dict().items())
-    as_json = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits", "--json")
-    assert json.loads(as_json.stdout)["missing"] == []
+    _, as_json, _ = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits", "--json")
+    assert json.loads(as_json)["missing"] == []
 
 
 @pytest.mark.parametrize(
@@ -71,15 +70,15 @@ def test_convert_a_published_checkpoint(tmp_path: Path) -> None:
         (("deepvit_s", "public.pth"), "FILE, --as and --out go with 'convert', not with 'deepvit_s'"),
     ],
 )
-def test_what_cannot_be_converted(arguments: tuple[str, ...], message: str) -> None:
-    finished = vitx("models", *arguments)
-    assert finished.returncode == 2
-    assert message in finished.stderr
+def test_what_cannot_be_converted(vitx: Vitx, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = vitx("models", *arguments)
+    assert code == 2
+    assert message in err
 
 
-def test_another_architecture_leaves_no_file(tmp_path: Path) -> None:
+def test_another_architecture_leaves_no_file(vitx: Vitx, tmp_path: Path) -> None:
     torch.save(timm.create_model("deit_digits").state_dict(), tmp_path / "public.pth")
-    finished = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
-    assert finished.returncode == 2
-    assert "is of another architecture" in finished.stderr
+    code, _, err = vitx("models", "convert", tmp_path / "public.pth", "--as", "deepvit_digits")
+    assert code == 2
+    assert "is of another architecture" in err
     assert not (tmp_path / "public.safetensors").exists()

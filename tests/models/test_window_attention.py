@@ -6,7 +6,7 @@ from torch import Tensor
 
 from reference import randomize
 from vitx.core.errors import InputError
-from vitx.models import LocalAttention, PlainAttention, WindowAttention
+from vitx.models import LocalAttention, PlainAttention, WindowAttention, attention_maps
 from vitx.models.alternet import AlterNet, attention_sequence
 
 
@@ -87,6 +87,16 @@ def test_local_attention_over_everything_is_plain_attention() -> None:
     local.load_state_dict(plain.state_dict())
     x = torch.randn(2, 16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(local(x), plain(x), atol=1e-12, rtol=0)
+
+
+def test_maps_of_local_attention_are_mixed_by_nothing() -> None:
+    attention = LocalAttention(6, 2)
+    for stage in ("softmax", "mixed"):
+        with attention_maps(attention, stage=stage) as maps:
+            attention(torch.ones(1, 16, 6))
+        assert [*maps] == [""]
+        assert maps[""].shape == (1, 2, 16, 9)
+        torch.testing.assert_close(maps[""].sum(dim=-1), torch.ones(1, 2, 16))
 
 
 def test_local_attention_gradients() -> None:
