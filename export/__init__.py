@@ -1,5 +1,6 @@
 """From a checkpoint to a bundle: exact rewrites, the ONNX graph, precision, engines."""
 
+from vitx.export.acceptance import SamplingPlan
 from vitx.export.bundle import ExportOptions, export_bundle
 from vitx.export.explain import explain
 from vitx.export.graph import onnx_from_model
@@ -15,6 +16,7 @@ __all__ = [
     "EngineRequest",
     "ExportOptions",
     "ImageClassifier",
+    "SamplingPlan",
     "Source",
     "SourceRequest",
     "engine_from_onnx",

@@ -6,12 +6,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 
 from vitx.core.console import Progress
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.export.calibration import Float32Array, logits_of
+
+# A graph is searched further if its certificate would fail more often than once in five times.
+MIN_CHANCE = 0.8
+# The smallest margins; their loss is measured on at least twice as many images.
+LOW_MARGINS = 8
 
 
 @dataclass(frozen=True)
@@ -28,22 +34,55 @@ class Lowered:
 
 
 @dataclass(frozen=True)
+class SamplingPlan:
+    """What the certificate will ask of images that the search must not look at: at most `flips` flips of `images`."""
+
+    images: int
+    flips: int
+
+    def chance(self, flip_rate: float) -> float:
+        """The probability that a graph of this flip rate meets the plan: P(X ≤ flips), X Poisson."""
+        expected = flip_rate * self.images
+        if expected == 0:
+            return 1.0
+        terms = (k * math.log(expected) - expected - math.lgamma(k + 1) for k in range(self.flips + 1))
+        return min(1.0, math.fsum(map(math.exp, terms)))
+
+
+@dataclass(frozen=True)
 class Bounds:
-    """What a graph may differ by: largest logit error, in standard deviations of the logits, and top-1 agreement."""
+    """What a graph may differ by: largest logit error, in standard deviations of the logits, and top-1 agreement.
+
+    With a `plan`, the graph must also be expected to meet it in MIN_CHANCE of the cases.
+    """
 
     logit_error: float
     agreement: float = 0.99
+    plan: SamplingPlan | None = None
+
+    def __str__(self) -> str:
+        allowed = f"{self.logit_error:g} and {1 - self.agreement:.3g} of the images"
+        if self.plan is None:
+            return allowed
+        return (
+            f"{allowed}, and {self.plan.flips} of the {self.plan.images} images of the certificate, to be met with "
+            f"probability {MIN_CHANCE:g}"
+        )
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """A graph against the float32 graph on the same images. Errors are in standard deviations of the float32 logits."""
+    """A graph against the float32 graph on the same images. Errors are in standard deviations of the float32 logits.
+
+    flip_rate: the share of other images that is expected to flip (`expected_flip_rate`).
+    """
 
     images: int
     flips: int
     max_error: float
     mean_error: float
     not_finite: int
+    flip_rate: float
 
     @property
     def agreement(self) -> float:
@@ -52,7 +91,8 @@ class Agreement:
     def within(self, bounds: Bounds) -> bool:
         """A single flip among a few images proves no rate: it is allowed as many as it takes to reach the rate."""
         allowed = math.ceil((1 - bounds.agreement) * self.images - 1e-9)
-        return not self.not_finite and self.max_error <= bounds.logit_error and self.flips <= allowed
+        likely = bounds.plan is None or bounds.plan.chance(self.flip_rate) >= MIN_CHANCE
+        return not self.not_finite and self.max_error <= bounds.logit_error and self.flips <= allowed and likely
 
     def __str__(self) -> str:
         return (
@@ -67,15 +107,46 @@ class Agreement:
 def agreement_of(expected: Float32Array, found: Float32Array) -> Agreement:
     """Compare logits (n, C); what is not finite is an infinite error and a flip."""
     finite = np.isfinite(found).all(axis=1)
+    spread = max(float(expected.std()), 1e-12)
     with np.errstate(invalid="ignore"):
-        error = np.abs(found.astype(np.float64) - expected) / max(float(expected.std()), 1e-12)
+        error = np.abs(found.astype(np.float64) - expected) / spread
     return Agreement(
         images=len(expected),
         flips=int(((expected.argmax(axis=1) != found.argmax(axis=1)) | ~finite).sum()),
         max_error=float(error.max()) if finite.all() else math.inf,
         mean_error=float(error.mean()) if finite.all() else math.inf,
         not_finite=int((~finite).sum()),
+        flip_rate=expected_flip_rate(expected, found) if finite.all() else 1.0,
     )
+
+
+def expected_flip_rate(expected: Float32Array, found: Float32Array) -> float:
+    """The share of images like these, logits (n, C), that a graph puts into another class; 0 for one class.
+
+    An image flips when its margin (largest logit less the next) loses more than there is. Flips are few, so counting
+    them says little. Here every margin is held against the loss of every image whose own margin is among the smallest
+    tenth, where errors are larger than elsewhere. The smallest margins are spread evenly up to the LOW_MARGINS-th: two
+    near ties, which any rounding may flip, must not decide.
+    """
+    if expected.shape[1] < 2:
+        return 0.0
+    rows, first = np.arange(len(expected)), expected.argmax(axis=1)
+    margins = _margins(expected, rows, first)
+    low = np.argsort(margins)[: max(2 * LOW_MARGINS, len(rows) // 10)]
+    lost = margins[low] - _margins(found[low], np.arange(len(low)), first[low])
+    spread = np.sort(margins)
+    smallest = spread[:LOW_MARGINS]
+    smallest[:] = smallest[-1] * (np.arange(len(smallest)) + 1) / len(smallest)
+    return float((np.interp(lost, np.append(0, spread), np.arange(len(spread) + 1), left=0) / len(rows)).mean())
+
+
+def _margins(logits: Float32Array, rows: npt.NDArray[Any], classes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The logit of each row's given class less the largest of its others."""
+    others = logits.astype(np.float64)
+    given = others[rows, classes]
+    others[rows, classes] = -np.inf
+    margins: npt.NDArray[np.float64] = given - others.max(axis=1)
+    return margins
 
 
 @dataclass
@@ -110,6 +181,8 @@ class Judge:
         agreement = self.measure(candidate)
         verdict = agreement.within(self.bounds)
         trial: dict[str, Any] = {"what": what, **agreement.as_json(), "within_bounds": verdict}
+        if self.bounds.plan is not None:
+            trial["chance"] = self.bounds.plan.chance(agreement.flip_rate)
         if verdict and self.accept is not None:
             verdict = trial["accepted"] = bool(self.accept(candidate))
         self.trials.append(trial)
@@ -122,8 +195,8 @@ def fewest_exceptions(ordered: Sequence[str], passes: Callable[[Sequence[str]], 
     """The smallest set of exceptions found with which `passes`: none of it can be left out.
 
     `ordered` has the one that helps most first. The shortest passing head of it is found by doubling and bisection;
-    then each of the head is left out in turn, the least helpful first, and stays out if it still passes. Raises
-    CheckFailed when not even all of them pass.
+    then parts of it, halves first and single ones last, the least helpful first, are left out in turn and stay out
+    if it still passes. Raises CheckFailed when not even all of them pass.
     """
     size, failed = 0, -1
     while not passes(ordered[:size]):
@@ -136,11 +209,14 @@ def fewest_exceptions(ordered: Sequence[str], passes: Callable[[Sequence[str]], 
         middle = (size + failed) // 2
         size, failed = (middle, failed) if passes(ordered[:middle]) else (size, middle)
     kept = list(ordered[:size])
-    # The last of a shortest head is needed: without it the head was too short.
-    for name in reversed(kept[:-1]):
-        without = [other for other in kept if other != name]
-        if passes(without):
-            kept = without
+    part = len(kept) // 2
+    while part:
+        # The last of a shortest head is needed: without it the head was too short.
+        for end in range(len(kept) - 1, 0, -part):
+            without = kept[: max(0, end - part)] + kept[end:]
+            if passes(without):
+                kept = without
+        part //= 2
     return tuple(kept)
 
 

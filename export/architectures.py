@@ -1,16 +1,12 @@
-"""GPU architectures: the names that `--arch` takes, and the GPUs of this machine."""
+"""GPU architectures: the names that `--arch` takes."""
 
-import ctypes
 import re
-import sys
 from collections.abc import Collection, Sequence
 
 from vitx.core.errors import InputError
 
 # Data-centre GPUs: TensorRT for RTX does not compile for them.
 _DATA_CENTRE = {"sm70", "sm90", "sm100", "sm103", "sm107", "sm110"}
-# cuDeviceGetAttribute's CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
-_MAJOR, _MINOR = 75, 76
 
 
 def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
@@ -35,23 +31,3 @@ def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tu
 
 def _number(name: str) -> int:
     return int(name.removeprefix("sm"))
-
-
-def local_architectures() -> tuple[str, ...]:
-    """The architecture of each GPU that the NVIDIA driver offers; empty without a driver or a GPU."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return ()
-    return tuple(
-        f"sm{_attribute(driver, _MAJOR, index)}{_attribute(driver, _MINOR, index)}" for index in range(count.value)
-    )
-
-
-def _attribute(driver: ctypes.CDLL, attribute: int, device: int) -> int:
-    value = ctypes.c_int(0)
-    driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    return value.value

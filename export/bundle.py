@@ -13,11 +13,20 @@ from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import MEMORY_GIB, SECONDS, run_limited
+from vitx.export.acceptance import SamplingPlan
 from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
 from vitx.export.openvino import IR_FOLDER, openvino_from_onnx
+from vitx.export.qdq import Target
 from vitx.export.rewrite import ALL, ImageClassifier, applied_rewrites
-from vitx.export.source import Source, SourceRequest, untrained_norms
-from vitx.export.targets import EngineRequest, LoweredFile, build_engine, convert_limited, lower_file
+from vitx.export.source import PREFIX, SourceInfo, SourceRequest, untrained_norms
+from vitx.export.targets import (
+    EngineRequest,
+    LoweredFile,
+    PrecisionRequest,
+    build_engine,
+    convert_limited,
+    lower_file,
+)
 
 GRAPH = "model.onnx"
 
@@ -27,22 +36,39 @@ class ExportOptions:
     """What to make of a source.
 
     calibration: the image set whose training split judges a lower precision; default: the source's own.
+    target: what int8 is written for; default: "tensorrt" where engines are built, else "cpu".
+    plan: the certificate that a lower precision will have to pass.
     Limits are of each conversion: `seconds`, and `memory_gib` of resident memory.
     """
 
     rewrites: Sequence[str] = ALL
     precision: Precision = "fp32"
     calibration: str | None = None
+    target: Target | None = None
+    plan: SamplingPlan | None = None
     engines: tuple[EngineRequest, ...] = ()
     openvino: bool = False
     seconds: float = SECONDS
     memory_gib: float = MEMORY_GIB
+    quiet: bool = False
+
+    def calibration_data(self, source_data: str) -> str:
+        """The set that judges a lower precision; raise InputError when there is none."""
+        data = self.calibration or source_data
+        if not data:
+            raise InputError(f"{self.precision} is judged on real images: give --data or --calibration-data")
+        return data
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What is known of a graph that was written: rewrites that found something, and the operator set."""
+    """What is known of a graph that was written: its source, rewrites that found something, and the operator set.
 
+    untrained: the BatchNorm layers that never saw a batch.
+    """
+
+    source: SourceInfo
+    untrained: tuple[str, ...]
     rewrites: tuple[str, ...]
     opset: int
 
@@ -52,7 +78,7 @@ def export_bundle(
     out: Path,
     options: ExportOptions | None = None,
     *,
-    accept: Callable[[Bundle, Source], None] = lambda bundle, source: None,
+    accept: Callable[[Bundle], None] = lambda bundle: None,
 ) -> Bundle:
     """Export `request` to the bundle `out`.
 
@@ -63,8 +89,11 @@ def export_bundle(
     """
     options = options or ExportOptions()
     check_target(out)
-    source = request.load()
-    _warn_untrained(source)
+    request.require_known()
+    for engine in options.engines:
+        engine.check()
+    if options.precision != "fp32" and request.target.startswith(PREFIX):
+        options.calibration_data(request.data or "")
     with staged_folder(out) as stage:
         graph = stage / GRAPH
         traced = run_limited(
@@ -72,32 +101,34 @@ def export_bundle(
             seconds=options.seconds,
             memory_gib=options.memory_gib,
         )
-        lowered = _lower(graph, source, options)
+        _warn_untrained(traced)
+        lowered = _lower(graph, traced.source, options)
         _build_targets(graph, out, options)
-        manifest = _manifest(source, bundle_name(out), traced, options.precision, lowered, stage)
+        manifest = _manifest(bundle_name(out), traced, options.precision, lowered, stage)
         write_json(stage / MANIFEST, manifest)
-        accept(Bundle(stage, manifest), source)
+        accept(Bundle(stage, manifest))
     return Bundle.open(out)
 
 
 def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -> Traced:
-    """Load the source, rewrite it and write its graph."""
+    """Load the source, rewrite it and write its graph. Only this process holds the network's weights."""
     source = request.load()
+    untrained = tuple(untrained_norms(source.model))
     classifier = ImageClassifier(source.model, source.preprocessing).eval()
     applied = applied_rewrites(classifier, rewrites)
     graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path)
-    return Traced(tuple(name for name, count in applied.items() if count), opset_of(graph))
+    found = tuple(name for name, count in applied.items() if count)
+    return Traced(source.info(), untrained, found, opset_of(graph))
 
 
-def _lower(graph: Path, source: Source, options: ExportOptions) -> LoweredFile:
+def _lower(graph: Path, source: SourceInfo, options: ExportOptions) -> LoweredFile:
     if options.precision == "fp32":
         return LoweredFile((), {})
-    data = options.calibration or source.data
-    if not data:
-        raise InputError(f"{options.precision} is judged on real images: give --data or --calibration-data")
+    target = options.target or ("tensorrt" if options.engines else "cpu")
+    data = options.calibration_data(source.data)
+    request = PrecisionRequest(options.precision, data, target, options.plan, options.quiet)
     return run_limited(
-        *(f"lowering to {options.precision}", lower_file, graph, options.precision, data, source.preprocessing),
-        "tensorrt" if options.engines else "cpu",
+        *(f"lowering to {options.precision}", lower_file, graph, request, source.preprocessing),
         seconds=options.seconds,
         memory_gib=options.memory_gib,
     )
@@ -109,14 +140,13 @@ def _build_targets(graph: Path, out: Path, options: ExportOptions) -> None:
     for engine in options.engines:
         plan = graph.parent / "engines" / f"{engine.flavor}.plan"
         plan.parent.mkdir(exist_ok=True)
-        convert_limited(engine.flavor, build_engine, graph, plan, engine, failed=failed, **limits)
+        convert_limited(engine.flavor, build_engine, graph, plan, engine, options.quiet, failed=failed, **limits)
     if options.openvino:
         convert_limited("openvino", openvino_from_onnx, graph, graph.parent / IR_FOLDER, failed=failed, **limits)
 
 
-def _manifest(
-    source: Source, name: str, traced: Traced, precision: Precision, lowered: LoweredFile, stage: Path
-) -> Manifest:
+def _manifest(name: str, traced: Traced, precision: Precision, lowered: LoweredFile, stage: Path) -> Manifest:
+    source = traced.source
     size = source.preprocessing.image_size
     files = sorted(path for path in stage.rglob("*") if path.is_file())
     return Manifest(
@@ -148,11 +178,11 @@ def _manifest(
     )
 
 
-def _warn_untrained(source: Source) -> None:
-    never_trained = untrained_norms(source.model)
-    if never_trained:
+def _warn_untrained(traced: Traced) -> None:
+    if traced.untrained:
         log(
-            f"warning: {len(never_trained)} BatchNorm layers never saw a batch, the first is '{never_trained[0]}': "
+            f"warning: {len(traced.untrained)} BatchNorm layers never saw a batch, the first is "
+            f"'{traced.untrained[0]}': "
             "their initial statistics are folded as they are"
         )
 

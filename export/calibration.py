@@ -17,12 +17,11 @@ Float32Array = npt.NDArray[np.float32]
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[Method, ...] = ("max", "percentile", "entropy")
 
-# Ranges come from at least so many images; every fifth image is held out and judges them.
+# Ranges come from at least so many images; up to half of all are held out and judge them.
 MIN_CALIBRATION = 256
-HELD_OUT_EVERY = 5
 MIN_IMAGES = 320
-# What `calibration_images` keeps in memory: 77 MB at 224 px.
-MAX_IMAGES = 512
+# What `calibration_images` keeps: as many images as 512 of 224 px (77 MB) have pixels, but no more than 2,048.
+FEWEST, MOST, PIXELS = 512, 2048, 512 * 224 * 224
 PERCENTILE = 0.9999
 BINS = 2048
 # Images per run while activations are read: a DeiT-S at 224 px then hands out some 200 MB.
@@ -31,20 +30,31 @@ BATCH = 4
 LARGE, STRIDE = 1 << 16, 7
 
 
-def calibration_images(images: ImageSet, preprocessing: Preprocessing, limit: int = MAX_IMAGES) -> UInt8Array:
+def calibration_images(images: ImageSet, preprocessing: Preprocessing, limit: int | None = None) -> UInt8Array:
     """Evenly spaced images of a set, uint8 (n, S, S, 3), n ≤ `limit`: a folder's head is of one class.
 
-    Raises InputError when the set has fewer than MIN_IMAGES.
+    limit: default 512 at 224 px, 2,048 where the images are so small. Raises InputError when the set has fewer than
+    MIN_IMAGES.
     """
     require_images(len(images))
-    chosen = np.linspace(0, len(images) - 1, min(limit, len(images))).astype(int)
+    most = limit or min(MOST, max(FEWEST, PIXELS // preprocessing.image_size**2))
+    chosen = evenly_spaced(len(images), most)
     return np.stack([preprocessing.from_bytes(images.read(int(index))) for index in chosen])
 
 
+def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
+    """Ascending indices of at most `limit` of `count` things."""
+    return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
+
+
 def split_images(images: UInt8Array) -> tuple[UInt8Array, UInt8Array]:
-    """(for calibration, held out): every fifth image is held out. Raises InputError when there are too few."""
+    """(for calibration, held out): half of them, evenly spaced, but at least 256 for calibration.
+
+    Raises InputError when there are too few.
+    """
     require_images(len(images))
-    held_out = np.arange(len(images)) % HELD_OUT_EVERY == 0
+    held_out = np.zeros(len(images), dtype=bool)
+    held_out[evenly_spaced(len(images), min(len(images) // 2, len(images) - MIN_CALIBRATION))] = True
     return images[~held_out], images[held_out]
 
 
@@ -52,8 +62,8 @@ def require_images(count: int) -> None:
     """Raise InputError naming how many images were given and how many it takes."""
     if count < MIN_IMAGES:
         raise InputError(
-            f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images and every "
-            f"{HELD_OUT_EVERY}th is held out to judge them, so give at least {MIN_IMAGES}"
+            f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others are held "
+            f"out to judge them, so give at least {MIN_IMAGES}"
         )
 
 

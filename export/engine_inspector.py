@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing
-from vitx.export.architectures import local_architectures
-from vitx.export.plan import check_plan
+from vitx.core.machine import local_architectures
+from vitx.core.plan import check_plan
 
 COLUMNS = ("layer", "kind", "type", "output")
 Row = tuple[str, str, str, str]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir
 import torch
 from onnx_ir.passes import PassManager, common
 from onnxscript.optimizer import fold_constants_ir
@@ -17,8 +16,10 @@ from torch import nn
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
+from vitx.export.block_names import name_block_outputs
 from vitx.export.canonical import ExportAttention
 from vitx.export.expectation import expected_operators, require_operators
+from vitx.export.onnx_file import write_onnx
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -65,13 +66,12 @@ def onnx_from_model(
             "vitx.preprocessing": preprocessing.model_dump_json(),
         }
     )
-    onnx_ir.save(model, path)
+    _require_dynamic_batch(model)
+    write_onnx(model, path)
     onnx.checker.check_model(str(path), full_check=True)
-    graph = onnx.load(str(path))
-    _require_dynamic_batch(graph)
     if check:
         require_equal(classifier, path, preprocessing.image_size)
-    return graph
+    return onnx.load(str(path))
 
 
 def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int | None = None) -> Any:
@@ -85,6 +85,7 @@ def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int 
     with _attention_form(classifier, fused=wanted >= ATTENTION_OPSET):
         model = _traced(classifier, example, wanted).model
         require_operators(expected_operators(classifier, example[:1], wanted), model.graph)
+    name_block_outputs(model)
     clean(model)
     return model
 
@@ -169,8 +170,7 @@ def _attention_form(classifier: nn.Module, *, fused: bool) -> Iterator[None]:
             layer.fused = value
 
 
-def _require_dynamic_batch(graph: onnx.ModelProto) -> None:
-    for value in (*graph.graph.input, *graph.graph.output):
-        first = value.type.tensor_type.shape.dim[0]
-        if not first.dim_param:
-            raise CheckFailed(f"the traced graph fixed the batch of '{value.name}' to {first.dim_value}")
+def _require_dynamic_batch(model: Any) -> None:
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if isinstance(value.shape[0], int):
+            raise CheckFailed(f"the traced graph fixed the batch of '{value.name}' to {value.shape[0]}")

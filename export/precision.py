@@ -1,6 +1,7 @@
 """Lower precision, written into the graph: what the ONNX file says is what a strongly typed runtime does."""
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,7 +12,15 @@ from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.preprocess import UInt8Array
 from vitx.export.acceptance import Bounds, Judge, Lowered, fewest_exceptions
-from vitx.export.calibration import Activations, observe, require_finite, run_with_outputs
+from vitx.export.calibration import (
+    MIN_IMAGES,
+    Activations,
+    evenly_spaced,
+    observe,
+    require_finite,
+    run_with_outputs,
+    split_images,
+)
 from vitx.export.dataflow import Dataflow
 from vitx.export.half import HALVES, LARGEST, HalfGraph, cpu_twin
 from vitx.export.qdq import Target
@@ -19,8 +28,8 @@ from vitx.export.quantization import quantize
 
 LowerPrecision = Literal["fp16", "bf16", "int8", "fp8"]
 HalfPrecision = Literal["fp16", "bf16"]
-# Islands are judged on at most so many images, and need at least so many.
-MAX_HALF_IMAGES, MIN_HALF_IMAGES = 128, 32
+# Islands need at least so many images. Overflow is looked for on at most so many: every tensor is handed out there.
+MIN_HALF_IMAGES, OBSERVED_IMAGES = 32, 128
 # Images on which each node's own rounding is measured: it orders the nodes, it decides nothing.
 SENSITIVITY_IMAGES = 8
 
@@ -87,8 +96,9 @@ def _to_half(
 ) -> Lowered:
     flow = Dataflow(graph)
     half = HalfGraph(flow, HALVES[precision])
-    chosen = images[np.linspace(0, len(images) - 1, min(MAX_HALF_IMAGES, len(images))).astype(int)]
-    log(f"{precision}: islands from the activations of {len(chosen)} images", quiet=quiet)
+    chosen = images[evenly_spaced(len(images), OBSERVED_IMAGES)]
+    judged = split_images(images)[1] if len(images) >= MIN_IMAGES else images
+    log(f"{precision}: overflow looked for on {len(chosen)} images, islands judged on {len(judged)}", quiet=quiet)
     tensors = sorted({name for node in flow.nodes for name in node.output if flow.is_float(name)})
     activations = observe(graph, tensors, chosen)
     require_finite(activations, flow.producers())
@@ -96,7 +106,7 @@ def _to_half(
     overflow = _overflowing(flow, half, too_large)
     if overflow and not allow_islands:
         raise CheckFailed(_overflow_text(precision, overflow, too_large, flow))
-    judge = Judge(graph, chosen, bounds or Bounds(SHARE_OF_STD[precision]), accept, prepared=cpu_twin)
+    judge = Judge(graph, judged, bounds or Bounds(SHARE_OF_STD[precision]), accept, prepared=cpu_twin)
     with progress(f"{precision} islands", len(half.floating), quiet=quiet) as bar:
         judge.bar = bar
         islands, growth = _islands(half, judge, overflow, chosen, allow_islands=allow_islands)
@@ -104,9 +114,10 @@ def _to_half(
     onnx.checker.check_model(lowered, full_check=True)
     details: dict[str, Any] = {
         "kind": precision,
-        "images": len(chosen),
+        "observed_images": len(chosen),
+        "held_out_images": len(judged),
         "measured_on": "float32 twin with every tensor rounded where it is made",
-        "allowed": {"logit_error": judge.bounds.logit_error, "agreement": judge.bounds.agreement},
+        "allowed": asdict(judge.bounds),
         "largest_activation": max((found.largest for found in activations.values()), default=0.0),
         "overflow": {name: found.largest for name, found in too_large.items()},
         "without_kernel": list(half.without_kernel),

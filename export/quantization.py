@@ -1,6 +1,7 @@
 """int8 and fp8 as explicit Q/DQ: ranges from real images, and the fewest layers left in float32 that pass."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import onnx
@@ -25,7 +26,7 @@ from vitx.export.qdq import EightBit, QuantizedGraph, Target
 # Entropy is of evenly spaced codes, which E4M3's are not.
 METHODS_FOR: dict[EightBit, tuple[Method, ...]] = {"int8": METHODS, "fp8": ("max", "percentile")}
 # Held-out images on which one layer's own error is measured: it orders the layers, it decides nothing.
-SENSITIVITY_IMAGES = 16
+SENSITIVITY_IMAGES = 8
 
 
 def quantize(
@@ -40,7 +41,7 @@ def quantize(
 ) -> Lowered:
     """Return `graph` with Q/DQ around every layer that the bounds, and then `accept`, allow.
 
-    Every fifth of `images` (uint8 (n, S, S, 3), n ≥ 320) is held out; the others give the ranges. The range methods are
+    Up to half of `images` (uint8 (n, S, S, 3), n ≥ 320) is held out; the others give the ranges. The range methods are
     compared on the held-out images with every layer quantised, and the one of the least mean logit error is taken. If
     that fails, layers are left in float32, the most sensitive first, until it passes; then each is tried again.
     Raises InputError for too few images, CheckFailed for weights or activations that are not finite, or when nothing
@@ -67,7 +68,7 @@ def quantize(
         "target": target,
         "calibration_images": len(calibration),
         "held_out_images": len(held_out),
-        "allowed": {"logit_error": judge.bounds.logit_error, "agreement": judge.bounds.agreement},
+        "allowed": asdict(judge.bounds),
         "methods": {method: agreement.as_json() for method, agreement in compared.items()},
         "method": search.method,
         "percentile": PERCENTILE,
@@ -119,5 +120,5 @@ class _Search:
         return (
             f"no choice of layers passes: the best, {best['what']}, has {best['flips']} of {best['images']} images in "
             f"another class and a largest logit error of {float(best['max_error']):.3g} standard deviations{refused}; "
-            f"allowed are {self.judge.bounds.logit_error:g} and {1 - self.judge.bounds.agreement:.3g} of the images"
+            f"allowed are {self.judge.bounds}"
         )

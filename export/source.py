@@ -1,6 +1,7 @@
 """What can be exported: a run's checkpoint, or a network timm knows with weights from a file, published or random."""
 
-from dataclasses import dataclass, field
+import hashlib
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
-from vitx.core.files import sha256_bytes
 from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import Checkpoint, ModelSpec, RunFolder
@@ -19,12 +19,11 @@ from vitx.models import build_model, load_public_checkpoint, load_run_model
 PREFIX = "model:"
 
 
-@dataclass(frozen=True)
-class Source:
-    """A network in evaluation mode and everything a bundle states about it."""
+@dataclass(frozen=True, kw_only=True)
+class SourceInfo:
+    """Everything a bundle states about its network, without the network."""
 
     name: str
-    model: nn.Module
     spec: ModelSpec
     class_names: tuple[str, ...]
     preprocessing: Preprocessing
@@ -33,6 +32,17 @@ class Source:
     checkpoint_sha256: str
     recipe: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(SourceInfo):
+    """A network in evaluation mode and everything a bundle states about it."""
+
+    model: nn.Module
+
+    def info(self) -> SourceInfo:
+        """The same without the network: what another process needs to know of it."""
+        return SourceInfo(**{field.name: getattr(self, field.name) for field in fields(SourceInfo)})
 
 
 @dataclass(frozen=True)
@@ -48,12 +58,25 @@ class SourceRequest:
     weights: str = "pretrained"
     data: str | None = None
 
+    def require_known(self) -> None:
+        """Raise InputError for an unknown name or a folder that is no run, without loading anything."""
+        if not self.target.startswith(PREFIX):
+            RunFolder.open(self.target)
+        elif not timm.is_model(self.network):
+            raise unknown_name("model", self.network, timm.list_models())
+
+    @property
+    def network(self) -> str:
+        """timm's name of a `model:`."""
+        return self.target.removeprefix(PREFIX).removeprefix("timm/")
+
     def load(self) -> Source:
         """Build the network with its weights.
 
         Raises InputError for an unknown name, an unreadable run, weights that are unreadable or not finite,
         EnvironmentMissing when published weights cannot be had.
         """
+        self.require_known()
         if self.target.startswith(PREFIX):
             source = _source_from_model(self)
         else:
@@ -100,14 +123,11 @@ def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:
 
 
 def _source_from_model(request: SourceRequest) -> Source:
-    network = request.target.removeprefix(PREFIX).removeprefix("timm/")
-    if not timm.is_model(network):
-        raise unknown_name("model", network, timm.list_models())
-    config = timm.get_pretrained_cfg(network)
+    config = timm.get_pretrained_cfg(request.network)
     assert config is not None
     images = open_images(request.data, "val") if request.data else None
     class_names = tuple(images.class_names) if images else tuple(map(str, range(config.num_classes)))
-    spec = ModelSpec(name=network, num_classes=len(class_names))
+    spec = ModelSpec(name=request.network, num_classes=len(class_names))
     model = _weighted(spec, request.weights).eval()
     return Source(
         name=request.target,
@@ -160,9 +180,8 @@ def _first_line(error: Exception) -> str:
 
 def _weights_digest(model: nn.Module) -> str:
     """sha256 over the names and bytes of all tensors."""
-    return sha256_bytes(
-        b"".join(
-            f"{key}\0".encode() + value.detach().cpu().contiguous().numpy().tobytes()
-            for key, value in sorted(model.state_dict().items())
-        )
-    )
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(f"{key}\0".encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

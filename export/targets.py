@@ -8,17 +8,21 @@ from typing import Any
 
 import onnx
 
+from vitx.core.bundle import SHARE_OF_STD
 from vitx.core.files import write_bytes
 from vitx.core.images import open_images
+from vitx.core.plan import Flavor, PlanOptions
 from vitx.core.preprocess import Preprocessing
 from vitx.core.sandbox import ConversionCrashed, run_limited
+from vitx.export.acceptance import Bounds, SamplingPlan
 from vitx.export.calibration import calibration_images
 from vitx.export.failure import leave_reproduction
 from vitx.export.openvino import openvino_from_onnx
-from vitx.export.plan import DEFAULT_BATCHES, Flavor, profiles_for
+from vitx.export.plan import DEFAULT_BATCHES, profiles_for
 from vitx.export.precision import LowerPrecision, lower_precision
 from vitx.export.qdq import Target
-from vitx.export.tensorrt import engine_from_onnx
+from vitx.export.tensorrt import check_options, engine_from_onnx
+from vitx.export.tensorrt_library import load_flavor
 
 # One attempt of the bisection after a crash.
 BISECTION_SECONDS = 300.0
@@ -37,6 +41,34 @@ class EngineRequest:
     weight_stripped: bool = False
     timing_cache: Path | None = None
 
+    def check(self) -> None:
+        """Raise what `engine_from_onnx` would raise before it looks at a graph: options, batches, library, GPU."""
+        profiles_for(self.batches)
+        check_options(self.flavor, self.options(), self.timing_cache)
+        load_flavor(self.flavor).targets(self.architectures)
+
+    def options(self) -> PlanOptions:
+        return PlanOptions(
+            builder_level=self.builder_level,
+            version_compatible=self.version_compatible,
+            hardware_compatible=self.hardware_compatible,
+            weight_stripped=self.weight_stripped,
+        )
+
+
+@dataclass(frozen=True)
+class PrecisionRequest:
+    """A lower precision to write into a graph, judged on training images of the set `data`.
+
+    plan: what the certificate will ask of images that the search must not look at. Others as in `lower_precision`.
+    """
+
+    precision: LowerPrecision
+    data: str
+    target: Target = "cpu"
+    plan: SamplingPlan | None = None
+    quiet: bool = False
+
 
 @dataclass(frozen=True)
 class LoweredFile:
@@ -46,18 +78,23 @@ class LoweredFile:
     details: dict[str, Any]
 
 
-def lower_file(
-    path: Path, precision: LowerPrecision, data: str, preprocessing: Preprocessing, target: Target
-) -> LoweredFile:
-    """Replace the graph at `path` by one of lower precision, judged on training images of `data`."""
-    images = calibration_images(open_images(data, "train"), preprocessing)
-    lowered = lower_precision(onnx.load(str(path)), precision, images, target=target)
+def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessing) -> LoweredFile:
+    """Replace the graph at `path` by one of lower precision."""
+    images = calibration_images(open_images(request.data, "train"), preprocessing)
+    lowered = lower_precision(
+        onnx.load(str(path)),
+        request.precision,
+        images,
+        target=request.target,
+        bounds=Bounds(SHARE_OF_STD[request.precision], plan=request.plan),
+        quiet=request.quiet,
+    )
     onnx.checker.check_model(lowered.graph, full_check=True)
     write_bytes(path, lowered.graph.SerializeToString())
     return LoweredFile(lowered.islands, lowered.details)
 
 
-def build_engine(onnx_path: Path, plan: Path, request: EngineRequest) -> None:
+def build_engine(onnx_path: Path, plan: Path, request: EngineRequest, quiet: bool = False) -> None:
     """Build one plan and its sidecar."""
     engine_from_onnx(
         onnx_path,
@@ -70,6 +107,7 @@ def build_engine(onnx_path: Path, plan: Path, request: EngineRequest) -> None:
         version_compatible=request.version_compatible,
         hardware_compatible=request.hardware_compatible,
         weight_stripped=request.weight_stripped,
+        quiet=quiet,
     )
 
 

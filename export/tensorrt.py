@@ -15,18 +15,10 @@ from vitx.core.bundle import timestamp
 from vitx.core.console import progress
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes, sha256_file, write_bytes
-from vitx.export.architectures import local_architectures
+from vitx.core.machine import local_architectures
+from vitx.core.plan import Flavor, PlanInfo, PlanOptions, Profile
 from vitx.export.build_log import BuildLog, BuildSteps
-from vitx.export.plan import (
-    DEFAULT_PROFILES,
-    Flavor,
-    PlanInfo,
-    PlanOptions,
-    Profile,
-    check_profiles,
-    digest_of,
-    write_plan,
-)
+from vitx.export.plan import DEFAULT_PROFILES, check_profiles, digest_of, write_plan
 from vitx.export.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.tensorrt_library import Job, LayerRow, load_flavor
 

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
-from vitx.export.architectures import local_architectures, parse_architectures
+from vitx.core.machine import local_architectures
+from vitx.core.plan import EXTRAS, FLAVORS, MODULES, Flavor, PlanOptions, Profile
+from vitx.export.architectures import parse_architectures
 from vitx.export.build_log import BuildLog, BuildSteps
-from vitx.export.plan import FLAVORS, Flavor, PlanOptions, Profile
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-_MODULES: dict[Flavor, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-_EXTRAS: dict[Flavor, str] = {"tensorrt": "trt", "tensorrt-rtx": "trt-rtx"}
 # 10.9 is the oldest whose parser we rely on; 1.4 is the first TensorRT for RTX that pip installs whole.
 _OLDEST: dict[Flavor, tuple[int, int]] = {"tensorrt": (10, 9), "tensorrt-rtx": (1, 4)}
 # Releases that compute attention wrongly: in the maintainers' words, their bug tracker, or release notes.
@@ -126,6 +125,8 @@ class Library:
         config = builder.create_builder_config()
         config.builder_optimization_level = job.options.builder_level
         config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED  # what the engine inspector can tell later
+        # On unless cleared, in strongly typed networks too: it would multiply an fp32 graph with 10 bits of 23.
+        config.clear_flag(self.trt.BuilderFlag.TF32)
         if job.options.version_compatible:
             config.set_flag(self.trt.BuilderFlag.VERSION_COMPATIBLE)
         if job.options.hardware_compatible:
@@ -236,9 +237,9 @@ def load_flavor(flavor: str) -> "Library":
     if name is None:
         raise unknown_name("TensorRT", flavor, FLAVORS)
     try:
-        module = importlib.import_module(_MODULES[name])
+        module = importlib.import_module(MODULES[name])
     except ImportError as error:
-        raise EnvironmentMissing(f"{name} cannot be imported ({error}): pip install 'vitx[{_EXTRAS[name]}]'") from None
+        raise EnvironmentMissing(f"{name} cannot be imported ({error}): pip install 'vitx[{EXTRAS[name]}]'") from None
     check_version(name, module.__version__)
     return Library(name, module)
 

@@ -9,7 +9,7 @@ from typing import Literal
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, staged_folder
-from vitx.export.plan import PlanInfo, read_plan
+from vitx.core.plan import PlanInfo, read_plan
 
 CONFIG = "config.pbtxt"
 LABELS = "labels.txt"

@@ -1,9 +1,6 @@
 """`vitx export`: what it writes, what it refuses, and that an old bundle survives every failure."""
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,35 +8,19 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from cli_fixture import Vitx
+from vitx.cli.export import _rewrites
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec
-from vitx.export import SourceRequest
+from vitx.export import ALL, SourceRequest
 from vitx.models import build_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def vitx(*arguments: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "vitx", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """deepvit_digits with random weights, certified on the digits."""
-    folder = tmp_path_factory.mktemp("export")
-    finished = vitx(
-        *("export", "model:deepvit_digits", "--weights", "random", "--data", "digits", "--out", "net.vitx", "--json"),
-        cwd=folder,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout)["verdict"] == "pass"
-    return folder / "net.vitx"
-
-
-def test_the_bundle_is_whole(exported: Path) -> None:
-    bundle = Bundle.open(exported)
+def test_the_bundle_is_whole(exported_bundle: Path) -> None:
+    bundle = Bundle.open(exported_bundle)
     certificate = bundle.require_certificate()
     assert certificate.images == 360
     assert certificate.flips == ()
@@ -47,8 +28,12 @@ def test_the_bundle_is_whole(exported: Path) -> None:
     assert bundle.manifest.labels == tuple("0123456789")
     assert "fold-head-norm" in bundle.manifest.rewrites
     assert bundle.manifest.provenance.source == "model:deepvit_digits"
-    assert sorted(path.name for path in exported.iterdir()) == ["certificate.json", "manifest.json", "model.onnx"]
-    assert [path.name for path in exported.parent.iterdir()] == ["net.vitx"], "something was left behind"
+    assert sorted(path.name for path in exported_bundle.iterdir()) == [
+        "certificate.json",
+        "manifest.json",
+        "model.onnx",
+    ]
+    assert [path.name for path in exported_bundle.parent.iterdir()] == ["net.vitx"], "something was left behind"
 
 
 @pytest.mark.parametrize(
@@ -57,20 +42,27 @@ def test_the_bundle_is_whole(exported: Path) -> None:
         (("--max-flip-rate", "0.001"), 2, "360 images cannot prove a flip rate of at most 0.001"),
         (("--memory-gib", "0.1"), 1, "tracing held .* GiB, more than its limit of 0.1, and was ended"),
         (("--without", "fold-heads"), 2, "unknown rewrite 'fold-heads': did you mean fold-head"),
+        (("--with", "pad-heads"), 2, "unknown rewrite 'pad-heads': did you mean pad-head-dim"),
+        (("--with", "pad-head-dim", "--without", "pad-head-dim"), 2, "--with pad-head-dim --without pad-head-dim"),
+        (("--calibration-data", "digits"), 2, "--calibration-data digits goes with a --precision below fp32"),
+        (("--precision", "fp8", "--quantize-for", "cpu"), 2, "--quantize-for cpu is of int8, and fp8 has one form"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
     ],
 )
 def test_a_failed_export_leaves_the_old_bundle(
-    exported: Path, options: tuple[str, ...], code: int, message: str
+    own_bundle: Path, vitx: Vitx, request: pytest.FixtureRequest, options: tuple[str, ...], code: int, message: str
 ) -> None:
-    before = {path.name: path.read_bytes() for path in exported.iterdir()}
-    arguments = ("export", "model:deepvit_digits", "--data", "digits", "--out", "net.vitx")
+    if "--memory-gib" not in options:
+        request.getfixturevalue("in_this_process")
+    before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
     weights = () if "--weights" in options else ("--weights", "random")
-    finished = vitx(*arguments, *weights, *options, cwd=exported.parent)
-    assert finished.returncode == code, finished.stderr
-    assert re.search(message, finished.stderr), finished.stderr
-    assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
-    assert [path.name for path in exported.parent.iterdir()] == ["net.vitx"], "something was left behind"
+    found, _, errors = vitx(
+        "export", "model:deepvit_digits", "--data", "digits", "--out", own_bundle, *weights, *options
+    )
+    assert found == code, errors
+    assert re.search(message, errors), errors
+    assert {path.name: path.read_bytes() for path in own_bundle.iterdir()} == before
+    assert [path.name for path in own_bundle.parent.iterdir()] == ["net.vitx"], "something was left behind"
 
 
 @pytest.mark.parametrize(
@@ -83,12 +75,15 @@ def test_a_failed_export_leaves_the_old_bundle(
         ("model:deepvit_digits", ("--uncertified", "--out", "a b.vitx"), "cannot be a bundle's name"),
     ],
 )
-def test_what_cannot_be_exported(tmp_path: Path, source: str, options: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitx: Vitx, source: str, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis.txt").write_text("years of work")
-    finished = vitx("export", source, *options, "--weights", "random", cwd=tmp_path)
-    assert finished.returncode == 2
-    assert message in finished.stderr
+    code, _, errors = vitx("export", source, *options, "--weights", "random")
+    assert code == 2
+    assert message in errors
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
@@ -121,3 +116,8 @@ def test_timms_names_and_preprocessing() -> None:
     assert source.preprocessing.mean == tuple(config.mean)
     assert source.preprocessing.image_size == 224
     assert len(source.class_names) == 1000
+
+
+def test_rewrites_that_are_off_by_default() -> None:
+    assert _rewrites((), ()) == ALL
+    assert set(_rewrites(("pad-head-dim",), ("join-tokens",))) == {*ALL, "pad-head-dim"} - {"join-tokens"}

@@ -2,24 +2,30 @@
 
 import json
 import math
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import timm
 import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
 
 from reference import randomize
 from vitx.core.errors import CheckFailed, InputError
+from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
 from vitx.export.expectation import optimized_operators
 from vitx.export.graph import graph_of, opset_of, require_equal
 from vitx.models import image_tensor
+from vitx.models.window_attention import MASKED
 
 PREPROCESSING = Preprocessing(image_size=32)
 LABELS = tuple(f"klasse {i} é" for i in range(10))
@@ -147,6 +153,73 @@ def test_pairs_of_convolution_and_batch_norm_are_folded() -> None:
     assert sum(node.op_type == "BatchNormalization" for node in graph) == 6
     stem = timm.create_model("deit_digits", depth=1, patch_embedding="cnn").eval()
     assert not any(node.op_type == "BatchNormalization" for node in traced(stem))
+
+
+def test_windows_that_do_not_divide_the_map() -> None:
+    """Their mask is a finite constant, and it does not fix the batch: both kept AlterNet from being lowered."""
+    preprocessing = Preprocessing(image_size=32)
+    model = timm.create_model("alternet_18_cifar", depths=(1, 2, 1, 1), attention_depths=(0, 1, 0, 0), window_size=5)
+    graph = graph_of(rewrite_for_export(model.eval(), preprocessing), preprocessing)
+    assert isinstance(graph.graph.outputs[0].shape[0], onnx_ir.SymbolicDim)
+    constants = [value.const_value.numpy() for value in graph.graph.initializers.values()]
+    assert all(np.isfinite(value).all() for value in constants if value.dtype == np.float32)
+    assert any((value == MASKED).any() for value in constants if value.dtype == np.float32)
+
+
+def write_jpegs(root: Path) -> None:
+    """ROOT/train and ROOT/val, one class a photograph: squares of it in colour and grey, some lying on their side."""
+    generator = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for split in ("train", "val"):
+        for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(6):
+                top, left = (int(generator.integers(0, side - 120)) for side in photo.shape[:2])
+                image = Image.fromarray(photo[top : top + 120, left : left + 100 + 4 * index])
+                options: dict[str, Any] = {"exif": exif} if index % 3 == 2 else {}
+                (image.convert("L") if index == 1 else image).save(folder / f"{index}.jpg", quality=85, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("deit_digits", {}), ("deepvit_digits", {"patch_embedding": "cnn", "patch_size": 8})],
+    ids=["unpadded", "padded"],
+)
+def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Files decoded by the shared preprocessing; normalised outside for one graph, inside for the other."""
+    write_jpegs(tmp_path)
+    preprocessing = Preprocessing(
+        image_size=32, crop_fraction=0.9, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    )
+    model = randomize(timm.create_model(name, **options)).eval()
+    onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "uint8.onnx")
+    normalised = torch.zeros(2, 3, 32, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own internals
+        torch.onnx.export(
+            rewrite_for_export(model, images="float"),
+            (normalised,),
+            str(tmp_path / "float.onnx"),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+            opset_version=20,
+            verbose=False,
+        )
+    sessions = [
+        onnxruntime.InferenceSession(str(tmp_path / f"{kind}.onnx"), providers=["CPUExecutionProvider"])
+        for kind in ("uint8", "float")
+    ]
+    images = np.concatenate(list(open_images(str(tmp_path), "val").batches(preprocessing, 5)))
+    assert images.shape == (12, 32, 32, 3)
+    planes = ((images / 255 - preprocessing.mean) / preprocessing.std).astype(np.float32).transpose(0, 3, 1, 2)
+    (found,), (expected,) = (
+        session.run(None, {session.get_inputs()[0].name: value})
+        for session, value in zip(sessions, (images, planes), strict=True)
+    )
+    assert np.ptp(expected, axis=0).max() > 0.1, "the images make no difference"
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
 class Frozen(ImageClassifier):

@@ -1,38 +1,31 @@
 """Faults put in on purpose: each is caught, and named."""
 
 import json
-import os
 import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from onnx import numpy_helper
 from safetensors.torch import save_file
 
+from cli_fixture import Vitx
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.images import open_images
 from vitx.core.run import ModelSpec
-from vitx.export import ExportOptions, Source, SourceRequest, export_bundle
+from vitx.export import SourceRequest, export_bundle
 from vitx.export.graph import _require_dynamic_batch
 from vitx.models import build_model
 from vitx.serve.parity import certify_against
 from vitx.serve.runtimes.torch import TorchSession
 
 REQUEST = SourceRequest("model:deepvit_digits", weights="random", data="digits")
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("hostile") / "net.vitx"
-    export_bundle(REQUEST, out, ExportOptions())
-    return out
 
 
 def verdict(bundle: Bundle) -> tuple[str, str]:
@@ -49,14 +42,14 @@ def verdict(bundle: Bundle) -> tuple[str, str]:
     return certificate.verdict, "; ".join(certificate.reasons)
 
 
-def altered(exported: Path, out: Path, change: Any) -> Bundle:
+def altered(exported_bundle: Path, out: Path, change: Any) -> Bundle:
     """A copy of the bundle whose graph `change` edits, with a manifest that agrees with it."""
     out.mkdir()
-    graph = onnx.load(str(exported / "model.onnx"))
+    graph = onnx.load(str(exported_bundle / "model.onnx"))
     change(graph.graph)
     onnx.save(graph, out / "model.onnx")
     path = out / "model.onnx"
-    manifest = Bundle.open(exported).manifest
+    manifest = Bundle.open(exported_bundle).manifest
     entry = FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
     write_json(out / MANIFEST, manifest.model_copy(update={"files": {"model.onnx": entry}}))
     return Bundle.open(out)
@@ -79,27 +72,32 @@ def shift_first_convolution(graph: Any) -> None:
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + shift, bias.name))
 
 
-def test_an_honest_graph_passes(exported: Path, tmp_path: Path) -> None:
-    assert verdict(altered(exported, tmp_path / "net.vitx", lambda graph: None))[0] == "pass"
+def test_an_honest_graph_passes(exported_bundle: Path, tmp_path: Path) -> None:
+    assert verdict(altered(exported_bundle, tmp_path / "net.vitx", lambda graph: None))[0] == "pass"
 
 
 @pytest.mark.parametrize("change", [scale_first_convolution, shift_first_convolution])
-def test_a_wrong_mean_or_std_fails_parity(exported: Path, tmp_path: Path, change: Any) -> None:
-    answer, reasons = verdict(altered(exported, tmp_path / "net.vitx", change))
+def test_a_wrong_mean_or_std_fails_parity(exported_bundle: Path, tmp_path: Path, change: Any) -> None:
+    answer, reasons = verdict(altered(exported_bundle, tmp_path / "net.vitx", change))
     assert answer == "fail"
     assert "largest logit error" in reasons
 
 
-def test_a_rejected_bundle_is_not_written(tmp_path: Path) -> None:
-    def refuse(bundle: Bundle, source: Source) -> None:
+def test_a_rejected_bundle_is_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], in_this_process: None
+) -> None:
+    """The same export warns of statistics that saw no batch."""
+
+    def refuse(bundle: Bundle) -> None:
         raise CheckFailed("no")
 
     with pytest.raises(CheckFailed):
         export_bundle(REQUEST, tmp_path / "net.vitx", accept=refuse)
     assert list(tmp_path.iterdir()) == []
+    assert "3 BatchNorm layers never saw a batch, the first is 'blocks.3.attn.var_norm'" in capsys.readouterr().err
 
 
-def test_nan_weights_are_named(tmp_path: Path) -> None:
+def test_nan_weights_are_named(tmp_path: Path, in_this_process: None) -> None:
     model = build_model(ModelSpec(name="deepvit_digits", num_classes=10))
     state = model.state_dict()
     state["blocks.3.attn.proj.weight"][0, 0] = float("nan")
@@ -110,43 +108,33 @@ def test_nan_weights_are_named(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["weights.safetensors"]
 
 
-def test_a_frozen_batch_is_named(exported: Path) -> None:
-    graph = onnx.load(str(exported / "model.onnx"))
+def test_a_frozen_batch_is_named(exported_bundle: Path) -> None:
+    graph = onnx.load(str(exported_bundle / "model.onnx"))
     graph.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 2
     with pytest.raises(CheckFailed, match="fixed the batch of 'images' to 2"):
-        _require_dynamic_batch(graph)
-
-
-def test_statistics_that_saw_no_batch_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    export_bundle(REQUEST, tmp_path / "net.vitx")
-    assert "3 BatchNorm layers never saw a batch, the first is 'blocks.3.attn.var_norm'" in capsys.readouterr().err
+        _require_dynamic_batch(onnx_ir.from_proto(graph))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE")
-def test_a_full_disk_leaves_the_old_bundle(exported: Path) -> None:
+def test_a_full_disk_leaves_the_old_bundle(own_bundle: Path, vitx: Vitx, in_this_process: None) -> None:
     """A file may not grow beyond 100 kB here, as on a disk with no more room."""
-    before = {path.name: path.read_bytes() for path in exported.iterdir()}
-
-    def little_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-    arguments = ["export", REQUEST.target, "--weights", "random", "--data", "digits", "--out", str(exported), "-q"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "vitx", *arguments],
-        preexec_fn=little_room,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )
-    assert finished.returncode == 3, finished.stderr
-    assert "File too large; what was there before is unchanged" in finished.stderr
-    assert {path.name: path.read_bytes() for path in exported.iterdir()} == before
-    assert [path.name for path in exported.parent.iterdir()] == ["net.vitx"]
+    before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        code, _, errors = vitx(
+            "export", REQUEST.target, "--weights", "random", "--data", "digits", "--out", own_bundle, "-q"
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 3, errors
+    assert "File too large; what was there before is unchanged" in errors
+    assert {path.name: path.read_bytes() for path in own_bundle.iterdir()} == before
+    assert [path.name for path in own_bundle.parent.iterdir()] == ["net.vitx"]
 
 
-def test_a_certificate_of_other_files_is_refused(exported: Path, tmp_path: Path) -> None:
-    bundle = altered(exported, tmp_path / "net.vitx", lambda graph: None)
+def test_a_certificate_of_other_files_is_refused(exported_bundle: Path, tmp_path: Path) -> None:
+    bundle = altered(exported_bundle, tmp_path / "net.vitx", lambda graph: None)
     assert verdict(bundle)[0] == "pass"
     changed = json.loads((bundle.path / MANIFEST).read_text())
     changed["labels"] = changed["labels"][1:] + changed["labels"][:1]

@@ -10,13 +10,14 @@ import onnx
 import pytest
 import timm
 from onnx import TensorProto, helper, numpy_helper
+from scipy import stats
 
 from reference import randomize
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.export.acceptance import Bounds, agreement_of
+from vitx.export.acceptance import Bounds, SamplingPlan, agreement_of, expected_flip_rate
 from vitx.export.calibration import logits_of
 from vitx.export.dataflow import Dataflow
 from vitx.export.half import HalfGraph, cpu_twin
@@ -66,6 +67,17 @@ def scaled_graph(factor: float, opset: int = 20) -> onnx.ModelProto:
 
 def small_images() -> UInt8Array:
     return np.random.default_rng(1).integers(0, 256, (64, 4, 4, 3), dtype=np.uint8)
+
+
+@pytest.fixture
+def trained_margins() -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Logits of 400 images with few small margins, and the same with errors that flip none of them."""
+    margins = np.linspace(0.05, 8, 400)
+    expected = np.stack([margins, np.zeros_like(margins)], axis=1).astype(np.float32)
+    found = expected.copy()
+    found[:, 1] += 0.06 * (-1.0) ** np.arange(400)
+    found[0, 1] = 0.0
+    return expected, found
 
 
 def types_of(graph: onnx.ModelProto) -> dict[str, int]:
@@ -214,3 +226,34 @@ def test_the_given_graph_is_not_changed(tmp_path: Path) -> None:
     before = graph.SerializeToString()
     lower_precision(graph, "fp16", small_images(), quiet=True)
     assert graph.SerializeToString() == before
+
+
+def test_a_sampling_plan_is_binomial_where_flips_are_rare() -> None:
+    assert SamplingPlan(360, 0).chance(0.0) == 1.0
+    for images, flips, rate in ((360, 0, 1 / 720), (360, 2, 0.005), (50_000, 459, 0.0085)):
+        expected = stats.binom.cdf(flips, images, rate)
+        assert SamplingPlan(images, flips).chance(rate) == pytest.approx(expected, abs=5e-3)
+
+
+def test_the_expected_flip_rate_is_that_of_other_images() -> None:
+    """Noise of a known size on margins of a known density: half the mean of |loss|, times the density."""
+    rng = np.random.default_rng(0)
+    margins = rng.uniform(0, 1, 20_000)
+    logits = np.stack([margins, np.zeros_like(margins)], axis=1).astype(np.float32)
+    noisy = logits + rng.normal(0, 0.02, logits.shape).astype(np.float32)
+    flipped = float((logits.argmax(axis=1) != noisy.argmax(axis=1)).mean())
+    exact = np.sqrt(2) * 0.02 / np.sqrt(2 * np.pi)
+    assert flipped == pytest.approx(exact, rel=0.1)
+    few = expected_flip_rate(logits[:500], noisy[:500])
+    assert few == pytest.approx(exact, rel=0.4)
+    assert expected_flip_rate(logits, noisy) == pytest.approx(exact, rel=0.1)
+    assert expected_flip_rate(logits, logits) == 0.0
+
+
+def test_a_certificate_to_come_asks_for_more(trained_margins: tuple[npt.NDArray[Any], npt.NDArray[Any]]) -> None:
+    """No flip among these, yet one of 360 others is expected: the plan without a flip is not met, one of two is."""
+    agreement = agreement_of(*trained_margins)
+    assert agreement.flips == 0
+    assert agreement.within(Bounds(0.5))
+    assert not agreement.within(Bounds(0.5, plan=SamplingPlan(360, 0)))
+    assert agreement.within(Bounds(0.5, plan=SamplingPlan(360, 2)))

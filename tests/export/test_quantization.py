@@ -168,8 +168,8 @@ def test_details_compare_the_range_methods(int8: Any) -> None:
     methods = int8.details["methods"]
     assert set(methods) == {"max", "percentile", "entropy"}
     assert int8.details["method"] == min(methods, key=lambda name: methods[name]["mean_error"])
-    assert int8.details["calibration_images"] == 320
-    assert int8.details["held_out_images"] == 80
+    assert int8.details["calibration_images"] == 256
+    assert int8.details["held_out_images"] == 144
     assert int8.details["trials"][-1]["within_bounds"]
 
 
@@ -232,7 +232,7 @@ def test_a_weight_shared_by_two_products_gets_scales_for_each() -> None:
 
 def test_too_few_images() -> None:
     graph = linear_graph()
-    with pytest.raises(InputError, match=r"100 images to calibrate on: .* at least 256 real images .* at least 320"):
+    with pytest.raises(InputError, match=r"100 images to calibrate on: .* at least 256 real images, .* at least 320"):
         lower_precision(graph, "int8", random_images(100), quiet=True)
     with pytest.raises(InputError, match="0 images to judge a lower precision on"):
         lower_precision(graph, "int8", random_images(0), quiet=True)

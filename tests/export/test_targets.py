@@ -1,49 +1,44 @@
 """Precision, engines, OpenVINO and Triton through `vitx export`, and a compiler that crashes."""
 
 import json
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import onnx
 import pytest
 
 import vitx.export.targets as targets
+from cli_fixture import Vitx
 from sandbox_jobs import crash_on_gelu
-from vitx.core.bundle import Bundle
+from vitx.cli.stand_in import cpu_stand_in
+from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest
+from vitx.core.errors import EnvironmentMissing
+from vitx.core.files import read_record, sha256_file, write_json
+from vitx.core.images import open_images
 from vitx.core.sandbox import ConversionCrashed
-from vitx.export import ExportOptions, SourceRequest, export_bundle
+from vitx.export import SourceRequest
+from vitx.export.dataflow import Dataflow
+from vitx.export.half import HALVES, HalfGraph
+from vitx.serve import load_session
+from vitx.serve.parity import certify_against
+from vitx.serve.runtimes.torch import TorchSession
 
-REQUEST = SourceRequest("model:deepvit_digits", weights="random", data="digits")
 # Random weights rank near-equal logits: what is tested is the way, so a twentieth of the images may change class.
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--max-flip-rate", "0.05")
 
 
-def vitx(*arguments: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "vitx", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
-
-
-def test_half_precision_with_every_target(tmp_path: Path) -> None:
+def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_process: None) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX has wheels for x86-64 Linux and Windows only")
     pytest.importorskip("openvino", reason="an optional target")
-    options = (
-        "--precision",
-        "fp16",
-        "--trt-rtx",
-        "--arch",
-        "sm89",
-        "--profiles",
-        "1,8",
-        "--openvino",
-        "--triton",
-        "repo",
-    )
-    finished = vitx("export", *SOURCE, *options, "--out", "net.vitx", "--json", cwd=tmp_path)
-    assert finished.returncode == 0, finished.stderr
+    targets_of_all = ("--trt-rtx", "--arch", "sm89", "--profiles", "1", "--openvino", "--triton", tmp_path / "repo")
+    code, _, errors = vitx("export", *SOURCE, "--precision", "fp16", *targets_of_all, "--out", tmp_path / "net.vitx")
+    assert code == 0, errors
     bundle = Bundle.open(tmp_path / "net.vitx")
     assert bundle.manifest.precision == "fp16"
-    assert bundle.require_certificate().subject.keys() == {"manifest.json", *bundle.manifest.files}
+    certificate = bundle.require_certificate()
+    assert certificate.subject.keys() == {"manifest.json", *bundle.manifest.files}
+    assert certificate.runtime["graph"] == "float32 twin.onnx"
+    assert bundle.manifest.lowering["allowed"]["plan"] == {"images": 360, "flips": 10}
     assert {"engines/tensorrt-rtx.plan", "engines/tensorrt-rtx.plan.json", "openvino/model.xml"} <= set(
         bundle.manifest.files
     )
@@ -67,35 +62,74 @@ def test_half_precision_with_every_target(tmp_path: Path) -> None:
         (("--trt-rtx", "--arch", "sm90"), 2, "cannot build for 'sm90'"),
     ],
 )
-def test_targets_that_cannot_be_made(tmp_path: Path, options: tuple[str, ...], code: int, message: str) -> None:
-    finished = vitx("export", *SOURCE, *options, "--out", "net.vitx", cwd=tmp_path)
-    assert finished.returncode == code, finished.stderr
-    assert message in finished.stderr
+def test_targets_that_cannot_be_made(
+    tmp_path: Path, vitx: Vitx, options: tuple[str, ...], code: int, message: str
+) -> None:
+    found, _, errors = vitx("export", *SOURCE, *options, "--out", tmp_path / "net.vitx")
+    assert found == code, errors
+    assert message in errors
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_crashing_compiler_leaves_a_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crashing_compiler_leaves_a_reproduction(own_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The old bundle stays; the smallest part of the graph that crashes the compiler lies beside it."""
-    out = tmp_path / "net.vitx"
-    export_bundle(REQUEST, out)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    failed = own_bundle.with_name("net.vitx.failed")
+    before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
     monkeypatch.setitem(targets.CONVERT, "openvino", crash_on_gelu)
     with pytest.raises(ConversionCrashed, match=r"openvino died of SIGSEGV; 2 nodes that do the same"):
         targets.convert_limited(
-            *("openvino", crash_on_gelu, out / "model.onnx"),
-            failed=tmp_path / "net.vitx.failed",
+            *("openvino", crash_on_gelu, own_bundle / "model.onnx"),
+            failed=failed,
             seconds=60,
             memory_gib=8,
         )
-    found = onnx.load(str(tmp_path / "net.vitx.failed" / "subgraph.onnx"))
+    found = onnx.load(str(failed / "subgraph.onnx"))
     assert [node.op_type for node in found.graph.node] == ["Gemm", "Gelu"]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in own_bundle.iterdir()} == before
 
 
-def test_a_lower_precision_needs_images(tmp_path: Path) -> None:
-    finished = vitx(
-        *("export", "model:deepvit_digits", "--weights", "random", "--uncertified", "--precision", "int8"), cwd=tmp_path
+def test_a_lower_precision_needs_images(vitx: Vitx) -> None:
+    code, _, errors = vitx(
+        "export", "model:deepvit_digits", "--weights", "random", "--uncertified", "--precision", "int8"
     )
-    assert finished.returncode == 2
-    assert "int8 is judged on real images: give --data or --calibration-data" in finished.stderr
-    assert ExportOptions().precision == "fp32"
+    assert code == 2
+    assert "int8 is judged on real images: give --data or --calibration-data" in errors
+
+
+def test_bfloat16_is_certified_by_its_twin_on_a_cpu(
+    own_bundle: Path, random_source: SourceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's CPU cannot load the graph itself."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    bundle = in_bfloat16(own_bundle)
+    with pytest.raises(EnvironmentMissing, match="has no bf16 kernels for a CPU"):
+        load_session(bundle, device="cpu")
+    source = random_source.load()
+    certificate = certify_against(
+        TorchSession(source.model, source.preprocessing, device="cpu"),
+        source.preprocessing,
+        bundle,
+        open_images("digits", "val"),
+        reference_name="the checkpoint",
+        reference_sha256=source.checkpoint_sha256,
+        candidate=cpu_stand_in(bundle, "cpu"),
+        max_flip_rate=0.1,  # near ties of random weights
+        quiet=True,
+    )
+    assert certificate.verdict == "pass", certificate.reasons
+    assert (certificate.runtime["graph"], certificate.runtime["precision"]) == ("float32 twin.onnx", "bf16")
+    assert certificate.max_logit_error > 1e-4
+    assert list(temporary.iterdir()) == []
+
+
+def in_bfloat16(path: Path) -> Bundle:
+    """Replace a bundle's graph and what its manifest says of it."""
+    graph = HalfGraph(Dataflow(onnx.load(str(path / "model.onnx"))), HALVES["bf16"]).build(())
+    onnx.save(graph, path / "model.onnx")
+    entry = FileEntry(sha256=sha256_file(path / "model.onnx"), size=(path / "model.onnx").stat().st_size)
+    manifest = read_record(path / MANIFEST, Manifest)
+    changed = manifest.model_copy(update={"precision": "bf16", "files": {"model.onnx": entry}})
+    write_json(path / MANIFEST, changed)
+    return Bundle.open(path)

@@ -14,8 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TYPINGS = ROOT / "typings"
 STUBS = ("tensorrt-10.16", "tensorrt-11.4", "tensorrt-rtx-1.7")
-CALLERS = ("tensorrt.py", "tensorrt_library.py", "engine_inspector.py")
-NEEDED = (*CALLERS, "architectures.py", "build_log.py", "plan.py", "tensorrt_graph.py")
+CALLERS = (
+    "export/tensorrt.py",
+    "export/tensorrt_library.py",
+    "export/engine_inspector.py",
+    "serve/runtimes/tensorrt.py",
+)
+NEEDED = (
+    *CALLERS,
+    *(f"export/{name}.py" for name in ("architectures", "build_log", "plan", "tensorrt_graph")),
+    *(f"serve/runtimes/{name}.py" for name in ("__init__", "cuda", "plans", "requirements")),
+)
 BINDINGS = {"tensorrt-10.16": "10.16.1.11", "tensorrt-11.4": "11.4.0.106"}
 
 
@@ -30,14 +39,15 @@ def load_generator() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The modules that call TensorRT and what they import, without the rest of vitx.export and its torch."""
+    """The modules that call TensorRT and what they import, without the rest of their stages and its torch."""
     root = tmp_path_factory.mktemp("sources")
     (root / "vitx" / "export").mkdir(parents=True)
-    (root / "vitx" / "__init__.py").touch()
-    (root / "vitx" / "export" / "__init__.py").touch()
+    (root / "vitx" / "serve" / "runtimes").mkdir(parents=True)
+    for package in ("", "export", "serve"):
+        (root / "vitx" / package / "__init__.py").touch()
     shutil.copytree(ROOT / "core", root / "vitx" / "core", ignore=shutil.ignore_patterns("__pycache__"))
     for name in NEEDED:
-        shutil.copy(ROOT / "export" / name, root / "vitx" / "export" / name)
+        shutil.copy(ROOT / name, root / "vitx" / name)
     return root
 
 
@@ -45,7 +55,7 @@ def type_errors(sources: Path, stubs: str, *names: str) -> str:
     """What a strict mypy says of the modules under one version's stubs."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent"]
     command += ["--explicit-package-bases", f"--cache-dir={sources / 'cache' / stubs}"]
-    command += [str(Path("vitx") / "export" / name) for name in names]
+    command += [str(Path("vitx") / name) for name in names]
     environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(sources), str(TYPINGS / stubs)])}
     done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
@@ -76,7 +86,7 @@ def test_calls_exist_in_every_version(sources: Path, stubs: str) -> None:
     library = (sources / "vitx" / "export" / "tensorrt_library.py").read_text()
     assert place in library
     wrong.write_text(library.replace(place, WRONG.format(removed=REMOVED[stubs]) + place))
-    errors = type_errors(sources, stubs, "wrong.py")
+    errors = type_errors(sources, stubs, "export/wrong.py")
     for text in ('"Bilder"', '"FP61"', '"max_workspace_size"', '"OnnxParser"', f'"{REMOVED[stubs].split(".")[1]}"'):
         assert text in errors, f"{text} not found in:\n{errors}"
 
@@ -88,9 +98,29 @@ def test_a_call_of_one_flavour_alone_needs_its_branch(sources: Path) -> None:
     guard = 'if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):'
     assert guard in text
     path.write_text(text.replace(guard, "if not architectures:"))
-    errors = type_errors(sources, "tensorrt-11.4", "unguarded.py")
+    errors = type_errors(sources, "tensorrt-11.4", "export/unguarded.py")
     assert 'has no attribute "set_compute_capability"' in errors
-    assert type_errors(sources, "tensorrt-rtx-1.7", "unguarded.py") == ""
+    assert type_errors(sources, "tensorrt-rtx-1.7", "export/unguarded.py") == ""
+
+
+RUNNING_WRONG = """    def wrong(self) -> None:
+        self._engine.create_context()
+        self._context(0).execute_async_v2(self._stream.handle)
+        self._context(0).set_tensor_address(self._images.device)
+        self.trt.ExecutionContextAllocationStrategy.ON_DEMAND
+
+"""
+
+
+@pytest.mark.parametrize("stubs", STUBS)
+def test_the_check_of_the_serving_session_can_fail(sources: Path, stubs: str) -> None:
+    path, place = sources / "vitx" / "serve" / "runtimes" / "wrong.py", "    def _name("
+    session = (sources / "vitx" / "serve" / "runtimes" / "tensorrt.py").read_text()
+    assert session.count(place) == 1
+    path.write_text(session.replace(place, RUNNING_WRONG + place))
+    errors = type_errors(sources, stubs, "serve/runtimes/wrong.py")
+    for text in ('"create_context"', '"execute_async_v2"', '"set_tensor_address"', '"ON_DEMAND"'):
+        assert text in errors, f"{text} not found in:\n{errors}"
 
 
 def names_of(stub: str) -> set[str]:
@@ -191,7 +221,7 @@ except TypeError as error:
 
 
 def test_our_code_runs_on_the_real_bindings(bindings: tuple[str, dict[str, str]], sources: Path) -> None:
-    from vitx.export.architectures import local_architectures
+    from vitx.core.machine import local_architectures
 
     if local_architectures():
         pytest.skip("tells what happens on a machine without a GPU")

@@ -11,8 +11,8 @@ from onnx import TensorProto, helper
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
+from vitx.core.plan import check_plan
 from vitx.export import tensorrt_library
-from vitx.export.plan import check_plan
 from vitx.export.tensorrt import engine_from_onnx
 
 
@@ -34,9 +34,13 @@ class Cache:
 
 class Config(SimpleNamespace):
     flags: list[str]
+    cleared: list[str]
 
     def set_flag(self, flag: str) -> None:
         self.flags.append(flag)
+
+    def clear_flag(self, flag: str) -> None:
+        self.cleared.append(flag)
 
     def create_timing_cache(self, content: bytes) -> Cache:
         return Cache(content)
@@ -79,7 +83,7 @@ class ClassicTensorRT:
     __version__ = "10.16.1.11"
     Dims = list
     NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
-    BuilderFlag = Names("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT")
+    BuilderFlag = Names("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32")
     HardwareCompatibilityLevel = Names("AMPERE_PLUS")
     ProfilingVerbosity = Names("DETAILED")
 
@@ -90,7 +94,7 @@ class ClassicTensorRT:
         pass
 
     def __init__(self) -> None:
-        self.config = Config(flags=[], profiles=[])
+        self.config = Config(flags=[], cleared=[], profiles=[])
 
     def Builder(self, logger: Any) -> Any:
         def build(network: Network, config: Config) -> bytes:
@@ -162,6 +166,7 @@ def test_every_option_reaches_the_builder(library: ClassicTensorRT, graph: Path,
 def test_nothing_is_set_that_was_not_asked(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
     report = engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", architectures=("sm89",), quiet=True)
     assert library.config.flags == []
+    assert library.config.cleared == ["TF32"]  # fp32 is fp32
     assert not hasattr(library.config, "hardware_compatibility_level")
     assert not hasattr(library.config, "num_compute_capabilities")
     assert report.info.timing_cache_out_sha256 is None
