@@ -12,16 +12,25 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import Checkpoint, RunFolder
 from vitx.models import image_tensor, load_run_model
 from vitx.serve.runtimes import Device, Float32Array, device_name
+from vitx.serve.runtimes.requirements import require
 
 
 class TorchSession:
     """A network in evaluation mode behind the session protocol, in true float32.
 
-    `threads` sets torch's threads for the whole process, because torch knows no others.
+    threads: torch's, of the whole process, because torch knows no others. compiled: run what Inductor makes of the
+    network; it is compiled here, for a batch of one and for any other, which takes from seconds to minutes. Raises
+    EnvironmentMissing when the device or a compiler is not there.
     """
 
     def __init__(
-        self, model: nn.Module, preprocessing: Preprocessing, *, device: Device = "auto", threads: int | None = None
+        self,
+        model: nn.Module,
+        preprocessing: Preprocessing,
+        *,
+        device: Device = "auto",
+        threads: int | None = None,
+        compiled: bool = False,
     ) -> None:
         if device == "cuda" and not torch.cuda.is_available():
             raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
@@ -30,6 +39,21 @@ class TorchSession:
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self._model = model.eval().to(self._device)
         self._preprocessing = preprocessing
+        self._compiled = compiled
+        if compiled:
+            require("torch-compile")
+            self._compile()
+
+    def _compile(self) -> None:
+        # A module's own compile() would change what the caller holds.
+        self._model = cast(nn.Module, torch.compile(self._model, dynamic=True))
+        size = self._preprocessing.image_size
+        try:
+            for rows in (2, 1):  # a batch of one is always compiled for itself
+                self.infer(np.zeros((rows, size, size, 3), dtype=np.uint8))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EnvironmentMissing(f"torch.compile cannot compile the network ({reason}): choose torch") from None
 
     @torch.inference_mode()
     def infer(self, images: UInt8Array) -> Float32Array:
@@ -42,6 +66,11 @@ class TorchSession:
             logits: Float32Array = self._model(inputs).float().cpu().numpy()
         return logits
 
+    def with_normalization(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "TorchSession":
+        """The same network on images normalised otherwise."""
+        other = self._preprocessing.model_copy(update={"mean": mean, "std": std})
+        return TorchSession(self._model, other, device="cpu" if self._device.type == "cpu" else "cuda")
+
     def _full_precision(self) -> AbstractContextManager[None]:
         # cuDNN convolves in TF32 unless told otherwise; a reference must not.
         if self._device.type == "cuda":
@@ -50,7 +79,7 @@ class TorchSession:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "runtime": "torch",
+            "runtime": "torch-compile" if self._compiled else "torch",
             "version": torch.__version__,
             "provider": str(self._device),
             "precision": "fp32",
@@ -59,11 +88,16 @@ class TorchSession:
 
 
 def load_run_session(
-    run: RunFolder, which: str = "best", *, device: str = "auto", threads: int | None = None
+    run: RunFolder,
+    which: str = "best",
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    compiled: bool = False,
 ) -> TorchSession:
-    """Load a run's checkpoint, 'best' or 'last', as the reference."""
+    """Load a run's checkpoint, 'best' or 'last', as the reference; `compiled` for the runtime torch-compile."""
     model, _ = load_run_model(run, checkpoint_name(which))
-    return TorchSession(model, run.info.preprocessing, device=device_name(device), threads=threads)
+    return TorchSession(model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled)
 
 
 def weights_digest(run: RunFolder, which: str = "best") -> str:

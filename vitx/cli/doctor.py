@@ -14,16 +14,18 @@ EXTRAS = {
 
 
 def command(as_json: Json = False) -> None:
-    """Say what this machine and installation can do, and what to install for the rest."""
+    """Say what this machine and installation can do, which runtimes can be used, and what to install for the rest."""
     from vitx import __version__
-    from vitx.core.console import print_fields, print_json
+    from vitx.core.console import print_fields, print_json, print_table
     from vitx.core.machine import describe_machine, installed_versions
     from vitx.serve.runtimes.cuda import cuda_device_count
+    from vitx.serve.runtimes.requirements import RUNTIMES, unusable
 
     extras = {
         name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
         for name, (package, verbs) in EXTRAS.items()
     }
+    runtimes = {name: unusable(name) for name in RUNTIMES}
     report: dict[str, object] = {
         "vitx": __version__,
         **describe_machine(),
@@ -32,6 +34,12 @@ def command(as_json: Json = False) -> None:
         **{name: version for name, version in installed_versions().items() if name != "vitx"},
     }
     if as_json:
-        print_json(report)
-    else:
-        print_fields("vitx doctor", report)
+        usable = {name: {"usable": not reason, "reason": reason} for name, reason in runtimes.items()}
+        print_json({**report, "runtimes": usable})
+        return
+    print_fields("vitx doctor", report)
+    print_table(
+        "runtimes",
+        ("runtime", "runs", "usable here"),
+        [(name, RUNTIMES[name].runs, f"no: {reason}" if reason else "yes") for name, reason in runtimes.items()],
+    )
