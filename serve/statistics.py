@@ -40,6 +40,21 @@ def images_needed(max_flip_rate: float, confidence: float = 0.95) -> int:
     return needed if clopper_pearson_upper(0, needed, confidence) <= max_flip_rate else needed + 1
 
 
+def flips_allowed(n: int, max_flip_rate: float, confidence: float = 0.95) -> int:
+    """The largest k for which k flips among n images still prove a flip rate of at most `max_flip_rate`.
+
+    Raises ValueError when not even k = 0 does: `images_needed` says how many images it takes.
+    """
+    if n < images_needed(max_flip_rate, confidence):
+        raise ValueError(f"n={n}: no count of flips proves a rate of at most {max_flip_rate}")
+    allowed, refused = 0, n
+    while refused - allowed > 1:
+        middle = (allowed + refused) // 2
+        within = clopper_pearson_upper(middle, n, confidence) <= max_flip_rate
+        allowed, refused = (middle, refused) if within else (allowed, middle)
+    return allowed
+
+
 def mcnemar_exact(b: int, c: int) -> float:
     """Two-sided exact McNemar p: only the reference is right on b images, only the candidate on c."""
     if b < 0 or c < 0:

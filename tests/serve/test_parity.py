@@ -17,6 +17,7 @@ from vitx.core.images import ImageSet
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import certify, load_session
+from vitx.serve.comparison import PROBE_IMAGES
 from vitx.serve.parity import WORST, certify_bundle, check_labels, compare
 
 
@@ -61,7 +62,7 @@ def test_honest_graph_passes(tmp_path: Path, colours: ImageSet) -> None:
         ("mean_std", ["flipped", "largest logit error"]),
         ("bgr", ["flipped", "largest logit error"]),
         ("class_off_by_one", ["360 of 360 images flipped", "largest logit error"]),
-        ("batch_mean", ["flipped", "largest logit error", "other neighbours"]),
+        ("batch_mean", ["flipped", "largest logit error", "other neighbours", "change class with the batch"]),
         ("position", ["largest logit error", "other neighbours"]),
         ("drift", ["largest logit error 0.0003"]),
         ("nan", ["flipped", "largest logit error", "other neighbours", "360 of 360 images have logits"]),
@@ -88,7 +89,7 @@ def test_logits_that_are_not_finite_are_the_worst_error(tmp_path: Path, colours:
 
 
 def test_graph_of_a_fixed_batch_is_refused(tmp_path: Path, colours: ImageSet) -> None:
-    with pytest.raises(CheckFailed, match="the graph of 'tiny' fails on a batch of 2"):
+    with pytest.raises(CheckFailed, match="the graph of 'tiny' fails on a batch of 32"):
         certify_graph(tmp_path, colours, "no_batch")
 
 
@@ -98,8 +99,9 @@ def test_an_image_counts_once_with_the_margin_of_the_reference(colours: ImageSet
     result = compare(NumpySession(), Altered(add=push, at_batch=7), colours, PREPROCESSING, quiet=True)
     logits = NumpySession().infer(np.concatenate(list(colours.batches(PREPROCESSING, 64))))
     moved = np.flatnonzero(logits.argmax(axis=1) != (logits + push).argmax(axis=1))
-    # The last batch of the split is no batch of 7, so a row there may have been spared in order but not shuffled.
+    # Only the probe images meet a batch of 7, and the last of them no whole one.
     assert 5 < len(result.flips) <= len(moved)
+    assert result.probe_flips == len(result.flips)
     assert {flip.key for flip in result.flips} <= {colours.keys[index] for index in moved}
     assert len({flip.key for flip in result.flips}) == len(result.flips)
     assert {flip.batch_size for flip in result.flips} == {7}
@@ -120,21 +122,27 @@ def test_margin_of_the_clearest_flip_is_in_the_reason(colours: ImageSet) -> None
     assert certificate.mcnemar_p < 0.01
 
 
-def test_reference_runs_once_and_the_candidate_at_every_batch_size(colours: ImageSet) -> None:
+def test_every_image_runs_once_and_the_probe_images_at_every_batch_size(colours: ImageSet) -> None:
     reference_sizes: list[int] = []
     candidate_sizes: list[int] = []
     compare(Altered(reference_sizes), Altered(candidate_sizes), colours, PREPROCESSING, quiet=True)
     assert sum(reference_sizes) == 360
-    assert sum(candidate_sizes) == 360 * (1 + 2 * 3)
+    # All images in batches of 32; then 1, 2 and 7 in order, 32 shuffled, and 7 reversed.
+    assert sum(candidate_sizes) == 360 + 5 * PROBE_IMAGES
     assert set(candidate_sizes) >= {1, 2, 7, 32}
 
 
 @pytest.mark.parametrize("sizes", [(1,), (3, 5), (1, 8, 127), (1000,)])
 def test_any_batch_sizes_cover_the_whole_split(sizes: tuple[int, ...]) -> None:
     seen: list[int] = []
-    compare(NumpySession(), Altered(seen), colour_images(300), PREPROCESSING, batch_sizes=sizes, quiet=True)
-    assert sum(seen) == 300 * (len(sizes) + sum(size > 1 for size in sizes))
+    found = compare(NumpySession(), Altered(seen), colour_images(300), PREPROCESSING, batch_sizes=sizes, quiet=True)
+    probe = min(300, max(PROBE_IMAGES, *sizes))
+    shuffled = sum(size > 1 for size in {found.batch_size, max(sizes)})
+    passes = len(sizes) - 1 + shuffled + (found.batch_size > 1)
+    assert found.probe_images == probe
+    assert sum(seen) == 300 + probe * passes
     assert max(seen) == min(300, max(sizes))
+    assert set(found.max_logit_error_by_batch_size) == set(sizes)
 
 
 def test_other_preprocessing_of_the_candidate_is_compared_with_it(colours: ImageSet) -> None:
@@ -256,8 +264,10 @@ def test_parity_command_prints_and_writes_the_same_certificate(
 ) -> None:
     code, out, err = vitx("parity", tiny_run.path, uncertified_bundle.path, "--device", "cpu", "--json")
     assert code == 0, err
-    printed = Certificate.model_validate_json(out)
-    assert printed == uncertified_bundle.certificate()
+    printed = json.loads(out)
+    assert printed.pop("written") is True
+    assert [printed.pop(name) for name in ("notes", "served", "trace")] == [[], None, None]
+    assert Certificate.model_validate(printed) == uncertified_bundle.certificate()
     # The bundle of the tests says that it comes from other weights.
     assert "was exported from other weights than this run's 'best'" in err
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitx.serve.statistics import clopper_pearson_upper, images_needed, mcnemar_exact
+from vitx.serve.statistics import clopper_pearson_upper, flips_allowed, images_needed, mcnemar_exact
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,24 @@ def test_bound_covers_the_true_rate_in_95_of_100_simulations(rate: float, n: int
     assert covered / 20_000 >= 0.95 - 3 * math.sqrt(0.95 * 0.05 / 20_000)
 
 
+@given(st.integers(1, 400), st.floats(1e-4, 0.9999), st.sampled_from([0.8, 0.95, 0.99]))
+@settings(max_examples=30, deadline=None)
+def test_coverage_is_at_least_the_confidence_whatever_the_rate(n: int, rate: float, confidence: float) -> None:
+    """No simulation: the probability that the bound holds is a sum of binomial terms, taken here exactly."""
+    held = [k for k in range(n + 1) if clopper_pearson_upper(k, n, confidence) >= rate]
+    terms = (
+        math.exp(
+            math.lgamma(n + 1)
+            - math.lgamma(k + 1)
+            - math.lgamma(n - k + 1)
+            + k * math.log(rate)
+            + (n - k) * math.log1p(-rate)
+        )
+        for k in held
+    )
+    assert math.fsum(terms) >= confidence - 1e-9
+
+
 @pytest.mark.parametrize(("k", "n"), [(-1, 5), (6, 5), (0, 0)])
 def test_impossible_counts_are_refused(k: int, n: int) -> None:
     with pytest.raises(ValueError, match="expected 0 ≤ k ≤ n"):
@@ -78,5 +96,25 @@ def test_mcnemar_equals_scipy(b: int, c: int) -> None:
     assert mcnemar_exact(b, c) == mcnemar_exact(c, b)
 
 
+@given(st.integers(0, 12), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_mcnemar_equals_an_enumeration(b: int, c: int) -> None:
+    """Under equal odds each disagreement goes either way: all 2^(b+c) ways are counted, those as uneven or more."""
+    n = b + c
+    ways = [math.comb(n, wins) for wins in range(n + 1) if abs(2 * wins - n) >= abs(b - c)]
+    assert mcnemar_exact(b, c) == pytest.approx(sum(ways) / 2**n)
+
+
 def test_mcnemar_of_none_of_ten_is_two_of_1024() -> None:
     assert mcnemar_exact(0, 10) == pytest.approx(2 / 1024)
+
+
+@pytest.mark.parametrize(("n", "rate", "flips"), [(360, 0.01, 0), (360, 0.02, 2), (299, 0.01, 0), (50_000, 0.01, 463)])
+def test_flips_allowed_is_the_most_that_prove_the_rate(n: int, rate: float, flips: int) -> None:
+    assert flips_allowed(n, rate) == flips
+    assert clopper_pearson_upper(flips, n) <= rate < clopper_pearson_upper(flips + 1, n)
+
+
+def test_too_few_images_allow_no_count_of_flips() -> None:
+    with pytest.raises(ValueError, match=r"n=298: no count of flips proves a rate of at most 0\.01"):
+        flips_allowed(298, 0.01)

@@ -1,74 +1,364 @@
-"""`vitx parity`: is the bundle the same classifier as the checkpoint?"""
+"""`vitx parity`: are two of runs and bundles the same classifier?"""
 
-from vitx.cli.options import (
-    BundleArgument,
-    Data,
-    DeviceOption,
-    Json,
-    MaxFlipRate,
-    Quiet,
-    RunArgument,
-    SkipBad,
-    Which,
-)
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, SkipBad, Which
+
+if TYPE_CHECKING:
+    from vitx.cli.trace import TraceResult
+    from vitx.core.bundle import Bundle
+    from vitx.core.certificate import Certificate
+    from vitx.core.images import ImageSet
+    from vitx.core.run import Checkpoint
+    from vitx.serve.served import ServedComparison
+    from vitx.serve.sides import Side
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What was asked for, beside the two sides."""
+
+    which: "Checkpoint"
+    device: str
+    max_flip_rate: float
+    batch_sizes: tuple[int, ...] | None
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """Everything that was found; `written` says whether the certificate went into the bundle."""
+
+    certificate: "Certificate"
+    written: bool
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    served: "ServedComparison | None"
+    trace: "TraceResult | None"
 
 
 def command(
-    run: RunArgument,
-    bundle: BundleArgument,
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="A run folder or a bundle; with --verify, the bundle.")
+    ],
+    candidate: Annotated[
+        Path | None, typer.Argument(metavar="[CANDIDATE]", help="A bundle or a run folder; with --verify, its run.")
+    ] = None,
     data: Data = None,
+    images: Annotated[
+        str,
+        typer.Option("--images", help="all; enough (for the flip rate, if none flips); or a number: evenly spaced."),
+    ] = "all",
     max_flip_rate: MaxFlipRate = 0.01,
+    reference_runtime: Annotated[str | None, typer.Option("--reference-runtime", help="See vitx bench.")] = None,
+    runtime: Annotated[
+        str | None, typer.Option("--runtime", help="Of the candidate. Default: torch for a run, else ONNX Runtime.")
+    ] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option("--batch-sizes", help="Default: 1,2,7,32 and the ends of each plan's profiles.")
+    ] = None,
+    served: Annotated[bool, typer.Option("--served", help="Also send the images' bytes through vitx serve.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Which layer diverges first, and what repairs it.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Replay the certificate that a bundle carries.")] = False,
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE.html", help="Write one HTML file.")] = None,
     checkpoint: Which = "best",
     device: DeviceOption = "auto",
     skip_bad: SkipBad = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare a bundle with the checkpoint on the whole evaluation split, and write its certificate.
+    """Compare two of runs and bundles on real images; a bundle compared with a run gets its certificate.
 
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
-    from vitx.core.bundle import Bundle
-    from vitx.core.console import print_fields, print_json, print_table
-    from vitx.core.errors import CheckFailed
-    from vitx.core.run import RunFolder
-    from vitx.serve.parity import certify_bundle
+    from functools import partial
 
-    certificate = certify_bundle(
-        RunFolder.open(run),
-        Bundle.open(bundle),
-        data=data,
-        max_flip_rate=max_flip_rate,
-        which=checkpoint,
-        device=device,
-        skip_bad=skip_bad,
-        quiet=quiet,
+    from vitx.cli.stand_in import cpu_stand_in
+    from vitx.core.errors import CheckFailed, InputError
+    from vitx.core.images import open_images
+    from vitx.serve.sides import open_side
+
+    sizes = _numbers(batch_sizes) if batch_sizes else None
+    options = _Options(checkpoint, device, max_flip_rate, sizes, quiet)
+    if verify:
+        _verify(reference, candidate, data, options, as_json=as_json)
+        return
+    if candidate is None:
+        raise InputError(f"'{reference}' alone: expected a reference and a candidate, or --verify with one bundle")
+    opened = partial(open_side, which=checkpoint, device=device, stand_in=partial(cpu_stand_in, device=device))
+    before, after = opened(reference, runtime=reference_runtime), opened(candidate, runtime=runtime)
+    whole = open_images(data or before.data or after.data, "val", skip_bad=skip_bad)
+    chosen = _chosen(whole, images, max_flip_rate)
+    write = before.run is not None and after.bundle is not None and runtime is None and len(chosen) == len(whole)
+    found = _measure(before, after, chosen, options, write=write, served=served, trace=trace)
+    if report is not None:
+        _write_report(report, f"Parity of {candidate} with {reference}", found, before, chosen)
+    _print(found, candidate, as_json=as_json)
+    if found.failures:
+        whose = "the checkpoint's equal" if before.run else f"the equal of '{reference}'"
+        raise CheckFailed(f"'{candidate}' is not {whose}: {'; '.join((*found.failures, *found.notes))}")
+
+
+def _measure(
+    before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool, served: bool, trace: bool
+) -> _Outcome:
+    certificate = _certify(before, after, images, options, write=write)
+    over_http = _served(before, after, images, certificate, options) if served else None
+    failures = certificate.reasons if certificate.verdict != "pass" else ()
+    if over_http is not None:
+        failures += over_http.failures(options.max_flip_rate)
+    notes: tuple[str, ...] = ()
+    if certificate.verdict != "pass":
+        notes += (_diagnosis(before, after, images, certificate, trace=trace),)
+    traced = None
+    if trace:
+        from vitx.cli.trace import trace as trace_sides
+
+        repair = certificate.verdict != "pass"
+        traced = trace_sides(before, after, options.which, images, repair=repair, quiet=options.quiet)
+        notes += traced.notes
+    return _Outcome(certificate, write, failures, notes, over_http, traced)
+
+
+def _certify(before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool) -> "Certificate":
+    from vitx.serve.parity import (
+        BATCH_SIZES,
+        bundle_batch_sizes,
+        certify,
+        certify_against,
+        check_engines,
+        check_image_count,
+        check_labels,
+        check_provider,
+        warn_of_other_weights,
+    )
+    from vitx.serve.verdict import coarser
+
+    for side in (before, after):
+        check_labels(images, side.labels)
+        check_provider(side.session, options.device)
+        if side.bundle is not None:
+            check_engines(side.bundle)
+    check_image_count(len(images), options.max_flip_rate)
+    tokens = None
+    if before.run is not None and after.bundle is not None:
+        from vitx.cli.trace import token_similarity
+        from vitx.models import load_run_model
+
+        model, _ = load_run_model(before.run, options.which)
+        warn_of_other_weights(after.bundle, before.sha256, options.which, quiet=options.quiet)
+        tokens = token_similarity(model, before.preprocessing, after.bundle, images, quiet=options.quiet)
+        if write:
+            return certify_against(
+                before.session,
+                before.preprocessing,
+                after.bundle,
+                images,
+                reference_name=before.name,
+                reference_sha256=before.sha256,
+                candidate=after.session,
+                max_flip_rate=options.max_flip_rate,
+                batch_sizes=options.batch_sizes,
+                token_similarity=tokens,
+                device=options.device,
+                quiet=options.quiet,
+            )
+    sizes = options.batch_sizes or (bundle_batch_sizes(after.bundle) if after.bundle else BATCH_SIZES)
+    return certify(
+        before.session,
+        after.session,
+        images,
+        before.preprocessing,
+        candidate_preprocessing=after.preprocessing,
+        reference_name=before.name,
+        reference_sha256=before.sha256,
+        candidate_name=after.name,
+        subject=after.bundle.subject() if after.bundle else {},
+        batch_sizes=sizes,
+        max_flip_rate=options.max_flip_rate,
+        precision=coarser(before.precision, after.precision),
+        token_similarity=tokens,
+        quiet=options.quiet,
+    )
+
+
+def _served(
+    before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", options: _Options
+) -> "ServedComparison":
+    from vitx.core.errors import InputError
+    from vitx.serve.served import compare_served, serving
+
+    if after.bundle is None:
+        raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
+    with serving(after.bundle.path, device=options.device) as url:
+        return compare_served(
+            url,
+            before.session,
+            images,
+            before.preprocessing,
+            max_logit_error=certificate.max_logit_error_allowed,
+            quiet=options.quiet,
+        )
+
+
+def _diagnosis(before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", *, trace: bool) -> str:
+    from vitx.serve.diagnosis import diagnose
+
+    found = diagnose(
+        before.session,
+        after.session,
+        images,
+        before.preprocessing,
+        candidate_preprocessing=after.preprocessing,
+        renormalized=before.renormalized,
+        allowed=certificate.max_logit_error_allowed,
+    )
+    return str(found) if found.fault or not trace else "no usual suspect explains it"
+
+
+def _chosen(images: "ImageSet", wanted: str, max_flip_rate: float) -> "ImageSet":
+    """All images, or some of them evenly spaced."""
+    from vitx.core.errors import InputError
+    from vitx.serve.comparison import subset
+    from vitx.serve.statistics import images_needed
+    from vitx.serve.verdict import check_rate
+
+    if wanted == "all":
+        return images
+    check_rate(max_flip_rate)
+    if wanted != "enough" and not (wanted.isascii() and wanted.isdigit() and int(wanted)):
+        raise InputError(f"--images {wanted}: expected all, enough or a number")
+    return subset(images, images_needed(max_flip_rate) if wanted == "enough" else int(wanted))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    from vitx.core.errors import InputError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"--batch-sizes {text}: expected sizes such as 1,7,32") from None
+
+
+def _verify(reference: Path, candidate: Path | None, data: str | None, options: _Options, *, as_json: bool) -> None:
+    """Replay the certificate of the one bundle among the two paths."""
+    from dataclasses import asdict
+
+    from vitx.cli.stand_in import cpu_stand_in
+    from vitx.core.bundle import MANIFEST, Bundle
+    from vitx.core.console import log, print_json, print_table
+    from vitx.serve.parity import check_provider
+    from vitx.serve.replay import certified_images, replay, require_agreement, verify_files
+    from vitx.serve.runtimes import load_session
+
+    swapped = candidate is not None and not (reference / MANIFEST).is_file()
+    path, run = (candidate or reference, reference) if swapped else (reference, candidate)
+    bundle = Bundle.open(path)
+    certificate = verify_files(bundle)
+    images = certified_images(certificate, data)
+    side = _certified_reference(bundle, certificate, run, options)
+    log("verify: " + ("against " + side.name if side else "no run at hand: the candidate alone"), quiet=options.quiet)
+    session = cpu_stand_in(bundle, options.device) or load_session(bundle, device=options.device)
+    check_provider(session, options.device)
+    numbers = replay(
+        bundle,
+        certificate,
+        images,
+        session,
+        reference=(side.session, side.preprocessing) if side else None,
+        quiet=options.quiet,
     )
     if as_json:
-        print_json(certificate.model_dump(mode="json"))
+        print_json({"bundle": str(path), "numbers": [asdict(number) for number in numbers]})
     else:
-        print_fields(
-            f"parity of {bundle}",
-            {
-                "verdict": certificate.verdict,
-                "images": f"{certificate.images} of {certificate.data}",
-                "batch sizes": ", ".join(map(str, certificate.batch_sizes)),
-                "top-1 of the checkpoint": certificate.accuracy_reference,
-                "top-1 of the bundle": certificate.accuracy_candidate,
-                "flips": len(certificate.flips),
-                "flip rate at most (95 %)": certificate.flip_rate_bound,
-                "McNemar p": certificate.mcnemar_p,
-                "largest logit error": certificate.max_logit_error,
-                "mean logit error": certificate.mean_logit_error,
-                "largest change by neighbours": certificate.max_neighbour_error,
-            },
+        rows = [(n.name, n.certified, n.seen, "agrees" if n.agrees else "DIFFERS") for n in numbers]
+        print_table(f"certificate of {path}, replayed", ("", "certified", "seen now", ""), rows)
+    require_agreement(bundle, numbers)
+
+
+def _certified_reference(
+    bundle: "Bundle", certificate: "Certificate", run: Path | None, options: _Options
+) -> "Side | None":
+    """The run that was given, or the one the bundle was exported from if it is still there with the same weights."""
+    from vitx.core.errors import CheckFailed
+    from vitx.serve.sides import open_side
+
+    provenance = bundle.manifest.provenance
+    if run is not None:
+        side = open_side(run, which=options.which, device=options.device)
+        if side.sha256 != certificate.reference_sha256:
+            raise CheckFailed(f"'{run}' is not the reference of the certificate: its weights have another sha256")
+        return side
+    source = Path(provenance.source)
+    if not (source / "run.json").is_file() or provenance.checkpoint not in ("best", "last"):
+        return None
+    side = open_side(source, which=provenance.checkpoint, device=options.device)
+    return side if side.sha256 == certificate.reference_sha256 else None
+
+
+def _write_report(path: Path, title: str, found: _Outcome, before: "Side", images: "ImageSet") -> None:
+    from vitx.core.files import write_bytes
+    from vitx.serve.report import Report, render
+
+    tables: dict[str, dict[str, object]] = {}
+    if found.served is not None:
+        rows = found.served.model_dump(exclude={"flips"})
+        tables["Over HTTP"] = {name.replace("_", " "): value for name, value in rows.items()}
+    if found.trace is not None and found.trace.nodes:
+        tables["Nodes that add most error"] = {f"{n.name} ({n.tensor})": n.growth for n in found.trace.nodes}
+    report = Report(
+        title=title,
+        certificate=found.certificate,
+        labels=images.class_names,
+        notes=(*found.failures[len(found.certificate.reasons) :], *found.notes),
+        plots=found.trace.plots() if found.trace else (),
+        tables=tables,
+    )
+    write_bytes(path, render(report, images, before.preprocessing).encode())
+
+
+def _print(found: _Outcome, candidate: Path, *, as_json: bool) -> None:
+    from vitx.core.console import log, print_fields, print_json, print_table
+    from vitx.serve.report import summary
+
+    certificate = found.certificate
+    if as_json:
+        extra = {
+            "written": found.written,
+            "notes": list(found.notes),
+            "served": found.served and found.served.model_dump(mode="json"),
+            "trace": found.trace and found.trace.as_json(),
+        }
+        print_json({**certificate.model_dump(mode="json"), **extra})
+        return
+    fields = summary(certificate)
+    if found.served is not None:
+        fields["flips over HTTP"] = f"{len(found.served.flips)}, rate at most {found.served.flip_rate_bound:.5f} (95 %)"
+        fields["largest error over HTTP"] = found.served.max_error
+    print_fields(f"parity of {candidate} with {certificate.reference}", fields)
+    if certificate.flips:
+        clearest = sorted(certificate.flips, key=lambda flip: flip.reference_margin, reverse=True)[:10]
+        print_table(
+            f"the clearest of {len(certificate.flips)} flips",
+            ("image", "label", "reference", "candidate", "margin", "batch size"),
+            [(f.key, f.label, f.reference, f.candidate, f.reference_margin, f.batch_size) for f in clearest],
         )
-        if certificate.flips:
-            clearest = sorted(certificate.flips, key=lambda flip: flip.reference_margin, reverse=True)[:10]
-            print_table(
-                f"the clearest of {len(certificate.flips)} flips",
-                ("image", "label", "checkpoint", "bundle", "margin", "batch size"),
-                [(f.key, f.label, f.reference, f.candidate, f.reference_margin, f.batch_size) for f in clearest],
-            )
-    if certificate.verdict != "pass":
-        raise CheckFailed(f"'{bundle}' is not the checkpoint's equal: {'; '.join(certificate.reasons)}")
+    if found.trace is not None and found.trace.layers is not None:
+        print_table(
+            "error by layer, relative",
+            ("layer", "error", "own", "CosSim before", "after"),
+            [
+                tuple("" if value is None else value for value in row)
+                for row in (
+                    (x.name, x.error, x.own, x.similarity_reference, x.similarity_candidate)
+                    for x in found.trace.layers.layers
+                )
+            ],
+        )
+    if not found.failures:  # they end the error otherwise
+        for note in found.notes:
+            log(note)

@@ -1,0 +1,96 @@
+"""The two sides of a comparison: any run or bundle, in any runtime, opened the same way."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitx.core.bundle import MANIFEST, Bundle, Precision
+from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
+from vitx.serve.runtimes import Session, load_session
+from vitx.serve.runtimes.requirements import require
+
+Triple = tuple[float, float, float]
+DEFAULT_RUNTIME = "onnxruntime"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A classifier on disk, loaded. Exactly one of `run` and `bundle` is set.
+
+    renormalized: the same network with another (mean, std), where it can be had (a run's checkpoint).
+    """
+
+    name: str
+    session: Session
+    preprocessing: Preprocessing
+    labels: tuple[str, ...]
+    data: str
+    sha256: str
+    precision: Precision = "fp32"
+    run: RunFolder | None = None
+    bundle: Bundle | None = None
+    renormalized: Callable[[Triple, Triple], Session] | None = None
+
+
+def open_side(
+    path: Path,
+    *,
+    runtime: str | None = None,
+    which: str = "best",
+    device: str = "auto",
+    threads: int | None = None,
+    stand_in: Callable[[Bundle], Session | None] = lambda bundle: None,
+) -> Side:
+    """Open a run folder (its checkpoint `which`, in torch) or a bundle (in ONNX Runtime, or in `runtime`).
+
+    stand_in: gives the session that stands for a bundle this machine cannot run as written, or None; it is asked only
+    where no runtime was chosen. Raises InputError when `path` is neither, or for a run in a runtime that runs no
+    checkpoints.
+    """
+    if (path / MANIFEST).is_file():
+        return _bundle_side(Bundle.open(path), runtime, device, threads, stand_in)
+    if path.is_dir() and not (path / "run.json").is_file():
+        raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
+    if runtime is not None and require(runtime).source != "run":
+        raise InputError(f"runtime {runtime}: a run's checkpoint runs in torch; export it to a bundle for others")
+    return _run_side(RunFolder.open(path), which, device, threads, compiled=runtime == "torch-compile")
+
+
+def _bundle_side(
+    bundle: Bundle,
+    runtime: str | None,
+    device: str,
+    threads: int | None,
+    stand_in: Callable[[Bundle], Session | None],
+) -> Side:
+    manifest = bundle.manifest
+    session = stand_in(bundle) if runtime is None else None
+    return Side(
+        name=f"{bundle.path} in {runtime or DEFAULT_RUNTIME}",
+        session=session or load_session(bundle, runtime or DEFAULT_RUNTIME, device=device, threads=threads),
+        preprocessing=manifest.preprocessing,
+        labels=manifest.labels,
+        data=manifest.data,
+        sha256=bundle.subject()[MANIFEST],
+        precision=manifest.precision,
+        bundle=bundle,
+    )
+
+
+def _run_side(run: RunFolder, which: str, device: str, threads: int | None, *, compiled: bool) -> Side:
+    from vitx.serve.runtimes.torch import load_run_session, weights_digest
+
+    info = run.info
+    session = load_run_session(run, which, device=device, threads=threads, compiled=compiled)
+    return Side(
+        name=f"{info.name}, checkpoint {which}",
+        session=session,
+        preprocessing=info.preprocessing,
+        labels=info.class_names,
+        data=info.data,
+        sha256=weights_digest(run, which),
+        run=run,
+        renormalized=session.with_normalization,
+    )
