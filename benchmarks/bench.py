@@ -1,0 +1,182 @@
+"""The meter measured: what it adds to a call, how well its shares repeat, and what it says of some networks.
+
+    python benchmarks/bench.py BUNDLE... [--parts a,b,c,d] [--runs 5] [--json FILE]
+
+(a) Overhead: the meter's loop against a bare loop of the same session, at a batch whose call takes about 1 ms, of the
+    first bundle. Both call the session equally often; the two of a pair take turns, and the order within a pair
+    alternates. The ratio is the median of the pairs'.
+(b) Repeatability: the whole of `vitx bench` --runs times for each bundle, each with sessions and probes of its own. The
+    spread of a share is its largest less its smallest value over the median, and beside it the spread of the time;
+    `between_two_runs` is the largest change of the share of the named limit from one run to the next.
+(c) The batch sweep of each bundle on one thread and on all cores.
+(d) `--tune` of each bundle.
+
+Exit code 1 when a target is missed. With --json the parts that were run replace those in FILE.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from vitx.core.bundle import Bundle
+from vitx.core.latency import Latency, LatencyPoint
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.serve import load_session
+from vitx.serve.autotune import tune
+from vitx.serve.bench import bench_bundle, random_images
+from vitx.serve.roofline import usable_cores
+from vitx.serve.turns import Lane
+
+OVERHEAD_TARGET, SPREAD_TARGET = 0.01, 0.05
+CALL_SECONDS = 1e-3
+PAIRS, PAIR_SECONDS = 60, 0.15
+
+
+def overhead(bundle: Bundle) -> dict[str, Any]:
+    """(a) Seconds of a call in the meter's loop over those in a bare one, less one."""
+    session = load_session(bundle, device="cpu", threads=1)
+    shape = tuple(int(extent) for extent in bundle.manifest.input.shape[1:])
+    images = random_images(64, shape)
+    single = Lane("", lambda: session.infer(images[:1]))
+    single.warm_up()
+    single.take_turn(0.3)
+    size = max(1, min(64, round(CALL_SECONDS / single.median)))
+    batch = images[:size]
+
+    def bare(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            session.infer(batch)
+        return (time.perf_counter() - start) / calls
+
+    def metered(calls: int) -> float:
+        lane = Lane("", lambda: session.infer(batch))
+        start = time.perf_counter()
+        made = len(lane._calls(calls * expected))
+        return (time.perf_counter() - start) / made
+
+    expected = bare(50)
+    calls = round(PAIR_SECONDS / expected)
+    ratios = []
+    for pair in range(PAIRS):
+        order: list[tuple[str, Callable[[int], float]]] = [("bare", bare), ("metered", metered)]
+        times = {name: loop(calls) for name, loop in (order if pair % 2 else reversed(order))}
+        ratios.append(times["metered"] / times["bare"])
+    return {
+        "model": bundle.manifest.name,
+        "batch_size": size,
+        "call_ms": 1e3 * expected,
+        "overhead": statistics.median(ratios) - 1,
+        "target": OVERHEAD_TARGET,
+    }
+
+
+def sweep(path: Path, threads: int, sizes: tuple[int, ...], seconds: float) -> Latency:
+    """One run of `vitx bench --threads`, from the file on."""
+    bundle = Bundle.open(path)
+    load = partial(load_session, device="cpu", threads=threads)
+    measured = bench_bundle(
+        *(bundle, {"onnxruntime": load(bundle)}, {"onnxruntime": load}), batch_sizes=sizes, seconds=seconds, quiet=True
+    )
+    return measured["onnxruntime"]
+
+
+def repeatability(path: Path, runs: int) -> dict[str, Any]:
+    """(b) Spreads of the shares and of the time over `runs` runs on one thread, by batch size."""
+    found = [sweep(path, 1, (1, 4), 2.0).points for _ in range(runs)]
+    rows = {}
+    for points in zip(*found, strict=True):
+        values = {
+            "median_ms": [point.median_ms for point in points],
+            "compute_share": [point.compute_share or 0.0 for point in points],
+            "memory_share": [point.memory_share or 0.0 for point in points],
+        }
+        spreads = {name: (max(each) - min(each)) / statistics.median(each) for name, each in values.items()}
+        changes = [share_change(first, second) for first, second in pairwise(points)]
+        rows[str(points[0].batch_size)] = {
+            **values,
+            "spread": spreads,
+            "limits": [point.limit for point in points],
+            "between_two_runs": max(changes),
+        }
+    return rows
+
+
+def share_change(first: LatencyPoint, second: LatencyPoint) -> float:
+    """Relative change of the share of the limit that the first run named."""
+    name = "memory_share" if first.limit == "memory" else "compute_share"
+    before, after = getattr(first, name), getattr(second, name)
+    return float(abs(after / before - 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("bundles", nargs="+", type=Path)
+    parser.add_argument("--parts", default="a,b,c,d")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = {
+        "machine": describe_machine(),
+        "versions": installed_versions(),
+        "command": "python benchmarks/bench.py " + " ".join(Path(word).name for word in sys.argv[1:]),
+    }
+    parts = arguments.parts.split(",")
+    if "a" in parts:
+        report["overhead"] = overhead(Bundle.open(arguments.bundles[0]))
+        print(json.dumps(report["overhead"]), flush=True)
+    for part, title, measure in (
+        ("b", "repeatability", lambda path: repeatability(path, arguments.runs)),
+        ("c", "sweep", measure_sweeps),
+        ("d", "tuning", measure_tuning),
+    ):
+        if part in parts:
+            report[title] = {}
+            for path in arguments.bundles:
+                report[title][path.stem] = measure(path)
+                print(title, path.stem, json.dumps(report[title][path.stem]), flush=True)
+    if arguments.json:
+        known = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
+        report["commands"] = [*known.get("commands", []), report.pop("command")]
+        arguments.json.write_text(json.dumps({**known, **report}, indent=2) + "\n")
+    return 0 if targets_met(report) else 1
+
+
+def measure_sweeps(path: Path) -> dict[str, Any]:
+    """(c)"""
+    return {
+        f"{threads} threads": sweep(path, threads, (1, 8, 32), 1.0).model_dump(
+            mode="json", include={"runtime", "cost", "roof", "points"}
+        )
+        for threads in sorted({1, usable_cores()})
+    }
+
+
+def measure_tuning(path: Path) -> dict[str, Any]:
+    """(d)"""
+    bundle = Bundle.open(path)
+    start = time.perf_counter()
+    tuning = tune(
+        bundle, lambda threads: load_session(bundle, device="cpu", threads=threads), cores=usable_cores(), quiet=True
+    )
+    return {"seconds": time.perf_counter() - start, **tuning.model_dump(mode="json", include={"best", "tried"})}
+
+
+def targets_met(report: dict[str, Any]) -> bool:
+    met = True
+    if "overhead" in report:
+        met &= report["overhead"]["overhead"] <= OVERHEAD_TARGET
+    for rows in report.get("repeatability", {}).values():
+        met &= all(row["between_two_runs"] <= SPREAD_TARGET for row in rows.values())
+    return met
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

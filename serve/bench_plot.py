@@ -1,0 +1,61 @@
+"""Throughput against latency: one curve a runtime, one point a batch size."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from vitx.core.errors import InputError, missing_package
+from vitx.core.latency import Latency
+
+FORMATS = (".png", ".svg")
+# Line and marker differ as well as the grey, so that a print without colour can be read.
+_STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "v"), ("--", "x"), (":", "P"), ("-.", "*"))
+
+
+def check_plot(path: Path) -> None:
+    """Raise InputError for another suffix than .png or .svg, EnvironmentMissing when matplotlib is not installed."""
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"plot '{path}': expected a name that ends in {' or '.join(FORMATS)}")
+    if find_spec("matplotlib") is None:
+        raise missing_package("matplotlib", "analyze")
+
+
+def save_plot(title: str, latencies: Mapping[str, Latency], path: Path) -> None:
+    """Write the picture; the whiskers reach from the median to the 95th percentile."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, latency) in enumerate(latencies.items()):
+        line, marker = _STYLES[index % len(_STYLES)]
+        grey = str(0.55 * index / max(1, len(latencies) - 1))
+        points = latency.points
+        medians = [point.median_ms for point in points]
+        rates = [point.images_per_second for point in points]
+        tails = [[0.0] * len(points), [max(0.0, point.p95_ms - point.median_ms) for point in points]]
+        axes.errorbar(medians, rates, xerr=tails, color=grey, ls=line, marker=marker, capsize=3, label=name)
+        for point in points:  # to the left: the whiskers go to the right
+            at = (point.median_ms, point.images_per_second)
+            axes.annotate(
+                str(point.batch_size),
+                at,
+                textcoords="offset points",
+                xytext=(-2, 5),
+                ha="right",
+                fontsize=8,
+                color=grey,
+            )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    highest = max(point.images_per_second for latency in latencies.values() for point in latency.points)
+    axes.set_ylim(0, 1.12 * highest)
+    axes.margins(x=0.1)
+    axes.set_xlabel("latency of a call (ms): median, whisker to p95")
+    axes.set_ylabel("throughput (images/s)")
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(visible=True, which="both", color="0.9")
+    axes.legend(title="numbers are batch sizes", frameon=False)
+    figure.savefig(path, dpi=150)

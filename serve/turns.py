@@ -1,0 +1,140 @@
+"""Measured turns: every lane gets a short turn, round after round, with the machine's probes before and after each.
+
+A machine that slows down slows all lanes alike, and a lane's share of a probe is of the probe at its own time.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vitx.core.console import log, progress
+
+TURN_SECONDS = 0.1
+# Below this many calls a 95th percentile is the largest value under another name.
+MIN_CALLS = 20
+WARM_UP_SECONDS = 0.1
+WARM_UP_WINDOWS = 20
+SETTLED = 0.03
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Lane:
+    """One thing to call again and again, and the seconds that each call took.
+
+    energy: joules that the device has used so far, read before and after a turn.
+    """
+
+    title: str
+    call: Callable[[], object]
+    energy: Callable[[], float] | None = None
+    clock: Clock = time.perf_counter
+    times: list[float] = field(default_factory=list)
+    turn_medians: list[float] = field(default_factory=list)
+    joules: float = 0.0
+    measured: float = 0.0
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def done(self, seconds: float) -> bool:
+        return self.measured >= seconds and len(self.times) >= MIN_CALLS
+
+    def warm_up(self) -> bool:
+        """Run until the medians of two windows in a row agree; return whether they did."""
+        last = statistics.median(self._calls(WARM_UP_SECONDS))
+        for _ in range(WARM_UP_WINDOWS):
+            median = statistics.median(self._calls(WARM_UP_SECONDS))
+            if abs(median - last) <= SETTLED * last:
+                return True
+            last = median
+        return False
+
+    def take_turn(self, seconds: float) -> None:
+        # The first call pays for the caches that the lane before it filled.
+        self.call()
+        before = self.energy() if self.energy else 0.0
+        times = self._calls(seconds)
+        self.joules += self.energy() - before if self.energy else 0.0
+        self.times += times
+        self.turn_medians.append(statistics.median(times))
+        self.measured += sum(times)
+
+    def _calls(self, seconds: float) -> list[float]:
+        """Call for about `seconds`, once at least; return the time of each call in seconds."""
+        call, clock = self.call, self.clock
+        times = []
+        now = clock()
+        end = now + seconds
+        while now < end:
+            call()
+            before, now = now, clock()
+            times.append(now - before)
+        return times
+
+
+@dataclass
+class Probe:
+    """A kernel of known work (FLOPs or bytes), run for one turn before and after every round."""
+
+    title: str
+    work: float
+    lane: Lane
+
+    @property
+    def rates(self) -> list[float]:
+        """Work a second, turn by turn."""
+        return [self.work / seconds for seconds in self.lane.turn_medians]
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+    def share(self, lane: Lane, work: float) -> float:
+        """Median over the rounds of: the lane's work a second over the mean of the probe before it and after it."""
+        before, after = self.rates[:-1], self.rates[1:]
+        return statistics.median(
+            work / seconds / ((first + second) / 2)
+            for seconds, first, second in zip(lane.turn_medians, before, after, strict=False)
+        )
+
+
+def warm_up(lanes: Sequence[Lane], *, quiet: bool) -> None:
+    for lane in lanes:
+        if not lane.warm_up():
+            log(f"bench: {lane.title} did not settle in {WARM_UP_WINDOWS} windows; read it with care", quiet=quiet)
+
+
+def take_turns(
+    lanes: Sequence[Lane],
+    seconds: float,
+    probes: Sequence[Probe] = (),
+    *,
+    turn_seconds: float = TURN_SECONDS,
+    quiet: bool,
+) -> None:
+    """Give every lane turn after turn until each has been measured for `seconds` and `MIN_CALLS` calls."""
+    turn = min(turn_seconds, seconds)
+    with progress("bench", round(100 * seconds * len(lanes)), quiet=quiet) as bar:
+        while waiting := [lane for lane in lanes if not lane.done(seconds)]:
+            for lane in (*(probe.lane for probe in probes), *waiting):
+                lane.take_turn(turn)
+                measured = sum(min(seconds, lane.measured) for lane in lanes)
+                bar.update(round(100 * measured), lane.title)
+    for probe in probes:
+        probe.lane.take_turn(turn)
+
+
+def percentiles(times: Sequence[float], shares: Sequence[float]) -> Mapping[float, float]:
+    """The given percentiles, linear between neighbours; the keys are `shares`, between 0 and 1."""
+    ordered = sorted(times)
+    found = {}
+    for share in shares:
+        position = share * (len(ordered) - 1)
+        low = int(position)
+        high = min(low + 1, len(ordered) - 1)
+        found[share] = ordered[low] + (position - low) * (ordered[high] - ordered[low])
+    return found

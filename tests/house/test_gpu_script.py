@@ -1,0 +1,59 @@
+"""benchmarks/gpu.py on a processor: its rows, its resuming and its refusals. On a GPU it was not run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SMALL = ("--device", "cpu", "--small", "--models", "deit_tiny_12", "--precisions", "fp32", "--seconds", "0.02")
+ROWS = ("--batches", "1,3", "--runtimes", "torch,cuda-graph,onnxruntime", "--parity", "4")
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gpu") / "results.json"
+    finished = run(*SMALL, *ROWS, "--out", path)
+    assert finished.returncode == 0, finished.stderr
+    return path
+
+
+def test_every_row_is_measured_and_compared_or_says_why_not(results: Path) -> None:
+    rows: list[dict[str, Any]] = json.loads(results.read_text())["rows"]
+    assert len(rows) == 6
+    for row in rows:
+        if row["runtime"] == "cuda-graph":
+            assert row["refused"] == "CUDA graphs need a GPU"
+            continue
+        assert row["parity"]["verdict"] == "pass"
+        assert row["parity"]["flips"] == 0
+        assert row["device_p99_ms"] >= row["device_ms"] > 0
+        assert row["images_per_second"] == pytest.approx(1000 * row["batch_size"] / row["device_ms"])
+        assert row["compute_share"] > 0
+    exact = next(row for row in rows if row["runtime"] == "torch" and row["batch_size"] == 1)
+    assert exact["parity"]["allowed_over_std"] == 1e-3
+
+
+def test_what_is_measured_is_not_measured_again(results: Path) -> None:
+    finished = run(*SMALL, *ROWS, "--out", results, "--dry-run")
+    assert finished.returncode == 0, finished.stderr
+    # What was refused is tried again.
+    assert finished.stdout.splitlines() == ["deit_tiny_12 fp32 1 cuda-graph", "deit_tiny_12 fp32 3 cuda-graph"]
+
+
+def test_without_a_gpu_it_ends(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    finished = run("--out", tmp_path / "none.json")
+    assert finished.returncode == 3
+    assert "torch sees no GPU" in finished.stderr
