@@ -1,5 +1,6 @@
 """`vitx export`: a run, or a network with weights, becomes a certified bundle, with engines where asked for."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -9,7 +10,7 @@ from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, Which
 
 if TYPE_CHECKING:
     from vitx.core.bundle import Bundle
-    from vitx.export import Source, SourceRequest
+    from vitx.export import SamplingPlan, Source, SourceRequest
 
 
 def command(
@@ -24,8 +25,16 @@ def command(
     calibration: Annotated[
         str | None, typer.Option("--calibration-data", help="Judges a lower precision. Default: the training images.")
     ] = None,
+    target: Annotated[
+        Literal["cpu", "tensorrt"] | None,
+        typer.Option("--quantize-for", help="What int8 is written for. Default: tensorrt with a plan, else cpu."),
+    ] = None,
     without: Annotated[
         list[str] | None, typer.Option("--without", metavar="REWRITE", help="Leave a rewrite out; may be repeated.")
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="REWRITE", help="Add a rewrite that is off by default; may be repeated."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Only print what each rewrite removes.")] = False,
     trt: Annotated[bool, typer.Option("--trt", help="Build a TensorRT plan for this machine's GPU.")] = False,
@@ -66,13 +75,10 @@ def command(
     A bundle that fails its parity is not written: exit code 1, with the numbers.
     """
     from vitx.core.console import log
-    from vitx.core.errors import InputError, unknown_name
-    from vitx.export import ALL, EngineRequest, ExportOptions, SourceRequest, export_bundle, triton_repository
+    from vitx.core.errors import InputError
+    from vitx.export import EngineRequest, ExportOptions, SourceRequest, export_bundle, triton_repository
 
-    for name in without or ():
-        if name not in ALL:
-            raise unknown_name("rewrite", name, ALL)
-    rewrites = tuple(name for name in ALL if name not in (without or ()))
+    rewrites = _rewrites(with_ or (), without or ())
     is_model = source.startswith("model:")
     request = SourceRequest(source, which=checkpoint, weights=weights, data=data if is_model else None)
     if explain:
@@ -99,26 +105,69 @@ def command(
     if trt_rtx:
         names = tuple(name.strip() for name in arch.split(",")) if arch else ()
         engines.append(EngineRequest("tensorrt-rtx", names, batches, builder_level, weight_stripped=weight_stripped))
-    target = out or Path(f"{source.rpartition('/')[2].removeprefix('model:')}.vitx" if is_model else f"{source}.vitx")
+    _check_precision(precision, calibration, target)
+    bundle_path = out or Path(
+        f"{source.rpartition('/')[2].removeprefix('model:')}.vitx" if is_model else f"{source}.vitx"
+    )
 
-    def accept(bundle: "Bundle", loaded: "Source") -> None:
+    def accept(bundle: "Bundle") -> None:
         if not uncertified:
-            _certify(bundle, loaded, data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
+            _certify(bundle, request.load(), data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
 
-    log(f"export: {source} to {target}", quiet=quiet)
+    log(f"export: {source} to {bundle_path}", quiet=quiet)
     options = ExportOptions(
         rewrites=rewrites,
         precision=precision,
         calibration=calibration or data,
+        target=target,
+        plan=None if uncertified else _sampling_plan(request, data, max_flip_rate),
         engines=tuple(engines),
         openvino=openvino,
         seconds=seconds,
         memory_gib=memory_gib,
+        quiet=quiet,
     )
-    bundle = export_bundle(request, target, options, accept=accept)
+    bundle = export_bundle(request, bundle_path, options, accept=accept)
     if triton is not None:
-        triton_repository(target, triton, allow_uncertified=uncertified)
+        triton_repository(bundle_path, triton, allow_uncertified=uncertified)
     _print(bundle, as_json=as_json)
+
+
+def _rewrites(added: Sequence[str], left_out: Sequence[str]) -> tuple[str, ...]:
+    """The rewrites to apply: those on by default, with some added and some left out."""
+    from vitx.core.errors import InputError, unknown_name
+    from vitx.export.rewrite import ALL, REWRITES
+
+    for name in (*added, *left_out):
+        if name not in REWRITES:
+            raise unknown_name("rewrite", name, REWRITES)
+    if both := sorted(set(added) & set(left_out)):
+        raise InputError(f"--with {both[0]} --without {both[0]}: choose one")
+    return tuple(name for name in REWRITES if (name in ALL or name in added) and name not in left_out)
+
+
+def _check_precision(precision: str, calibration: str | None, target: str | None) -> None:
+    """Raise InputError for an option that this precision has no use for."""
+    from vitx.core.errors import InputError
+
+    if calibration is not None and precision == "fp32":
+        raise InputError(f"--calibration-data {calibration} goes with a --precision below fp32: leave it out")
+    if target is not None and precision != "int8":
+        raise InputError(f"--quantize-for {target} is of int8, and {precision} has one form: leave it out")
+
+
+def _sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: float) -> "SamplingPlan":
+    """How many images the certificate will look at, and how many of them may flip."""
+    from vitx.core.images import open_images
+    from vitx.core.run import RunFolder
+    from vitx.export import SamplingPlan
+    from vitx.serve.parity import check_image_count
+    from vitx.serve.statistics import flips_allowed
+
+    request.require_known()
+    count = len(open_images(data or RunFolder.open(request.target).info.data, "val"))
+    check_image_count(count, max_flip_rate)
+    return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -162,6 +211,8 @@ def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bo
 def _certify(
     bundle: "Bundle", source: "Source", data: str | None, *, max_flip_rate: float, device: str, quiet: bool
 ) -> None:
+    from vitx.cli.stand_in import cpu_stand_in
+    from vitx.cli.trace import token_similarity
     from vitx.core.console import log
     from vitx.core.errors import CheckFailed
     from vitx.core.images import open_images
@@ -169,13 +220,19 @@ def _certify(
     from vitx.serve.runtimes.torch import TorchSession
 
     log("export: certifying the graph against the checkpoint", quiet=quiet)
+    images = open_images(data or source.data, "val")
+    tokens = None
+    if bundle.manifest.precision != "fp32":  # rounding alone may collapse tokens
+        tokens = token_similarity(source.model, source.preprocessing, bundle, images, quiet=quiet)
     certificate = certify_against(
         TorchSession(source.model, source.preprocessing, device=device),  # type: ignore[arg-type]  # typer checked it
         source.preprocessing,
         bundle,
-        open_images(data or source.data, "val"),
+        images,
         reference_name=f"{source.name}, checkpoint {source.checkpoint}",
         reference_sha256=source.checkpoint_sha256,
+        candidate=cpu_stand_in(bundle, device),
+        token_similarity=tokens,
         max_flip_rate=max_flip_rate,
         device=device,
         quiet=quiet,
