@@ -27,7 +27,7 @@ check: $(VENV)/.dev.stamp
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 update:
 	rm -rf .venv-update

@@ -28,3 +28,24 @@ def randomize(model: nn.Module, seed: int = 0) -> nn.Module:
             if isinstance(module, nn.BatchNorm2d | nn.LayerNorm):
                 module.weight.add_(1.0)
     return model
+
+
+def randomize_like_trained(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Random weights of gain 0.8, biases and normalisation statistics: no attention saturates, nothing explodes."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for path, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                weight = name == "weight" and parameter.ndim > 1
+                gain = 0.8 / math.sqrt(parameter[0].numel()) if weight else 0.1 if parameter.ndim < 2 else 0.3
+                parameter.copy_(gain * torch.randn(parameter.shape, generator=generator))
+            if isinstance(module, nn.LayerNorm | nn.BatchNorm2d):
+                module.weight.add_(1.0)
+            if isinstance(module, nn.BatchNorm2d):
+                assert module.running_mean is not None
+                assert module.running_var is not None
+                variance = 1e-3 if path.endswith("var_norm") else 1.0  # of attention maps, and of features
+                noise = torch.rand(2, module.num_features, generator=generator)
+                module.running_mean.copy_(0.2 * math.sqrt(variance) * (noise[0] - 0.5))
+                module.running_var.copy_(variance * (0.5 + noise[1]))
+    return model
