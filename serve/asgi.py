@@ -2,16 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Iterable
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from vitx.serve.encoding import WORTH_ENCODING, decoded, encoded
 from vitx.serve.errors import RequestError, too_large
 
 T = TypeVar("T")
 JSON = b"application/json"
+CONNECTION = "vitx.connection"  # the key of the connection, an HttpProtocol, in a request's scope
 
 
 class ClientGone(Exception):
@@ -51,6 +53,17 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
     await send({"type": "http.response.body", "body": reply.body})
 
 
+async def compressed(reply: Reply, scope: Scope) -> Reply:
+    """The reply in an encoding that the client accepts, if it is large enough to be worth it."""
+    accepted = header(scope, b"accept-encoding") if len(reply.body) >= WORTH_ENCODING else None
+    if accepted is None:
+        return reply
+    body, encoding = await encoded(reply.body, accepted)
+    if encoding is None:
+        return reply
+    return replace(reply, body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
+
+
 def header(scope: Scope, name: bytes) -> str | None:
     """The first header of this (lower case) name."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
@@ -61,18 +74,17 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Return the whole body; raise RequestError 413 beyond `limit` bytes, 415 when compressed, or ClientGone."""
-    encoding = header(scope, b"content-encoding")
-    if encoding not in (None, "identity"):
-        raise RequestError(
-            f"Content-Encoding '{encoding}' is not offered: send it plain", status=415, reason="unsupported_media"
-        )
+    """Return the whole body, decompressed; raise ClientGone or RequestError.
+
+    413 beyond `limit` bytes, sent or decompressed; 415 and 400 for an encoding that is unknown or broken.
+    """
     declared = header(scope, b"content-length")
     if declared is not None and int(declared) > limit:  # the HTTP parser has checked that it is a number
         raise _body_too_large(limit)
     chunks: list[bytes] = []
     size = 0
-    while True:
+    more = True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -81,34 +93,31 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         if size > limit:
             raise _body_too_large(limit)
         chunks.append(chunk)
-        if not message.get("more_body", False):
-            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        more = message.get("more_body", False)
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    encoding = header(scope, b"content-encoding")
+    return body if encoding in (None, "identity") else await decoded(body, str(encoding).strip().lower(), limit)
 
 
 def _body_too_large(limit: int) -> RequestError:
     return too_large(f"request body of more than {limit} bytes")
 
 
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+async def unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
     """Await `work`, whose request was read to its end; when the client hangs up, cancel it and raise ClientGone."""
+    connection = scope[CONNECTION]
     task = asyncio.current_task()
     assert task is not None
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    watcher = asyncio.create_task(watch())
+    if connection.lost:
+        work.close()
+        raise ClientGone
+    connection.on_lost = task.cancel
     try:
         return await work
     except asyncio.CancelledError:
-        if not gone:
+        if not connection.lost:
             raise
         task.uncancel()
         raise ClientGone from None
     finally:
-        watcher.cancel()
+        connection.on_lost = None

@@ -1,34 +1,49 @@
-"""Dynamic batching: one collector a model, driven by arrivals, completions and one deadline. Nothing polls.
+"""Dynamic batching: one collector a model, driven by arrivals, completions and one timer. Nothing polls.
 
 When a batch leaves
 -------------------
-* A full batch (`max_batch` rows) leaves at once, even while every instance is busy: each instance has one full batch
-  standing by, so it never waits for the event loop between two batches.
+* A full batch leaves at once, even while every instance is busy: each instance has one full batch standing by, so it
+  never waits for the event loop between two batches. Full is the size up to `max_batch` with the most images a second
+  by the latency curve: on a CPU a batch of 8 is often faster an image than one of 32.
 * A part-filled batch leaves only to an idle instance, and there as soon as waiting longer would gain nothing: when
   it holds its share of the rows that have lately been in the server together. A lone client is served without any
   delay; eight clients that answer each reply with the next request travel as one batch of eight.
-* It leaves at the latest `max_delay` after its oldest request arrived, if an instance is idle.
+* It leaves at the latest `max_delay` after its oldest request arrived, if an instance is idle, and early enough for
+  the first deadline among its requests.
 
 "Lately together" is the peak of rows queued and running, forgotten by a quarter with every batch.
+
+Deadlines
+---------
+A request whose deadline the curve says cannot be met is refused when it arrives; one whose deadline passes while it
+waits is answered then and never runs. A batch is cut where a larger one would miss the first deadline in it.
 """
 
 import asyncio
+import logging
 import math
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from dataclasses import dataclass
 
 import numpy as np
 
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.errors import InferenceFailed, QueueFull, unavailable
+from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, unavailable
+from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
+from vitx.serve.model_statistics import ModelStatistics
+from vitx.serve.request_log import CURRENT, RequestRecord
+from vitx.serve.request_queue import Batch, RequestQueue, Ticket, priority_level
 from vitx.serve.runtimes import Float32Array
+from vitx.serve.workers import Infer as Infer
+from vitx.serve.workers import Outcome, Workers
 
-Infer = Callable[[UInt8Array], Float32Array]
+_LAG_RATE = 0.1  # how fast the mean time from a batch's end to its replies forgets
+_WAKE_UP_SECONDS = 0.005  # what a timer, a thread and a reply may take together on a busy machine
+_TIMER_GRAIN = 0.001  # of the event loop: a timer fires up to this much early
+
+_log = logging.getLogger("vitx.serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,88 +51,76 @@ class BatchTimes:
     """What one batch took; every time in seconds."""
 
     rows: int
+    gather: float  # the rows of its requests into one array
     compute: float
+    output: float  # from the end of the computation to the replies
     queue: tuple[float, ...]  # one a request
-
-
-@dataclass(eq=False, slots=True)
-class _Ticket:
-    """Rows that travel in one batch: a request, or a part of one that is larger than a batch."""
-
-    images: UInt8Array
-    reply: asyncio.Future[Float32Array]
-    arrived: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a worker hands back to the event loop."""
-
-    batch: Sequence[_Ticket]
-    live: Sequence[_Ticket]  # those of the batch that nobody had cancelled when it ran
-    logits: Float32Array | None
-    error: Exception | None
-    started: float
-    ended: float
 
 
 class Batcher:
     """Collects the requests of one model into batches. Create it, and call its methods, on a running event loop."""
 
     def __init__(
-        self, infer: Infer, batching: Batching | None = None, *, on_batch: Callable[[BatchTimes], None] | None = None
+        self,
+        infer: Infer,
+        batching: Batching | None = None,
+        *,
+        curve: LatencyCurve | None = None,
+        on_batch: Callable[[BatchTimes], None] | None = None,
     ) -> None:
+        """`curve` is what is known of the model's speed; it follows what is measured live, and is made so if None."""
         self.batching = batching or Batching()
-        self._infer = infer
+        self.statistics = ModelStatistics()
+        self.curve = curve or LatencyCurve()
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
-        self._queue: deque[_Ticket] = deque()
-        self._queued = 0
-        self._running_batches = 0
+        self._queue = RequestQueue()
+        self._running: list[Batch] = []  # in the order in which they were handed over
         self._running_rows = 0
         self._together = 1.0
+        self._lag = 0.0
         self._rows_per_second = 0.0
-        self._deadline: asyncio.TimerHandle | None = None
+        self._full = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # uvloop's handles do not say
+        self._timer_due = 0.0  # uvloop's handle of a timer below a millisecond does not know
         self._closed = False
         self._drained = asyncio.Event()
-        self._work: SimpleQueue[Sequence[_Ticket] | None] = SimpleQueue()
-        self._workers = [
-            threading.Thread(target=self._run_worker, name=f"infer-{index}", daemon=True)
-            for index in range(self.batching.instances)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._workers = Workers(infer, self.batching.instances, self.batching.max_batch, self._finish)
 
     @property
     def queued(self) -> int:
         """Rows that wait for a batch."""
-        return self._queued
+        return self._queue.rows
 
     @property
     def running(self) -> int:
         """Rows in batches that were handed to an instance."""
         return self._running_rows
 
-    async def submit(self, images: UInt8Array) -> Float32Array:
+    @property
+    def replaced_instances(self) -> int:
+        """Instances that died and were replaced."""
+        return self._workers.replaced
+
+    async def submit(self, images: UInt8Array, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
 
-        The rows stay together, unless they are more than a batch. Cancelling the caller takes rows that do not run
-        yet out of the queue. Raises QueueFull, InferenceFailed, or RequestError (503) once closed.
+        priority: 1 is the highest, 0 the default. deadline: in seconds by time.monotonic(); by default
+        `Batching.timeout` from now, if there is one.
+
+        The rows stay together, unless they are more than a full batch. Cancelling the caller takes rows that do not run
+        yet out of the queue. Raises QueueFull, DeadlineMissed, InferenceFailed, or RequestError: 400 for a priority
+        that there is not, 503 once closed.
         """
-        if self._closed:
-            raise unavailable("the model is being unloaded", "draining")
-        rows, step = len(images), self.batching.max_batch
-        if self._queued + rows > self.batching.queue:
-            raise QueueFull(self._queued, self.batching.queue, self._retry_after())
-        parts = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
-        tickets = [self._enqueue(part) for part in parts]
-        self._collect()
+        arrived = time.monotonic()
         try:
-            logits = [await ticket.reply for ticket in tickets]
+            logits = await self._infer(images, priority_level(priority), deadline, arrived)
         except BaseException:
-            self._drop(tickets)
+            self.statistics.add_failure(time.monotonic() - arrived)
             raise
-        return logits[0] if len(logits) == 1 else np.concatenate(logits)
+        self.statistics.add_success(time.monotonic() - arrived)
+        return logits
 
     async def close(self) -> None:
         """Finish what was accepted, refuse the rest, and end the worker threads."""
@@ -125,112 +128,190 @@ class Batcher:
         self._collect()
         self._note_drained()
         await self._drained.wait()
-        for _ in self._workers:
-            self._work.put(None)
-        for worker in self._workers:
-            await asyncio.to_thread(worker.join)
+        await self._workers.close()
 
-    def _enqueue(self, images: UInt8Array) -> _Ticket:
-        ticket = _Ticket(images, self._loop.create_future())
-        self._queue.append(ticket)
-        self._queued += len(images)
-        return ticket
+    async def _infer(self, images: UInt8Array, level: int, deadline: float | None, now: float) -> Float32Array:
+        if deadline is None and self.batching.timeout is not None:
+            deadline = now + self.batching.timeout
+        self._admit(len(images), level, deadline, now)
+        rows, step = len(images), self._full
+        parts = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
+        tickets = [Ticket(part, self._loop.create_future(), level, deadline, now) for part in parts]
+        try:
+            for ticket in tickets:
+                self._enqueue(ticket)
+            self._collect()
+            replies = [ticket.reply for ticket in tickets]
+            answers = [await replies[0]] if len(replies) == 1 else await asyncio.gather(*replies)
+        except BaseException:
+            self._drop(tickets)
+            raise
+        if (record := CURRENT.get()) is not None:
+            _note(record, tickets)
+        return answers[0] if len(answers) == 1 else np.concatenate(answers)
 
-    def _drop(self, tickets: Sequence[_Ticket]) -> None:
+    def _admit(self, rows: int, level: int, deadline: float | None, now: float) -> None:
+        """Raise if the request cannot be queued, or not be answered in time."""
+        if self._closed:
+            raise unavailable("the model is being unloaded", "draining")
+        if self._queue.rows + rows > self.batching.queue:
+            raise QueueFull(self._queue.rows, self.batching.queue, self._retry_after())
+        if deadline is not None and (late := self._expected_answer(rows, level, now) - deadline) > 0:
+            raise DeadlineMissed(max(0.0, deadline - now), deadline - now + late, max(1, math.ceil(late)))
+
+    def _expected_answer(self, rows: int, level: int, now: float) -> float:
+        """When a request that arrives now would have its answer, with allowance for the spread of batch times."""
+        whole, rest = divmod(self._queue.rows_before(level) + rows - 1, self._full)
+        return now + self._wait(whole, now) + self.curve.at_most(rest + 1) + self._lag
+
+    def _wait(self, full_batches: int, now: float) -> float:
+        """Seconds until an instance is free for what comes behind so many full batches."""
+        if len(self._running) + full_batches < self.batching.instances:
+            return 0.0
+        busy = sum(self._left(batch, now) for batch in self._running) + full_batches * self.curve.seconds(self._full)
+        return busy / self.batching.instances
+
+    def _left(self, batch: Batch, now: float) -> float:
+        """Seconds that a batch handed over still needs."""
+        seconds = self.curve.seconds(batch.rows)
+        return seconds if batch.started is None else max(0.0, batch.started + seconds - now)
+
+    def _enqueue(self, ticket: Ticket) -> None:
+        self._queue.push(ticket)
+        if ticket.deadline is not None:
+            left = max(0.0, ticket.deadline - time.monotonic())
+            ticket.timer = self._loop.call_later(left, self._expire, ticket)
+
+    def _expire(self, ticket: Ticket) -> None:
+        """The deadline of a ticket has passed: answer it, unless an instance computes it already."""
+        batch = ticket.batch
+        if ticket.reply.done() or (batch is not None and batch.started is not None):
+            return
+        waited = time.monotonic() - ticket.arrived
+        ticket.reply.set_exception(DeadlineMissed(waited, None, self._retry_after()))
+        if batch is None:
+            self._queue.remove(ticket)
+            self._note_drained()
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
         """Forget what was cancelled, or belongs to a request of which another part failed."""
         for ticket in tickets:
-            if ticket in self._queue:
+            if ticket.timer is not None:
+                ticket.timer.cancel()
+            if ticket.batch is None:
                 self._queue.remove(ticket)
-                self._queued -= len(ticket.images)
             if not ticket.reply.cancel() and not ticket.reply.cancelled():
                 ticket.reply.exception()  # asyncio reports a failure that nobody looked at
         self._collect()
         self._note_drained()
 
-    def _collect(self, *, deadline_passed: bool = False) -> None:
-        """Send every batch that is due; else see to it that the oldest request's deadline is kept."""
-        while self._queue and self._running_batches < 2 * self.batching.instances:
-            idle = self._running_batches < self.batching.instances
-            if self._queued < self.batching.max_batch and not (idle and (deadline_passed or self._worth_sending())):
-                if idle:
-                    self._set_deadline()
-                return
+    def _collect(self, *, timer_fired: bool = False) -> None:
+        """Send every batch that is due; else see to it that the oldest request does not wait too long."""
+        while self._queue.rows and len(self._running) < 2 * self.batching.instances:
+            idle = len(self._running) < self.batching.instances
+            if self._queue.rows < self._full:
+                now = time.monotonic()
+                if not idle:
+                    return
+                if not timer_fired and not self._worth_sending() and (left := self._latest_start() - now) > 0:
+                    self._set_timer(left)
+                    return
             self._send_batch()
-            deadline_passed = False
+            timer_fired = False
 
     def _worth_sending(self) -> bool:
-        """Whether a part-filled batch holds its share of the rows that are likely to come, or has waited enough."""
-        if self._closed or time.monotonic() >= self._queue[0].arrived + self.batching.max_delay:
-            return True
+        """Whether a part-filled batch holds its share of the rows that are likely to come."""
         share = math.ceil(self._together / self.batching.instances)
-        return self._queued >= min(share, round(self._together) - self._running_rows)
+        return self._closed or self._queue.rows >= min(share, round(self._together) - self._running_rows)
 
-    def _set_deadline(self) -> None:
-        if self._deadline is None:
-            left = self._queue[0].arrived + self.batching.max_delay - time.monotonic()
-            self._deadline = self._loop.call_later(max(left, 0), self._on_deadline, self._queue[0])
+    def _latest_start(self) -> float:
+        """Until when a part-filled batch may wait for company beside an idle instance."""
+        start = self._queue.oldest_arrival() + self.batching.max_delay
+        deadline = self._queue.earliest_deadline()
+        if deadline is None:
+            return start
+        return min(start, deadline - self.curve.at_most(self._queue.rows + 1) - self._lag - _WAKE_UP_SECONDS)
 
-    def _on_deadline(self, oldest: _Ticket) -> None:
-        self._deadline = None
-        self._collect(deadline_passed=bool(self._queue) and self._queue[0] is oldest)
+    def _set_timer(self, seconds: float) -> None:
+        """Look again in `seconds`; a timer that is set stays, for later requests only bring the moment forward."""
+        due = self._loop.time() + seconds
+        if self._timer is not None:
+            if self._timer_due <= due:
+                return
+            self._timer.cancel()
+        self._timer, self._timer_due = self._loop.call_later(seconds, self._on_timer), due
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        waits = self._queue.rows and self._latest_start() > time.monotonic() + _TIMER_GRAIN
+        self._collect(timer_fired=not waits)
 
     def _send_batch(self) -> None:
-        """Hand the oldest requests that fit into one batch to the workers."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        seen = float(self._queued + self._running_rows)
+        """Hand the next requests to the workers: a full batch, or less where a deadline asks for it."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        now = time.monotonic()
+        seen = float(self._queue.rows + self._running_rows)
         self._together = seen if seen > self._together else self._together + (seen - self._together) / 4
-        batch = [self._queue.popleft()]
-        rows = len(batch[0].images)
-        while self._queue and rows + len(self._queue[0].images) <= self.batching.max_batch:
-            batch.append(self._queue.popleft())
-            rows += len(batch[-1].images)
-        self._queued -= rows
-        self._running_rows += rows
-        self._running_batches += 1
-        self._work.put(batch)
+        tickets = self._queue.take(self._size(now), now)
+        batch = Batch(tickets, sum(ticket.rows for ticket in tickets))
+        for ticket in tickets:
+            ticket.batch = batch
+        self._running_rows += batch.rows
+        self._running.append(batch)
+        self._workers.put(batch)
 
-    def _run_worker(self) -> None:
-        """One instance: the body of a worker thread."""
-        while (batch := self._work.get()) is not None:
-            outcome = self._run_batch(batch)
-            try:
-                self._loop.call_soon_threadsafe(self._finish, outcome)
-            except RuntimeError:  # the loop was closed by a second signal
-                return
+    def _size(self, now: float) -> int:
+        """The rows of the next batch: the best size, or the largest that keeps the first deadline."""
+        size = min(self._full, self._queue.rows)
+        deadline = self._queue.earliest_deadline()
+        if deadline is None:
+            return size
+        left = deadline - now - self._wait(0, now) - self._lag
+        while size > 1 and self.curve.at_most(size) > left:
+            size //= 2
+        return size if self.curve.at_most(size) <= left else min(self._full, self._queue.rows)
 
-    def _run_batch(self, batch: Sequence[_Ticket]) -> _Outcome:
-        started = time.monotonic()
-        live = [ticket for ticket in batch if not ticket.reply.done()]
-        logits: Float32Array | None = None
-        error: Exception | None = None
-        try:
-            if live:
-                logits = self._infer_rows([ticket.images for ticket in live])
-        except Exception as failure:  # noqa: BLE001 - whatever the runtime raises belongs to this batch alone
-            error = failure
-        return _Outcome(batch, live, logits, error, started, time.monotonic())
-
-    def _infer_rows(self, images: Sequence[UInt8Array]) -> Float32Array:
-        rows = images[0] if len(images) == 1 else np.concatenate(images)
-        logits = self._infer(rows)
-        if logits.ndim != 2 or len(logits) != len(rows):
-            raise ValueError(f"the model returned {logits.shape} for {len(rows)} images")
-        return logits
-
-    def _finish(self, outcome: _Outcome) -> None:
+    def _finish(self, outcome: Outcome) -> None:
         """Back on the event loop: first the next batch, then the replies."""
-        self._running_batches -= 1
-        self._running_rows -= sum(len(ticket.images) for ticket in outcome.batch)
+        self._running.remove(outcome.batch)
+        self._running_rows -= outcome.batch.rows
+        if outcome.died:
+            _log.error("an instance ended with %r and was replaced", outcome.error)
+            self._retry(outcome)
+        elif outcome.logits is not None:
+            self._learn(outcome)
         self._collect()
         self._answer(outcome)
         self._note_drained()
 
-    def _answer(self, outcome: _Outcome) -> None:
+    def _learn(self, outcome: Outcome) -> None:
+        rows, seconds = len(outcome.logits) if outcome.logits is not None else 0, outcome.computed - outcome.gathered
+        self.curve.observe(rows, seconds)
+        self._full = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
+        rate = rows / max(seconds, 1e-6) * self.batching.instances
+        self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
+
+    def _retry(self, outcome: Outcome) -> None:
+        """Put what a dead instance held back in front; what is there for the second time fails."""
+        for ticket in reversed(outcome.live):
+            if ticket.reply.done():
+                continue
+            if ticket.retried or (ticket.deadline is not None and ticket.deadline < time.monotonic()):
+                ticket.reply.set_exception(InferenceFailed(f"inference failed: the instance ended: {outcome.error!r}"))
+            else:
+                ticket.retried, ticket.batch = True, None
+                self._queue.push(ticket, first=True)
+
+    def _answer(self, outcome: Outcome) -> None:
+        if outcome.died:
+            return
         start = 0
         for ticket in outcome.live:
-            stop = start + len(ticket.images)
+            stop = start + ticket.rows
+            if ticket.timer is not None:
+                ticket.timer.cancel()
             if ticket.reply.done():
                 pass  # cancelled while it ran
             elif outcome.logits is None:
@@ -238,21 +319,36 @@ class Batcher:
             else:
                 ticket.reply.set_result(outcome.logits[start:stop])
             start = stop
-        if outcome.live and outcome.logits is not None:
-            self._measure(outcome, rows=start)
+        if outcome.logits is not None:
+            self._measure(outcome)
 
-    def _measure(self, outcome: _Outcome, rows: int) -> None:
-        compute = outcome.ended - outcome.started
-        rate = rows / max(compute, 1e-6) * self.batching.instances
-        self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
+    def _measure(self, outcome: Outcome) -> None:
+        now, started = time.monotonic(), outcome.batch.started or outcome.gathered
+        self._lag += _LAG_RATE * (now - outcome.computed - self._lag)
+        times = BatchTimes(
+            rows=sum(ticket.rows for ticket in outcome.live),
+            gather=outcome.gathered - started,
+            compute=outcome.computed - outcome.gathered,
+            output=now - outcome.computed,
+            queue=tuple(started - ticket.arrived for ticket in outcome.live),
+        )
+        self.statistics.add_batch(times)
         if self._on_batch is not None:
-            waited = tuple(outcome.started - ticket.arrived for ticket in outcome.live)
-            self._on_batch(BatchTimes(rows, compute, waited))
+            self._on_batch(times)
 
     def _retry_after(self) -> int:
         """Seconds until the queue of now will have been served, at the pace of late."""
-        return max(1, math.ceil(self._queued / self._rows_per_second)) if self._rows_per_second else 1
+        return max(1, math.ceil(self._queue.rows / self._rows_per_second)) if self._rows_per_second else 1
 
     def _note_drained(self) -> None:
-        if self._closed and not self._queue and not self._running_batches:
+        if self._closed and not self._queue.rows and not self._running:
             self._drained.set()
+
+
+def _note(record: RequestRecord, tickets: Sequence[Ticket]) -> None:
+    """Tell the access log of a request that ran."""
+    batches = [ticket.batch for ticket in tickets if ticket.batch is not None]
+    started = min(batch.started for batch in batches if batch.started is not None)
+    record.images = sum(ticket.rows for ticket in tickets)
+    record.queue = started - tickets[0].arrived
+    record.compute = max(batch.computed for batch in batches if batch.computed is not None) - started

@@ -1,6 +1,10 @@
 """`POST /v1/classify`: image bytes in, labels with scores out."""
 
+import base64
+import binascii
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -10,20 +14,45 @@ from starlette.types import Receive, Scope
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.serve.asgi import Reply, header, json_reply, read_body, unless_gone
 from vitx.serve.decode import Decoder
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
 from vitx.serve.multipart import parse_multipart
+from vitx.serve.parameters import parse_json
+from vitx.serve.request_log import CURRENT
+from vitx.serve.request_queue import PRIORITY_LEVELS
 from vitx.serve.runtimes import Float32Array
 from vitx.serve.served_model import ModelSet, ServedModel
 
 _TOP_K = 5
+_PARAMETERS = ("model", "top_k", "priority", "timeout_ms")
+_TIMEOUT_HEADER = b"timeout-ms"
+_LONGEST_TIMEOUT_MS = 3_600_000
 # The last is what `curl --data-binary @image.png` says of any bytes.
 _BYTES = ("application/octet-stream", "application/x-www-form-urlencoded")
 
 
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What a request wants to know of its images, and until when (time.monotonic() seconds)."""
+
+    model: ServedModel
+    top_k: int
+    priority: int
+    deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Images:
+    """The images of a request, with their names where they have any; or what is wrong with one."""
+
+    encoded: list[bytes | RequestError]
+    names: list[str] | None = None
+    alone: bool = False
+
+
 class Classifier:
-    """Decodes, batches and labels; one image as the body, or several as multipart/form-data."""
+    """Decodes, batches and labels: one image as the body, several as multipart/form-data or a JSON list of base64."""
 
     def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
         self._models = models
@@ -33,23 +62,46 @@ class Classifier:
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
         """Answer a request; raise RequestError. An unreadable image among several is an entry of its own."""
-        query = _query(scope)
-        model = self._models.get(query.get("model"))
-        top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
+        ask = self._ask(scope)
         content_type = header(scope, b"content-type") or "application/octet-stream"
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        if _is_image(content_type):
-            (result,) = await unless_gone(receive, self._classify(model, [body], top_k))
-            if "error" in result:
-                raise RequestError(result["error"], reason="bad_image")
-            return json_reply({"model": model.name, **result})
-        names, images = self._form_images(content_type, body)
-        results = await unless_gone(receive, self._classify(model, images, top_k))
+        kind = _kind(content_type)
+        images = self._read(kind, content_type, await read_body(scope, receive, self._limits.body_bytes))
+        results = await unless_gone(scope, self._classify(ask, images.encoded))
+        if images.alone:
+            if "error" in results[0]:
+                raise RequestError(results[0]["error"], reason="bad_image")
+            return json_reply({"model": ask.model.name, **results[0]})
         for result in results:
             if "error" in result:
                 self._metrics.reject("bad_image")
-        named = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
-        return json_reply({"model": model.name, "results": named})
+        if images.names is not None:
+            results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
+        return json_reply({"model": ask.model.name, "results": results})
+
+    def _ask(self, scope: Scope) -> _Ask:
+        started = time.monotonic()
+        query = _query(scope)
+        model = self._models.get(query.get("model"))
+        top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
+        priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
+        milliseconds = _timeout_ms(query.get("timeout_ms"), header(scope, _TIMEOUT_HEADER))
+        return _Ask(model, top_k, priority, None if milliseconds is None else started + milliseconds / 1e3)
+
+    def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
+        if kind == "json":
+            return _Images(self._listed(body))
+        if kind == "form":
+            names, parts = self._form_images(content_type, body)
+            return _Images([*parts], names)
+        return _Images([body], alone=True)
+
+    def _listed(self, body: bytes) -> list[bytes | RequestError]:
+        texts = parse_json(body, self._limits.json_depth)
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise RequestError("the JSON is not a list of one or more images, each a base64 text")
+        if len(texts) > self._limits.images:
+            raise too_large(f"{len(texts)} images in one request: at most {self._limits.images}")
+        return [_from_base64(text) for text in texts]
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], list[bytes]]:
         parts = parse_multipart(content_type, body, self._limits.images)
@@ -60,17 +112,26 @@ class Classifier:
             raise RequestError("the form has no image")
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
-    async def _classify(self, model: ServedModel, images: list[bytes], top_k: int) -> list[dict[str, Any]]:
+    async def _classify(self, ask: _Ask, images: Sequence[bytes | RequestError]) -> list[dict[str, Any]]:
         """Return for each image its `predictions`, or its `error`."""
-        decoded = await self._decoder.decode(images, model.bundle.manifest.preprocessing)
-        readable = [image for image in decoded if not isinstance(image, Exception)]
-        logits = await model.batcher.submit(np.stack(readable)) if readable else np.empty((0, 0), np.float32)
-        rows = iter(logits)
+        manifest, batcher = ask.model.bundle.manifest, ask.model.batcher
+        encoded = [image for image in images if isinstance(image, bytes)]
+        started = time.monotonic()
+        decoded = iter(await self._decoder.decode(encoded, manifest.preprocessing))
+        if (record := CURRENT.get()) is not None:
+            record.decode = time.monotonic() - started
+        pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
+        readable = [image for image in pixels if not isinstance(image, Exception)]
+        logits: Float32Array = np.empty((0, 0), np.float32)
+        if readable:
+            rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
+            logits = await batcher.submit(rows, priority=ask.priority, deadline=ask.deadline)
+        answers = iter(logits)
         return [
             {"error": _reason(image)}
             if isinstance(image, Exception)
-            else {"predictions": top_predictions(next(rows), model.bundle.manifest.labels, top_k)}
-            for image in decoded
+            else {"predictions": top_predictions(next(answers), manifest.labels, ask.top_k)}
+            for image in pixels
         ]
 
 
@@ -85,7 +146,7 @@ def top_predictions(logits: Float32Array, labels: Sequence[str], top_k: int) -> 
 
 
 def _reason(failure: UInt8Array | Exception) -> str:
-    if isinstance(failure, ImageError):
+    if isinstance(failure, ImageError | RequestError):
         return str(failure)
     assert isinstance(failure, Exception)
     raise failure
@@ -95,8 +156,8 @@ def _query(scope: Scope) -> dict[str, str]:
     """The query's parameters; RequestError for one that is unknown or given twice."""
     given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None)
     for name, values in given.items():
-        if name not in ("model", "top_k"):
-            raise RequestError(f"unknown query parameter '{name[:80]}': known: model, top_k")
+        if name not in _PARAMETERS:
+            raise RequestError(f"unknown query parameter '{name[:80]}': known: {', '.join(_PARAMETERS)}")
         if len(values) > 1:
             raise RequestError(f"query parameter '{name}' is given {len(values)} times")
     return {name: values[0] for name, values in given.items()}
@@ -105,20 +166,41 @@ def _query(scope: Scope) -> dict[str, str]:
 def _top_k(given: str | None, classes: int) -> int:
     if given is None:
         return min(_TOP_K, classes)
-    if not (given.isascii() and given.isdigit() and len(given) < 10 and 1 <= int(given) <= classes):
-        raise RequestError(f"top_k is '{given[:40]}': expected 1 to {classes}, the number of classes")
+    return _number("top_k", given, 1, classes, ", the number of classes")
+
+
+def _timeout_ms(query: str | None, header: str | None) -> int | None:
+    if query is not None and header is not None:
+        raise RequestError("the timeout is given twice: as the query parameter timeout_ms and the header Timeout-Ms")
+    given = header if query is None else query
+    return None if given is None else _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS)
+
+
+def _number(name: str, given: str, least: int, most: int, why: str = "") -> int:
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and least <= int(given) <= most):
+        raise RequestError(f"{name} is '{given[:40]}': expected {least} to {most}{why}")
     return int(given)
 
 
-def _is_image(content_type: str) -> bool:
-    """True for one image, False for a form; RequestError 415 for anything else."""
+def _from_base64(text: str) -> bytes | RequestError:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        return RequestError(f"not base64: {error}")
+
+
+def _kind(content_type: str) -> str:
+    """`image`, `form` or `json`; RequestError 415 for anything else."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
-        return False
+        return "form"
+    if kind == "application/json":
+        return "json"
     if kind.startswith("image/") or kind in _BYTES:
-        return True
+        return "image"
     raise RequestError(
-        f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream or multipart/form-data",
+        f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, multipart/form-data "
+        "or application/json",
         status=415,
         reason="unsupported_media",
     )

@@ -32,6 +32,22 @@ class QueueFull(RequestError):
         )
 
 
+class DeadlineMissed(RequestError):
+    """A request that cannot be answered in time, or was not. Times in seconds, `retry_after` whole ones."""
+
+    def __init__(self, allowed: float, needed: float | None, retry_after: int) -> None:
+        if needed is None:
+            text = f"the deadline passed after {1000 * allowed:.0f} ms in the queue"
+        else:
+            text = f"the deadline is in {1000 * allowed:.0f} ms, and the answer is expected in {1000 * needed:.0f} ms"
+        super().__init__(
+            f"{text}; try again in {retry_after} s",
+            status=HTTPStatus.SERVICE_UNAVAILABLE,
+            reason="deadline",
+            retry_after=retry_after,
+        )
+
+
 class InferenceFailed(RequestError):
     """The model raised, or returned something that is not one row of logits an image."""
 

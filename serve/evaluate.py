@@ -14,6 +14,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.serve.parity import check_labels
 from vitx.serve.runtimes import Session, load_session
+from vitx.serve.runtimes.requirements import require
 
 BATCH_SIZE = 32
 
@@ -55,11 +56,13 @@ def evaluate_path(
     which: str = "best",
     device: str = "auto",
     threads: int | None = None,
+    runtime: str | None = None,
     skip_bad: bool = False,
     quiet: bool = False,
 ) -> Evaluation:
-    """Evaluate a run (its checkpoint `which`, in torch) or a bundle (in ONNX Runtime) on `data`'s evaluation split.
+    """Evaluate a run (its checkpoint `which`) or a bundle on `data`'s evaluation split.
 
+    `runtime` defaults to torch for a run and ONNX Runtime for a bundle.
     `data` defaults to what the model was trained on. Raises InputError when `path` is neither, or when the data's
     classes are not the model's.
     """
@@ -68,7 +71,7 @@ def evaluate_path(
         bundle = Bundle.open(path)
         trained_on, labels = bundle.manifest.data, bundle.manifest.labels
         preprocessing = bundle.manifest.preprocessing
-        session = load_session(bundle, device=device, threads=threads)
+        session = load_session(bundle, runtime or "onnxruntime", device=device, threads=threads)
     else:
         if path.is_dir() and not (path / "run.json").is_file():
             raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
@@ -76,7 +79,10 @@ def evaluate_path(
         from vitx.serve.runtimes.torch import load_run_session
 
         trained_on, labels, preprocessing = run.info.data, run.info.class_names, run.info.preprocessing
-        session = load_run_session(run, which, device=device, threads=threads)
+        if runtime is not None and require(runtime).source != "run":
+            raise InputError(f"runtime {runtime}: a run's checkpoint runs in torch; export it to a bundle for others")
+        compiled = runtime == "torch-compile"
+        session = load_run_session(run, which, device=device, threads=threads, compiled=compiled)
     images = open_images(data or trained_on, "val", skip_bad=skip_bad)
     check_labels(images, labels)
     return evaluate(session, images, preprocessing, quiet=quiet)

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -61,6 +61,12 @@ class Metrics:
         self.decode_seconds = Histogram(
             "vitx_decode_seconds", "Time to decode and resize one image.", buckets=_SECONDS, registry=registry
         )
+        self._replaced = Gauge(
+            "vitx_replaced_instances",
+            "Instances that died and were replaced.",
+            ("model",),
+            registry=registry,
+        )
         self._queue_depth = Gauge("vitx_queue_depth", "Images waiting for a batch.", ("model",), registry=registry)
         self._running = Gauge("vitx_running_images", "Images in batches that run.", ("model",), registry=registry)
         self._model_info = Gauge(
@@ -69,20 +75,51 @@ class Metrics:
             ("model", "version", "certificate", "runtime", "provider", "precision"),
             registry=registry,
         )
+        self.loads = Counter(
+            "vitx_model_loads", "Loads of a running server: loaded or refused.", ("model", "result"), registry=registry
+        )
+        self.canaries = Counter(
+            "vitx_canaries", "Replays of the canary batch: pass or fail.", ("model", "result"), registry=registry
+        )
         ProcessCollector(registry=registry)
+        self._models: dict[str, tuple[ModelMetrics, tuple[str, ...]]] = {}
+        self.gather: Callable[[], Awaitable[bytes]] | None = None  # the exposition of several workers together
+        self._counters: dict[tuple[str, int], Counter] = {}  # by their labels: looking these up takes longer than inc()
+        self._histograms: dict[str, Histogram] = {}
         self.latencies: deque[float] = deque(maxlen=_RECENT)
         self.answered = 0
         self.rejected = 0
         self._started = time.monotonic()
 
     def add_model(
-        self, model: str, info: dict[str, str], queued: Callable[[], float], running: Callable[[], float]
+        self,
+        model: str,
+        info: dict[str, str],
+        queued: Callable[[], float],
+        running: Callable[[], float],
+        replaced: Callable[[], float],
     ) -> ModelMetrics:
-        """Begin the series of a model; `info` has the labels certificate, runtime, provider, precision, version."""
-        self._model_info.labels(model=model, **info).set(1)
+        """Begin the series of a model, or go on with those of the model of this name that it replaces.
+
+        `info` has the labels version, certificate, runtime, provider, precision, in this order.
+        """
+        known, labels = self._models.get(model), (model, *info.values())
+        if known is not None and known[1] != labels:
+            self._model_info.remove(*known[1])
+        self._model_info.labels(*labels).set(1)
         self._queue_depth.labels(model).set_function(queued)
         self._running.labels(model).set_function(running)
-        return ModelMetrics(self, model)
+        self._replaced.labels(model).set_function(replaced)
+        series = known[0] if known is not None else ModelMetrics(self, model)
+        self._models[model] = (series, labels)
+        return series
+
+    def remove_model(self, model: str) -> None:
+        """End what is said of a model's present; its counters stay."""
+        _, labels = self._models.pop(model)
+        self._model_info.remove(*labels)
+        for gauge in (self._queue_depth, self._running, self._replaced):
+            gauge.remove(model)
 
     def reject(self, reason: str) -> None:
         self.rejected += 1
@@ -90,10 +127,16 @@ class Metrics:
 
     def answer(self, route: str, status: int, seconds: float | None = None) -> None:
         """Record one reply; `seconds` only for a request that went through a model."""
-        self.requests.labels(route, str(status)).inc()
+        counter = self._counters.get((route, status))
+        if counter is None:
+            counter = self._counters[route, status] = self.requests.labels(route, str(status))
+        counter.inc()
         if seconds is not None:
             self.answered += 1
-            self.request_seconds.labels(route).observe(seconds)
+            histogram = self._histograms.get(route)
+            if histogram is None:
+                histogram = self._histograms[route] = self.request_seconds.labels(route)
+            histogram.observe(seconds)
             if status < 400:  # refusals are fast, and would flatter
                 self.latencies.append(seconds)
 

@@ -2,12 +2,12 @@
 
 The binary form is Triton's extension: the body is a JSON header of `Inference-Header-Content-Length` bytes and then the
 tensors' bytes (little endian, row major). Sources: KServe's "Open Inference Protocol", Triton's
-docs/protocol/extension_binary_data.md.
+docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memory}.md.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,26 @@ import numpy as np
 
 from vitx.core.bundle import Manifest
 from vitx.core.preprocess import UInt8Array
+from vitx.serve.classification import bytes_tensor, classification_texts
 from vitx.serve.errors import RequestError, too_large
+from vitx.serve.limits import Limits
+from vitx.serve.parameters import (
+    REGION_PARAMETERS,
+    Region,
+    expected_bytes,
+    known_parameters,
+    parse_json_object,
+    quoted,
+    request_parameters,
+    requested_output,
+)
 from vitx.serve.runtimes import Float32Array
+from vitx.serve.shared_memory import SharedMemory
 
 HEADER_LENGTH = "inference-header-content-length"
 VERSION = "1"  # of every model: a bundle holds one
 
-# Parameters of Triton's extensions that this server does not offer: it says so instead of ignoring them.
-_NOT_OFFERED = frozenset({"classification", "shared_memory_region", "sequence_id", "priority", "timeout"})
+EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +77,19 @@ class Contract:
 
 @dataclass(frozen=True, slots=True)
 class InferRequest:
-    """A request that keeps the contract; `images` is uint8 (N, S, S, 3), N ≥ 1."""
+    """A request that keeps the contract; `images` is uint8 (N, S, S, 3), N ≥ 1.
+
+    priority: Triton's, 1 the highest, 0 the default. timeout: seconds. top_k: with 0 the answer is logits, else so many
+    classes an image. region: where the answer goes instead of into the body.
+    """
 
     images: UInt8Array
     id: str | None = None
     binary_output: bool = False
+    priority: int = 0
+    timeout: float | None = None
+    top_k: int = 0
+    region: Region | None = None
 
 
 def header_length(value: str | None, body_length: int) -> int | None:
@@ -84,42 +104,66 @@ def header_length(value: str | None, body_length: int) -> int | None:
     return length
 
 
-def decode_infer_request(body: bytes, length: int | None, contract: Contract, max_images: int) -> InferRequest:
+def decode_infer_request(
+    body: bytes, length: int | None, contract: Contract, limits: Limits, memory: SharedMemory
+) -> InferRequest:
     """Read the body of an infer request; `length` is that of its JSON header, as `header_length` returns it.
 
-    Raises RequestError: 400 for what breaks the protocol or the contract, 413 for more than `max_images` rows.
+    Raises RequestError: 400 for what breaks the protocol or the contract, 413 for more than `limits.images` rows, and
+    what the shared memory refuses.
     """
     if length == 0:  # Triton's raw binary request: nothing but the tensor
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
-        return InferRequest(_from_bytes(memoryview(body), shape, contract, max_images), binary_output=True)
-    header = _parse_header(body if length is None else body[:length])
+        return InferRequest(_from_bytes(memoryview(body), shape, contract, limits.images), binary_output=True)
+    header = parse_json_object(body if length is None else body[:length], limits.json_depth)
+    rest = memoryview(body)[length:] if length is not None else memoryview(b"")
+    return read_infer_request(header, rest, contract, limits, memory)
+
+
+def read_infer_request(
+    header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
+) -> InferRequest:
+    """Read a request from its JSON header and the bytes behind it; raises what `decode_infer_request` does."""
     tensor = _only_input(header, contract)
     shape = _image_shape(tensor, contract)
-    size = _parameters(tensor, "input").get("binary_data_size")
-    rest = memoryview(body)[length:] if length is not None else memoryview(b"")
-    if size is None:
-        if rest:
-            raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
-        images = _from_json(tensor, shape, contract, max_images)
-    else:
-        _check_binary(tensor, size, rest)
-        images = _from_bytes(rest, shape, contract, max_images)
-    return InferRequest(images, _request_id(header), _binary_output(header, contract))
+    _check_count(shape[0], limits.images)
+    images = _images(tensor, shape, rest, contract, limits.images, memory)
+    parameters = request_parameters(header)
+    output = requested_output(header, contract, parameters.binary_output, shape[0], memory)
+    return InferRequest(
+        images,
+        _request_id(header),
+        output.binary,
+        parameters.priority,
+        parameters.timeout,
+        output.top_k,
+        output.region,
+    )
 
 
-def encode_infer_response(logits: Float32Array, request: InferRequest, contract: Contract) -> tuple[bytes, int | None]:
-    """Return the body, and the length of its JSON header when the logits follow as bytes."""
+def encode_infer_response(
+    logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+) -> tuple[bytes, int | None]:
+    """Return the body, and the length of its JSON header when the output follows as bytes."""
     output: dict[str, Any] = {"name": contract.output_name, "datatype": "FP32", "shape": logits.shape}
     reply: dict[str, Any] = {"model_name": contract.model, "model_version": VERSION, "outputs": [output]}
+    texts: list[str] = []
+    if request.top_k:
+        texts = classification_texts(logits, labels, request.top_k)
+        output.update(datatype="BYTES", shape=(len(logits), request.top_k))
     if request.id is not None:
         reply["id"] = request.id
-    if not request.binary_output:
-        output["data"] = logits.ravel().tolist()
+    if not request.binary_output and request.region is None:
+        output["data"] = texts or logits.ravel().tolist()
         return _to_json(reply), None
-    output["parameters"] = {"binary_data_size": logits.nbytes}
+    data = bytes_tensor(texts) if request.top_k else logits.astype("<f4", copy=False).tobytes()
+    if request.region is not None:
+        output["parameters"] = request.region.write(data, contract, memory)
+        return _to_json(reply), None
+    output["parameters"] = {"binary_data_size": len(data)}
     header = _to_json(reply)
-    return header + logits.astype("<f4", copy=False).tobytes(), len(header)
+    return header + data, len(header)
 
 
 def _to_json(value: Any) -> bytes:
@@ -133,16 +177,6 @@ def _to_json(value: Any) -> bytes:
         ) from None
 
 
-def _parse_header(text: bytes) -> Mapping[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise RequestError(f"failed to parse the request's JSON: {str(error)[:200]}") from None
-    if not isinstance(header, dict):
-        raise RequestError("the request's JSON is not an object")
-    return header
-
-
 def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, Any]:
     tensors = header.get("inputs")
     if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
@@ -152,12 +186,12 @@ def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, A
     tensor: Mapping[str, Any] = tensors[0]
     if tensor.get("name") != contract.input_name:
         raise RequestError(
-            f"unexpected inference input {_quoted(tensor.get('name'))} for model '{contract.model}': "
+            f"unexpected inference input {quoted(tensor.get('name'))} for model '{contract.model}': "
             f"its input is '{contract.input_name}'"
         )
     if tensor.get("datatype") != "UINT8":
         raise RequestError(
-            f"inference input '{contract.input_name}' is {_quoted(tensor.get('datatype'))}: expected 'UINT8'"
+            f"inference input '{contract.input_name}' is {quoted(tensor.get('datatype'))}: expected 'UINT8'"
         )
     return tensor
 
@@ -168,23 +202,38 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     if not isinstance(shape, list) or not all(type(side) is int for side in shape):
         raise RequestError(f"the shape of input '{contract.input_name}' is not a list of integers: expected {expected}")
     if len(shape) != 1 + len(contract.image_shape) or tuple(shape[1:]) != contract.image_shape or shape[0] < 1:
-        raise RequestError(f"unexpected shape {_quoted(shape)} of input '{contract.input_name}': expected {expected}")
+        raise RequestError(f"unexpected shape {quoted(shape)} of input '{contract.input_name}': expected {expected}")
     return tuple(shape)
 
 
-def _parameters(owner: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    parameters = owner.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise RequestError(f"the 'parameters' of the {kind} are not an object")
-    refused = sorted(_NOT_OFFERED & parameters.keys())
-    if refused:
-        raise RequestError(f"this server does not offer the {kind} parameter '{refused[0]}'")
-    return parameters
+def _images(
+    tensor: Mapping[str, Any],
+    shape: tuple[int, ...],
+    rest: memoryview,
+    contract: Contract,
+    max_images: int,
+    memory: SharedMemory,
+) -> UInt8Array:
+    """The input's pixels: from the JSON, from the bytes behind it, or from shared memory."""
+    parameters = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
+    region = Region.of(parameters)
+    size = parameters.get("binary_data_size")
+    if region is not None:
+        if size is not None or "data" in tensor:
+            raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
+        expected_bytes(contract.input_name, region.byte_size, shape)
+        return _from_bytes(memory.read(region.name, region.offset, region.byte_size), shape, contract, max_images)
+    if size is not None:
+        _check_binary(tensor, size, rest)
+        return _from_bytes(rest, shape, contract, max_images)
+    if rest:
+        raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
+    return _from_json(tensor, shape, contract, max_images)
 
 
 def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> None:
     if type(size) is not int or size < 0:
-        raise RequestError(f"'binary_data_size' is {_quoted(size)}: expected a number of bytes")
+        raise RequestError(f"'binary_data_size' is {quoted(size)}: expected a number of bytes")
     if "data" in tensor:
         raise RequestError("the input has both 'data' and 'binary_data_size'")
     if size != len(rest):
@@ -193,12 +242,7 @@ def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> 
 
 def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract, max_images: int) -> UInt8Array:
     _check_count(shape[0], max_images)
-    expected = math.prod(shape)
-    if len(data) != expected:
-        raise RequestError(
-            f"input '{contract.input_name}' got unexpected byte size {len(data)}, "
-            f"expected {expected} for shape {list(shape)}"
-        )
+    expected_bytes(contract.input_name, len(data), shape)
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
@@ -231,34 +275,3 @@ def _request_id(header: Mapping[str, Any]) -> str | None:
     if request_id is not None and not isinstance(request_id, str):
         raise RequestError("'id' is not a string")
     return request_id
-
-
-def _binary_output(header: Mapping[str, Any], contract: Contract) -> bool:
-    """Whether the logits are to follow as bytes: an output's `binary_data`, else the request's `binary_data_output`."""
-    binary = _flag(_parameters(header, "request"), "binary_data_output", False)
-    outputs = header.get("outputs", [])
-    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
-        raise RequestError("'outputs' is not a list of objects")
-    for output in outputs:
-        if output.get("name") != contract.output_name:
-            raise RequestError(
-                f"unexpected inference output {_quoted(output.get('name'))} for model '{contract.model}': "
-                f"its output is '{contract.output_name}'"
-            )
-        binary = _flag(_parameters(output, "output"), "binary_data", binary)
-    return binary
-
-
-def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise RequestError(f"'{name}' is {_quoted(value)}: expected true or false")
-    return value
-
-
-def _quoted(value: object) -> str:
-    """A client's value, shortened: an error text is no place for a megabyte."""
-    if isinstance(value, dict):
-        return "an object"
-    text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
-    return text if len(text) <= 82 else f"{text[:80]}…"

@@ -1,34 +1,48 @@
 """A model in service: its bundle, session, certificate and batcher. And the set of them that one server holds."""
 
 import asyncio
+import gc
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitx.core.bundle import Bundle, Certificate
+from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate
 from vitx.core.errors import InputError
 from vitx.serve.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
+from vitx.serve.instances import load_instances
 from vitx.serve.limits import Batching
 from vitx.serve.metrics import Metrics
 from vitx.serve.protocol import VERSION, Contract
+from vitx.serve.request_log import CURRENT
 from vitx.serve.runtimes import Device, Session, load_session
+
+if TYPE_CHECKING:
+    from vitx.serve.loading import WarmModel
 
 
 class ServedModel:
-    """One model that answers requests. Create it on a running event loop, after `load_warm`."""
+    """One model that answers requests. Create it on a running event loop. `fault` is what its canary found, if any."""
 
-    def __init__(
-        self, bundle: Bundle, certificate: Certificate | None, session: Session, batching: Batching, metrics: Metrics
-    ) -> None:
-        self.bundle = bundle
-        self.certificate = certificate
-        self.contract = Contract.of(bundle.manifest)
-        self.runtime = session.describe()
-        self.batcher = Batcher(session.infer, batching, on_batch=lambda times: self.metrics.batch(times))
+    def __init__(self, warm: "WarmModel", metrics: Metrics) -> None:
+        self.bundle = warm.offer.bundle
+        self.certificate = warm.offer.certificate
+        self.canary = warm.canary
+        self.fault: str | None = None
+        self.contract = Contract.of(self.bundle.manifest)
+        self.runtime = warm.session.describe()
+        self.batcher = Batcher(
+            warm.session.infer, warm.batching, curve=warm.curve, on_batch=lambda times: self.metrics.batch(times)
+        )
         self.metrics = metrics.add_model(
-            self.name, self._info(), lambda: self.batcher.queued, lambda: self.batcher.running
+            self.name,
+            self._info(),
+            lambda: self.batcher.queued,
+            lambda: self.batcher.running,
+            lambda: self.batcher.replaced_instances,
         )
 
     @property
@@ -42,6 +56,7 @@ class ServedModel:
             "certified": self.certificate is not None,
             "certificate": self.certificate and _summary(self.certificate),
             "runtime": self.runtime,
+            "fault": self.fault,
             "precision": manifest.precision,
             "labels": manifest.labels,
             "preprocessing": manifest.preprocessing.model_dump(mode="json"),
@@ -50,6 +65,10 @@ class ServedModel:
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
         return {**self.contract.metadata(), "certified": self.certificate is not None, "vitx": own}
+
+    def statistics(self) -> dict[str, Any]:
+        """One entry of Triton's `model_stats`."""
+        return self.batcher.statistics.as_json(self.name, VERSION)
 
     def stats(self) -> dict[str, Any]:
         """What the page's charts are drawn from; counters since the start."""
@@ -71,15 +90,13 @@ class ServedModel:
         }
 
 
-def _summary(certificate: Certificate) -> dict[str, Any]:
-    """A certificate without its long lists."""
-    whole = certificate.model_dump(mode="json", exclude={"subject", "flips"})
-    return {**whole, "flips": len(certificate.flips)}
-
-
-def load_warm(bundle: Bundle, batching: Batching, *, device: Device, threads: int | None) -> Session:
+def load_warm(
+    bundle: Bundle, batching: Batching, *, device: Device, threads: int | None, runtime: str = "onnxruntime"
+) -> Session:
     """Load a bundle and run real batches of one and of `max_batch`; raise InputError if the model cannot do them."""
-    session = load_session(bundle, device=device, threads=threads)
+    session = load_instances(
+        lambda: load_session(bundle, runtime, device=device, threads=threads), batching.instances, threads
+    )
     contract = Contract.of(bundle.manifest)
     for rows in {1, batching.max_batch}:
         logits = session.infer(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
@@ -91,40 +108,111 @@ def load_warm(bundle: Bundle, batching: Batching, *, device: Device, threads: in
     return session
 
 
+class Generation:
+    """The requests that began between two switches of a model: what they hold may not be closed."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+
+    def enter(self) -> None:
+        self._requests += 1
+        self._ended.clear()
+
+    def leave(self) -> None:
+        self._requests -= 1
+        if not self._requests:
+            self._ended.set()
+
+    async def end(self) -> None:
+        await self._ended.wait()
+
+
 class ModelSet:
-    """The models of one server by name, and whether the server takes work."""
+    """The models of one server by name, and whether the server takes work. Create it on a running event loop."""
 
     def __init__(self, expected: tuple[str, ...]) -> None:
         self.expected = expected
         self.draining = False
+        self.leaving = False  # requests are still answered, and their connections closed
         self._models: dict[str, ServedModel] = {}
+        self._generation = Generation()
+        self._retiring: set[asyncio.Task[None]] = set()
 
     @property
     def ready(self) -> bool:
-        """Whether every model that was asked for is warm, and the server does not drain."""
-        return not self.draining and all(name in self._models for name in self.expected)
+        """Whether every model that was asked for is warm and itself, and the server does not drain."""
+        return all(map(self.is_ready, self.expected)) and not self.draining
 
     @property
     def loaded(self) -> Mapping[str, ServedModel]:
         return self._models
 
-    def add(self, model: ServedModel) -> None:
+    def is_ready(self, name: str) -> bool:
+        """Whether a model takes requests and its canary found nothing wrong."""
+        model = self._models.get(name)
+        return model is not None and model.fault is None and not self.draining
+
+    def enter(self) -> Generation:
+        """Begin a request, before it asks for its model; it calls `leave` of what this returns when it ends."""
+        self._generation.enter()
+        return self._generation
+
+    def switch(self, model: ServedModel, retire_seconds: float) -> None:
+        """Serve this model from now on; one of the same name ends with the last request that holds it."""
+        old = self._models.get(model.name)
+        if model.name not in self.expected:
+            self.expected = (*self.expected, model.name)
         self._models[model.name] = model
+        if old is not None:
+            self._retire(old, retire_seconds)
+
+    def remove(self, name: str, retire_seconds: float) -> None:
+        """Serve a model no longer."""
+        self.expected = tuple(expected for expected in self.expected if expected != name)
+        self._retire(self._models.pop(name), retire_seconds)
 
     def get(self, name: str | None) -> ServedModel:
         """Return a model, for None the only one; raise RequestError 404, or 503 while it loads or the server drains."""
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
         if name is None:
+            if not self.expected:
+                raise RequestError("no model is loaded", status=404, reason="unknown_model")
             if len(self.expected) > 1:
                 raise RequestError(f"several models are served, choose one with ?model=: {', '.join(self.expected)}")
             name = self.expected[0]
         model = self._models.get(name)
         if model is not None:
+            if (record := CURRENT.get()) is not None:
+                record.model = name
             return model
         if name in self.expected:
             raise unavailable(f"model '{name}' is loading", "not_ready")
         raise RequestError(f"request for unknown model: '{name[:80]}' is not found", status=404, reason="unknown_model")
 
     async def close(self) -> None:
-        await asyncio.gather(*(model.batcher.close() for model in self._models.values()))
+        """Finish what every model accepted."""
+        await asyncio.gather(*(model.batcher.close() for model in self._models.values()), *self._retiring)
+
+    def _retire(self, model: ServedModel, seconds: float) -> None:
+        ended, self._generation = self._generation, Generation()
+        task = asyncio.create_task(_close_after(ended, model, seconds))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+
+async def _close_after(requests: Generation, model: ServedModel, seconds: float) -> None:
+    """Close a model when the requests that may hold it have ended; a client slower than `seconds` gets 503."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(requests.end(), seconds)
+    await model.batcher.close()
+    del model
+    await asyncio.to_thread(gc.collect)  # batcher and threads refer to one another, and hold the old weights
+
+
+def _summary(certificate: Certificate) -> dict[str, Any]:
+    """A certificate without its long lists."""
+    whole = certificate.model_dump(mode="json", exclude={"subject", "flips"})
+    return {**whole, "flips": len(certificate.flips)}

@@ -1,169 +1,298 @@
 """One server process: claim the port, load and warm the models, serve, drain on a signal, stop on a second one."""
 
 import asyncio
-import errno
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
-from vitx.core.bundle import Bundle, Certificate
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import InputError, missing_package
+from vitx.serve.access_log import AccessLog, AccessLogged
 from vitx.serve.app import App
+from vitx.serve.canary import replay_once
 from vitx.serve.decode import Decoder
+from vitx.serve.http_protocol import HttpProtocol, limited_protocol
 from vitx.serve.limits import Batching, Limits
+from vitx.serve.loading import Loader, Offer, open_offers
 from vitx.serve.metrics import Metrics
+from vitx.serve.port import claim_port, url_of
+from vitx.serve.repository import Repository, bundles_in
 from vitx.serve.runtimes import Device
-from vitx.serve.served_model import ModelSet, ServedModel, load_warm
+from vitx.serve.security import Guarded, Security, Tokens, read_pem
+from vitx.serve.served_model import ModelSet, ServedModel
+from vitx.serve.shared_memory import SharedMemory
+from vitx.serve.supervisor import WorkerLink, worker_link
+from vitx.serve.worker_metrics import WorkerMetrics
+
+if TYPE_CHECKING:
+    from vitx.serve.grpc_server import GrpcServer
 
 _KEEP_ALIVE_SECONDS = 75  # longer than the clients' pools keep a connection, so that they close it, not we
+# What a worker that leaves gives the clients of open connections to come back once more, and be told to close.
+_LINGER_SECONDS = 2.0
+_WATCH_SECONDS = 1.0  # between two looks at the bundles on disk
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What `vitx serve` was asked for. Port 0 means any free port."""
+    """What `vitx serve` was asked for. Port 0 means any free port; `shared_memory` trusts whoever reaches the port.
+
+    instances and threads: None takes what `vitx bench --tune` found for this machine. canary_seconds: 0 for never.
+    access_log: a file, or "-" for standard output.
+    """
 
     bundles: Sequence[Path]
+    repository: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None  # None: no gRPC
+    shared_memory: bool = False
     device: Device = "auto"
+    runtime: str = "onnxruntime"
+    instances: int | None = None
     threads: int | None = None
     allow_uncertified: bool = False
+    management: bool = False
+    watch: bool = False
+    canary_seconds: float = 30.0
+    access_log: str | None = None
+    security: Security = field(default_factory=Security)
     batching: Batching = field(default_factory=Batching)
     limits: Limits = field(default_factory=Limits)
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A verified bundle that may be served; without a certificate only because the user allowed it."""
-
-    bundle: Bundle
-    certificate: Certificate | None
-
-
 def serve(options: ServerOptions) -> None:
-    """Serve until a signal comes.
+    """Serve until a signal comes; as a worker, on its parent's socket.
 
     Raises EnvironmentMissing when the port cannot be had, InputError for a bundle that is broken or named like
     another one, CheckFailed for one whose certificate does not allow it; all before a model is loaded.
     """
-    with claim_port(options.host, options.port) as listener:
-        offers = open_offers(options.bundles, allow_uncertified=options.allow_uncertified)
+    if options.management and options.security.management_token_file is None:
+        raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
+    link = worker_link()
+    with claim_port(options.host, options.port) if link is None else link.listener as listener:
+        found = [] if options.repository is None else bundles_in(options.repository)
+        offers = open_offers([*options.bundles, *found], allow_uncertified=options.allow_uncertified)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(Server(options, offers, listener).run())
-
-
-def claim_port(host: str, port: int) -> socket.socket:
-    """Return a listening socket; raise EnvironmentMissing when the address is taken or not allowed."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise InputError(f"host '{host}' is no address of this machine: {error.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    try:
-        if sys.platform != "win32":  # there it would let two servers share the port
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRINUSE:
-            raise EnvironmentMissing(
-                f"port {port} on {host} is in use: stop what listens there, or choose another with --port (0: any)"
-            ) from None
-        raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    listener.setblocking(False)
-    return listener
-
-
-def open_offers(paths: Sequence[Path], *, allow_uncertified: bool) -> list[Offer]:
-    """Open and verify bundles and their certificates; raise InputError or CheckFailed."""
-    if not paths:
-        raise InputError("no bundle to serve")
-    offers: dict[str, Offer] = {}
-    for path in paths:
-        bundle = Bundle.open(path)
-        name = bundle.manifest.name
-        if name in offers:
-            raise InputError(f"two bundles are named '{name}': {offers[name].bundle.path} and {path}")
-        offers[name] = Offer(bundle, _certificate(bundle, allow_uncertified=allow_uncertified))
-    return list(offers.values())
-
-
-def _certificate(bundle: Bundle, *, allow_uncertified: bool) -> Certificate | None:
-    try:
-        return bundle.require_certificate()
-    except CheckFailed as refusal:
-        if not allow_uncertified:
-            raise
-        log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
-        return None
+            runner.run(Server(options, offers, listener, link).run())
 
 
 class Server:
     """Runs one application on one listening socket until a signal comes."""
 
-    def __init__(self, options: ServerOptions, offers: Sequence[Offer], listener: socket.socket) -> None:
+    def __init__(
+        self, options: ServerOptions, offers: Sequence[Offer], listener: socket.socket, link: WorkerLink | None = None
+    ) -> None:
         self._options = options
         self._offers = offers
         self._listener = listener
+        self._link = link
         self._metrics = Metrics()
         self._models = ModelSet(tuple(offer.bundle.manifest.name for offer in offers))
+        self._memory = SharedMemory(enabled=options.shared_memory)
+        self._tokens = Tokens.read(options.security)
+        self._pem = read_pem(options.security)
+        self._access_log = None if options.access_log is None else AccessLog(options.access_log)
+        self._loader = Loader(
+            batching=options.batching,
+            device=options.device,
+            runtime=options.runtime,
+            instances=options.instances,
+            threads=options.threads,
+            allow_uncertified=options.allow_uncertified,
+        )
+        self._repository = Repository(
+            self._models,
+            self._loader,
+            self._metrics,
+            given={offer.bundle.manifest.name: offer.bundle.path for offer in offers},
+            folder=options.repository,
+            retire_seconds=options.limits.drain_seconds,
+        )
+        self._grpc: GrpcServer | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Answer probes at once, load the models, serve, and return when drained."""
+        """Answer probes at once, load the models, serve, and return when drained. A worker first loads its models."""
         limits, queue = self._options.limits, self._options.batching.queue
         limits = replace(limits, images=min(limits.images, queue))  # more could never be queued
         decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
-        self._app = App(self._models, decoder, limits, self._metrics)
-        self._uvicorn = _Uvicorn(_uvicorn_config(self._app))
+        offered = self._repository if self._options.management else None
+        self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered)
+        protocol = limited_protocol(limits, self._metrics.reject)
+        self._uvicorn = _Uvicorn(_uvicorn_config(self._outermost(), protocol, self._options.security))
+        self._uvicorn.config.load()
+        if self._options.grpc_port is not None:
+            self._grpc = await self._start_grpc(self._options.grpc_port, limits, offered)
         self._take_signals()
+        workers = await self._join_workers() if self._link is not None else None
+        if self._link is not None:
+            await self._load()
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
-            await self._load()
+            if self._link is None:
+                await self._load()
+            self._announce()
         except BaseException:
             self._uvicorn.should_exit = True
-            await serving
             raise
-        await serving
-        decoder.close()
+        finally:
+            await serving
+            await self._end_tasks()
+            if self._grpc is not None:
+                await self._grpc.stop()
+            if workers is not None:
+                workers.close()
+            decoder.close()
+            self._memory.close()
+            if self._access_log is not None:
+                self._access_log.close()
+
+    def _outermost(self) -> ASGIApp:
+        """The application behind what the options put before it."""
+        app: ASGIApp = self._app
+        if self._tokens:
+            app = Guarded(app, self._tokens, self._metrics.reject)
+        return app if self._access_log is None else AccessLogged(app, self._access_log)
+
+    async def _start_grpc(self, port: int, limits: Limits, offered: Repository | None) -> "GrpcServer":
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its warnings let a client fill the log
+        try:
+            from vitx.serve.grpc_server import GrpcServer, server_credentials
+        except ModuleNotFoundError as error:
+            raise missing_package(str(error.name), "grpc") from None
+        server = GrpcServer(
+            *(self._models, limits, self._metrics, self._memory),
+            host=self._options.host,
+            port=port,
+            credentials=server_credentials(self._pem),
+            repository=offered,
+            tokens=self._tokens,
+            access_log=self._access_log,
+        )
+        await server.start()
+        return server
+
+    async def _join_workers(self) -> WorkerMetrics:
+        assert self._link is not None
+        asyncio.get_running_loop().add_reader(self._link.parent, self._on_parent)
+        workers = WorkerMetrics(self._link.folder, self._link.index, os.getpid(), self._metrics.exposition)
+        await workers.start()
+        self._metrics.gather = workers.gather
+        return workers
 
     async def _load(self) -> None:
-        options = self._options
         for offer in self._offers:
-            session = await asyncio.to_thread(
-                load_warm, offer.bundle, options.batching, device=options.device, threads=options.threads
-            )
-            self._models.add(ServedModel(offer.bundle, offer.certificate, session, options.batching, self._metrics))
-        if self._models.ready:
-            print(f"vitx: serving {', '.join(self._models.expected)} on {_url(self._listener)}", flush=True)
+            warm = await asyncio.to_thread(self._loader.warm, offer)
+            self._models.switch(ServedModel(warm, self._metrics), 0)
+
+    def _announce(self) -> None:
+        """Begin what runs beside the requests, and say that the models are warm."""
+        if self._draining is not None:
+            return
+        if self._options.canary_seconds:
+            self._begin(self._replay_canaries())
+        if self._options.watch:
+            self._begin(self._repository.watch(_WATCH_SECONDS))
+        if self._link is not None:
+            self._link.announce_ready()
+            return
+        print(f"vitx: serving {', '.join(self._models.expected)} on {self._url()}", flush=True)
+        if self._grpc is not None:
+            print(f"vitx: gRPC on {self._grpc.address}", flush=True)
+
+    def _url(self) -> str:
+        return url_of(self._listener, tls=self._pem is not None)
+
+    async def _replay_canaries(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.canary_seconds)
+            await replay_once(self._models.loaded.values(), self._metrics)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _take_signals(self) -> None:
+        self._on(signal.SIGINT, self._on_signal)
+        self._on(signal.SIGTERM, self._on_signal)
+        if sys.platform != "win32":
+            self._on(signal.SIGHUP, self._on_hangup)
+            self._on(signal.SIGUSR1, self._on_rotated)
+
+    def _on(self, number: int, act: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(self._on_signal, number))
+        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(act, number))
 
     def _on_signal(self, number: int) -> None:
         if self._draining is not None:
             log("vitx: stopped by a second signal")
             os._exit(128 + number)  # at once: threads that compute cannot be asked
-        log("vitx: draining; a second signal stops at once")
-        self._models.draining = True
-        self._draining = asyncio.create_task(self._drain())
+        if self._link is None:
+            log("vitx: draining; a second signal stops at once")
+        self._start_drain()
+
+    def _on_parent(self) -> None:
+        """The parent never writes: it has closed its side, or is gone."""
+        assert self._link is not None
+        asyncio.get_running_loop().remove_reader(self._link.parent)
+        if self._draining is None:
+            self._start_drain()
+
+    def _on_hangup(self, number: int) -> None:
+        """Load certificate and bundles again."""
+        security = self._options.security
+        if security.tls_cert is not None and self._uvicorn.config.ssl is not None:
+            try:
+                read_pem(security)
+                self._uvicorn.config.ssl.load_cert_chain(security.tls_cert, security.tls_key)
+            except InputError as error:
+                log(f"vitx: the TLS certificate stays: {error}")
+        if self._draining is None:
+            self._begin(self._repository.load_all())
+
+    def _on_rotated(self, number: int) -> None:
+        if self._access_log is not None:
+            self._access_log.reopen()
+
+    def _start_drain(self) -> None:
+        self._draining = asyncio.create_task(self._leave() if self._link is not None else self._drain())
+
+    async def _leave(self) -> None:
+        """As a worker: leave new connections to the others, answer on the open ones and close them; then drain."""
+        self._models.leaving = True
+        for server in getattr(self._uvicorn, "servers", ()):
+            server.close()
+        end = time.monotonic() + _LINGER_SECONDS
+        while self._uvicorn.server_state.connections and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        await self._drain()
 
     async def _drain(self) -> None:
         """Let the requests in flight finish, then let the HTTP server end."""
+        self._models.draining = True
         try:
             async with asyncio.timeout(self._options.limits.drain_seconds):
                 await self._app.idle()
+                if self._grpc is not None:
+                    await self._grpc.idle()
                 await self._models.close()
         except TimeoutError:
             log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
@@ -177,10 +306,10 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _uvicorn_config(app: App) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], security: Security) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http="httptools",
+        http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -188,6 +317,8 @@ def _uvicorn_config(app: App) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        ssl_certfile=security.tls_cert,
+        ssl_keyfile=security.tls_key,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # what was accepted is done by then
     )
@@ -199,8 +330,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     import uvloop
 
     return uvloop.new_event_loop
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

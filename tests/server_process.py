@@ -5,13 +5,21 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 COMMAND = (sys.executable, "-c", "from vitx.cli import main; main()", "serve")
+
+# One grey image for the bundles of bundle_fixture, when they are named tiny.
+INFER_PATH = "/v2/models/tiny/infer"
+INFER_BODY = json.dumps(
+    {"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [7] * 768}]}
+).encode()
 
 
 class ServerProcess:
@@ -20,8 +28,9 @@ class ServerProcess:
     def __init__(self, process: "subprocess.Popen[str]", line: str) -> None:
         self.process = process
         self.line = line
-        self.host, _, port = line.rpartition("http://")[2].rpartition(":")
+        self.host, _, port = line.rpartition("://")[2].rpartition(":")
         self.port = int(port)
+        self.grpc_url = ""
         self._connections: list[http.client.HTTPConnection] = []
 
     @property
@@ -65,8 +74,18 @@ class ServerProcess:
         return self.process.wait(20)
 
 
+def grpc_address(server: ServerProcess) -> str:
+    """host:port of a server's gRPC, which its second line says; ready when this returns."""
+    if not server.grpc_url:
+        assert server.process.stdout is not None
+        server.grpc_url = server.process.stdout.readline().split()[-1]
+    return server.grpc_url
+
+
 @contextmanager
-def running_server(*arguments: str | Path, program: str | None = None) -> Iterator[ServerProcess]:
+def running_server(
+    *arguments: str | Path, program: str | None = None, kind: type[ServerProcess] = ServerProcess
+) -> Iterator[ServerProcess]:
     """Start `vitx serve ARGUMENTS` on a free port, wait until it is ready, and stop it at the end.
 
     `program` is Python source to run instead of the command; it finds the arguments in sys.argv.
@@ -81,7 +100,7 @@ def running_server(*arguments: str | Path, program: str | None = None) -> Iterat
         line = process.stdout.readline().strip()
         if not line:
             raise AssertionError(f"the server ended with {process.wait(20)}: {process.communicate()[1]}")
-        server = ServerProcess(process, line)
+        server = kind(process, line)
         wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
         yield server
     finally:
@@ -107,3 +126,29 @@ def wait_until(condition: Any, seconds: float = 20) -> None:
 def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     """Run `vitx serve` to its end, for cases in which it must refuse."""
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], int]]:
+    """Keep `clients` connections busy; yields how many were answered; at the end every answer must have been 200."""
+    stop, failures, answered = threading.Event(), list[str](), [0] * clients
+
+    def client(index: int) -> None:
+        connection = server.connect()
+        while not stop.is_set():
+            connection.request("POST", INFER_PATH, INFER_BODY)
+            reply = connection.getresponse()
+            text = reply.read()
+            if reply.status != 200:
+                failures.append(f"{reply.status} {text!r}")
+            answered[index] += 1
+
+    with ThreadPoolExecutor(clients) as pool:
+        jobs = [pool.submit(client, index) for index in range(clients)]
+        try:
+            yield lambda: sum(answered)
+        finally:
+            stop.set()
+            for job in jobs:
+                job.result(20)
+    assert failures == []

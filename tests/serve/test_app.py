@@ -129,16 +129,35 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
         ("model=mine", {}, 404, "request for unknown model: 'mine' is not found"),
         ("model=tiny&top_k=0", {}, 400, "top_k is '0': expected 1 to 4, the number of classes"),
         ("model=tiny&top_k=5", {}, 400, "top_k is '5': expected 1 to 4, the number of classes"),
-        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, top_k"),
+        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, top_k, priority, timeout_ms"),
         ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
         (
             "model=tiny",
             {"Content-Type": "text/plain"},
             415,
             "Content-Type 'text/plain' is not offered: "
-            "expected image/*, application/octet-stream or multipart/form-data",
+            "expected image/*, application/octet-stream, multipart/form-data or application/json",
         ),
-        ("model=tiny", {"Content-Encoding": "gzip"}, 415, "Content-Encoding 'gzip' is not offered: send it plain"),
+        ("model=tiny&priority=4", {}, 400, "priority is '4': expected 0 to 3"),
+        ("model=tiny&timeout_ms=0", {}, 400, "timeout_ms is '0': expected 1 to 3600000"),
+        (
+            "model=tiny&timeout_ms=9",
+            {"Timeout-Ms": "9"},
+            400,
+            "the timeout is given twice: as the query parameter timeout_ms and the header Timeout-Ms",
+        ),
+        (
+            "model=tiny",
+            {"Content-Encoding": "br"},
+            415,
+            "Content-Encoding 'br' is not offered: expected gzip, deflate or identity",
+        ),
+        (
+            "model=tiny",
+            {"Content-Encoding": "gzip"},
+            400,
+            "the body is not valid gzip: Error -3 while decompressing data: incorrect header check",
+        ),
         ("model=tiny", {}, 400, "not an image in a format that can be read (JPEG, PNG, WebP, BMP, GIF, TIFF)"),
     ],
 )
@@ -209,7 +228,13 @@ def test_wrong_methods_are_405(server: ServerProcess) -> None:
 
 
 def test_metadata_shows_what_is_served(server: ServerProcess) -> None:
-    assert server.json("/v2")["extensions"] == ["binary_tensor_data"]
+    assert server.json("/v2")["extensions"] == [
+        "binary_tensor_data",
+        "classification",
+        "model_configuration",
+        "schedule_policy",
+        "statistics",
+    ]
     about = server.json("/v2/models/tiny")
     assert about["inputs"] == [{"name": "images", "datatype": "UINT8", "shape": [-1, IMAGE_SIZE, IMAGE_SIZE, 3]}]
     assert about["outputs"] == [{"name": "logits", "datatype": "FP32", "shape": [-1, 4]}]

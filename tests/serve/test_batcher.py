@@ -1,7 +1,9 @@
 """The collector alone: when batches leave, what they hold, and what a failure or a cancellation touches."""
 
 import asyncio
+import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batcher import Batcher, BatchTimes
-from vitx.serve.errors import InferenceFailed, QueueFull, RequestError
+from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError
+from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
+from vitx.serve.request_queue import PATIENCE, RequestQueue, Ticket
 from vitx.serve.runtimes import Float32Array
 
 
@@ -37,11 +41,22 @@ def images(*numbers: int) -> UInt8Array:
     return np.array(numbers, dtype=np.uint8).reshape(-1, 1, 1, 1).repeat(3, axis=3)
 
 
+LOOPS = [asyncio.new_event_loop]
+if sys.platform != "win32":
+    import uvloop
+
+    LOOPS.append(uvloop.new_event_loop)  # the server's
+
+
 def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Run a test on each event loop that a server may have."""
+
     async def limited() -> None:
         await asyncio.wait_for(test(), 20)
 
-    asyncio.run(limited())
+    for new_loop in LOOPS:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(limited())
 
 
 async def busy(model: Model, batcher: Batcher) -> asyncio.Task[Float32Array]:
@@ -234,5 +249,198 @@ def test_every_instance_works_at_once_and_every_reply_is_its_own() -> None:
         assert [await answer(task) for task in tasks] == [[number] for number in range(20, 120)]
         await batcher.close()
         assert sum(batch.rows for batch in times) == 100
+
+    run(test)
+
+
+def curve(seconds: float) -> LatencyCurve:
+    """Each image takes the same time, whatever the size."""
+    return LatencyCurve({1: seconds, 64: 64 * seconds})
+
+
+def test_a_higher_priority_leaves_first_and_the_default_is_the_middle() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=1))
+        first, standing_by = await busy(model, batcher), asyncio.create_task(batcher.submit(images(0)))
+        await asyncio.sleep(0)
+        order: list[int] = []
+
+        async def ask(number: int, priority: int) -> None:
+            await batcher.submit(images(number), priority=priority)
+            order.append(number)
+
+        tasks = [asyncio.create_task(ask(number, priority)) for number, priority in ((3, 3), (2, 0), (1, 1), (4, 2))]
+        await asyncio.sleep(0)
+        model.gate.set()
+        await asyncio.gather(first, standing_by, *tasks)
+        assert order == [1, 2, 4, 3]
+        with pytest.raises(RequestError, match="priority is 4: expected 0"):
+            await batcher.submit(images(1), priority=4)
+        await batcher.close()
+
+    run(test)
+
+
+def test_a_low_priority_is_not_starved() -> None:
+    def ticket(number: int, level: int, arrived: float) -> Ticket:
+        return Ticket(images(number), reply, level, None, arrived)
+
+    loop = asyncio.new_event_loop()
+    reply = loop.create_future()
+    queue = RequestQueue()
+    queue.push(ticket(9, 3, arrived=0))
+    queue.push(ticket(8, 3, arrived=0))
+    for number in range(4):
+        queue.push(ticket(number, 1, arrived=PATIENCE))
+    taken = [queue.take(1, now=PATIENCE + 0.5)[0].images[0, 0, 0, 0] for _ in range(5)]
+    assert taken == [9, 0, 8, 1, 2]  # every second batch begins with what waited too long
+    assert queue.rows == 1
+    loop.close()
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=4), curve=curve(0.5))
+        first = await busy(model, batcher)
+        others = await submitted(batcher, images(1, 2, 3, 4), images(5, 6, 7, 8))
+        now = time.monotonic()
+        with pytest.raises(DeadlineMissed) as refusal:  # .5 s run, 4 s are queued, and its own .5 s
+            await batcher.submit(images(9), deadline=now + 4.5)
+        assert time.monotonic() - now < 0.2
+        assert (refusal.value.status, refusal.value.reason, refusal.value.retry_after) == (503, "deadline", 1)
+        assert str(refusal.value).startswith("the deadline is in 4")
+        urgent = asyncio.create_task(batcher.submit(images(9), priority=1, deadline=now + 4.5))  # passes the queue
+        model.gate.set()
+        assert await answer(urgent) == [9]
+        await asyncio.gather(first, *others)
+        await batcher.close()
+
+    run(test)
+
+
+def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=1, timeout=0.05))
+        first = await busy(model, batcher)
+        started = time.monotonic()
+        standing_by, queued = await submitted(batcher, images(1), images(2))
+        for task in (standing_by, queued):
+            with pytest.raises(
+                DeadlineMissed, match=r"^the deadline passed after \d+ ms in the queue; try again in 1 s$"
+            ):
+                await task
+        assert 0.04 < time.monotonic() - started < 2
+        assert batcher.queued == 0
+        model.gate.set()
+        assert await answer(first) == [0]  # it ran already, so it is answered, late
+        await batcher.close()
+        assert model.batches == [1]
+
+    run(test)
+
+
+def test_a_batch_leaves_early_enough_for_its_deadline() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=8, max_delay=15), curve=curve(0.001))
+        first = await busy(model, batcher)
+        rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
+        model.gate.set()
+        await asyncio.gather(first, *rest)  # seven were together: a lone request now waits for company, up to 15 s
+        started = time.monotonic()
+        assert await answer(batcher.submit(images(9), deadline=started + 0.5)) == [9]
+        assert time.monotonic() - started < 0.5
+        await batcher.close()
+
+    run(test)
+
+
+def test_a_batch_is_cut_to_the_size_that_is_fastest_an_image() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=16), curve=LatencyCurve({1: 2.0, 4: 4.0, 16: 32.0}))
+        first = await busy(model, batcher)
+        tasks = await submitted(batcher, *(images(number) for number in range(1, 13)))
+        model.gate.set()
+        await asyncio.gather(first, *tasks)
+        await batcher.close()
+        assert model.batches == [1, 4, 4, 4]
+
+    run(test)
+
+
+def test_a_batch_is_cut_where_a_larger_one_would_miss_a_deadline() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=8), curve=curve(0.2))
+        first = await busy(model, batcher)
+        standing_by = await submitted(batcher, images(*range(8)))
+        tasks = await submitted(batcher, *(images(number) for number in range(1, 8)))
+        tasks += [asyncio.create_task(batcher.submit(images(8), priority=1, deadline=time.monotonic() + 2.4))]
+        await asyncio.sleep(0)
+        model.gate.set()
+        await asyncio.gather(first, *standing_by, *tasks)
+        await batcher.close()
+        assert model.batches[:2] == [1, 8]
+        assert model.batches[2] < 8
+
+    run(test)
+
+
+def test_an_instance_that_dies_is_replaced_and_its_requests_run_once_more() -> None:
+    async def test() -> None:
+        model, deaths = Model(), [2]
+
+        def mortal(rows: UInt8Array) -> Float32Array:
+            if deaths[0] and rows[0, 0, 0, 0] == 7:
+                deaths[0] -= 1
+                raise SystemExit("killed")
+            return model(rows)
+
+        batcher = Batcher(mortal, Batching(max_batch=2))
+        with pytest.raises(InferenceFailed, match=r"^inference failed: the instance ended: SystemExit\('killed'\)$"):
+            await batcher.submit(images(7))  # twice
+        deaths[0] = 1
+        assert await answer(batcher.submit(images(7))) == [7]
+        assert await answer(batcher.submit(images(8))) == [8]
+        assert batcher.replaced_instances == 3
+        await batcher.close()
+
+    run(test)
+
+
+def test_the_curve_interpolates_and_follows_what_is_measured() -> None:
+    known = LatencyCurve({2: 0.2, 8: 0.5})
+    assert [known.seconds(rows) for rows in (1, 2, 5, 8, 16)] == pytest.approx([0.2, 0.2, 0.35, 0.5, 1.0])
+    for _ in range(300):
+        known.observe(8, 1.0)
+    assert known.seconds(8) == pytest.approx(1.0, rel=0.01)
+    assert 0.2 < known.seconds(2) < 0.4  # another size moves along, half as far
+    assert known.at_most(8) >= known.seconds(8)
+    fresh = LatencyCurve()
+    assert (bool(fresh), fresh.seconds(4), fresh.best_size(32)) == (False, 0.0, 32)
+    fresh.observe(4, 0.1)
+    assert fresh.seconds(8) == pytest.approx(0.2)
+
+
+def test_the_best_size_is_the_largest_that_is_nearly_the_fastest() -> None:
+    known = LatencyCurve({1: 1.0, 4: 3.0, 8: 6.1, 32: 30.0})
+    assert known.best_size(32) == 8
+    assert known.best_size(6) == 6
+    assert known.best_size(32, preferred=(4,)) == 4
+    assert LatencyCurve().best_size(32, preferred=(8, 16, 64)) == 16
+
+
+def test_a_delay_below_the_grain_of_the_loop_is_waited_for_too() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=8, max_delay=0.0003))
+        for _ in range(20):  # seven together, and then fewer: those wait, for less than a millisecond
+            await asyncio.gather(*await submitted(batcher, *(images(number) for number in range(7))))
+            await asyncio.gather(*await submitted(batcher, images(1), images(2), images(3)))
+        await batcher.close()
 
     run(test)

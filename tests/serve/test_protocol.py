@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vitx.serve.errors import RequestError
+from vitx.serve.limits import Limits
 from vitx.serve.multipart import Part, parse_multipart
 from vitx.serve.protocol import (
     Contract,
@@ -18,8 +19,12 @@ from vitx.serve.protocol import (
     encode_infer_response,
     header_length,
 )
+from vitx.serve.shared_memory import SharedMemory
 
 CONTRACT = Contract("m", "images", (1, 2, 3), "logits", 2)
+LIMITS = Limits(images=4)
+LABELS = ("cat", "dog")
+NO_MEMORY = SharedMemory(enabled=False)
 ROW = [1, 2, 3, 4, 5, 6]
 
 
@@ -28,10 +33,14 @@ def tensor(**changes: Any) -> dict[str, Any]:
     return {name: value for name, value in whole.items() if value is not None}
 
 
-def decode(header: Any, binary: bytes | None = None, max_images: int = 4) -> InferRequest:
+def decode(header: Any, binary: bytes | None = None) -> InferRequest:
     text = json.dumps(header).encode()
     body = text if binary is None else text + binary
-    return decode_infer_request(body, None if binary is None else len(text), CONTRACT, max_images)
+    return decode_infer_request(body, None if binary is None else len(text), CONTRACT, LIMITS, NO_MEMORY)
+
+
+def encode(logits: "np.ndarray[Any, np.dtype[np.float32]]", request: InferRequest) -> tuple[bytes, int | None]:
+    return encode_infer_response(logits, request, CONTRACT, LABELS, NO_MEMORY)
 
 
 def refusal(header: Any, binary: bytes | None = None) -> tuple[int, str]:
@@ -57,7 +66,7 @@ def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
 
 
 def test_a_raw_binary_request_is_nothing_but_the_tensor() -> None:
-    request = decode_infer_request(bytes(range(12)), 0, CONTRACT, 4)
+    request = decode_infer_request(bytes(range(12)), 0, CONTRACT, LIMITS, NO_MEMORY)
     assert request.images.shape == (2, 1, 2, 3)
     assert request.binary_output
 
@@ -72,7 +81,7 @@ def test_an_outputs_own_flag_overrides_the_requests() -> None:
 def test_the_json_response_is_golden() -> None:
     logits = np.array([[0.5, -2.0]], dtype=np.float32)
     request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), id="7")
-    assert encode_infer_response(logits, request, CONTRACT) == (
+    assert encode(logits, request) == (
         b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
         b'"data":[0.5,-2.0]}],"id":"7"}',
         None,
@@ -86,7 +95,7 @@ def test_the_binary_response_is_golden() -> None:
         b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
         b'"parameters":{"binary_data_size":8}}]}'
     )
-    assert encode_infer_response(logits, request, CONTRACT) == (
+    assert encode(logits, request) == (
         header + bytes.fromhex("0000003f000000c0"),
         len(header),
     )
@@ -96,9 +105,9 @@ def test_a_logit_that_json_cannot_say_is_an_error_in_json_and_a_value_in_binary(
     logits = np.array([[np.nan, 1]], dtype=np.float32)
     pixels = np.zeros((1, 1, 2, 3), dtype=np.uint8)
     with pytest.raises(RequestError, match="ask for binary output") as error:
-        encode_infer_response(logits, InferRequest(pixels), CONTRACT)
+        encode(logits, InferRequest(pixels))
     assert error.value.status == 500
-    assert encode_infer_response(logits, InferRequest(pixels, binary_output=True), CONTRACT)[1] is not None
+    assert encode(logits, InferRequest(pixels, binary_output=True))[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -139,8 +148,33 @@ def test_a_logit_that_json_cannot_say_is_an_error_in_json_and_a_value_in_binary(
             "unexpected inference output 'probabilities' for model 'm': its output is 'logits'",
         ),
         (
-            {"inputs": [tensor()], "outputs": [{"name": "logits", "parameters": {"classification": 3}}]},
-            "this server does not offer the output parameter 'classification'",
+            {"inputs": [tensor()], "outputs": [{"name": "logits", "parameters": {"classification": -1}}]},
+            "'classification' is -1: expected a whole number of 0 or more",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"sequence_id": 1}},
+            "this server does not offer the request parameter 'sequence_id': "
+            "known are binary_data_output, priority, timeout",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"priority": 4}},
+            "priority is 4: expected 0 (the default) or 1 (the highest) to 3",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"timeout": 1.5}},
+            "'timeout' is 1.5: expected a whole number of 0 or more",
+        ),
+        (
+            {"inputs": [tensor(data=None, parameters={"shared_memory_region": "r"})]},
+            "'shared_memory_region', a name, and 'shared_memory_byte_size' go together: one of them is missing",
+        ),
+        (
+            {"inputs": [tensor(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 6})]},
+            "the input is in shared memory, and has 'data' or 'binary_data_size' as well",
+        ),
+        (
+            {"inputs": [tensor(data=[[[[[[[[[[[[[[6]]]]]]]]]]]]]])]},
+            "the request's JSON is nested more than 16 levels deep",
         ),
         (
             {"inputs": [tensor()], "parameters": {"binary_data_output": 1}},
@@ -205,7 +239,7 @@ near_requests = st.fixed_dictionaries(
 def decodes_or_refuses(body: bytes, length: int | None) -> None:
     request, refused = None, None
     try:
-        request = decode_infer_request(body, length, CONTRACT, 4)
+        request = decode_infer_request(body, length, CONTRACT, LIMITS, NO_MEMORY)
     except RequestError as error:
         refused = error
     if request is not None:

@@ -1,5 +1,6 @@
 """NVIDIA's own HTTP client, unmodified, against a running server."""
 
+import os
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from server_process import ServerProcess, running_server
 with warnings.catch_warnings():  # gevent and its parts warn while they are imported
     warnings.simplefilter("ignore")
     import tritonclient.http as triton
+    import tritonclient.utils.shared_memory as shared_memory
     from tritonclient.utils import InferenceServerException
 
 from vitx.core.bundle import Bundle
@@ -110,6 +112,80 @@ def test_refusals_reach_the_client(client: Any) -> None:
         client.infer("tiny", [tensor])
     with pytest.raises(InferenceServerException, match="unknown model: 'mine' is not found"):
         client.get_model_metadata("mine")
-    outputs = [triton.InferRequestedOutput("logits", class_count=2)]
-    with pytest.raises(InferenceServerException, match="does not offer the output parameter 'classification'"):
-        infer(client, random_images(1), outputs=outputs)
+    with pytest.raises(InferenceServerException, match="does not offer the request parameter 'sequence_id'"):
+        infer(client, random_images(1), sequence_id=7)
+    with pytest.raises(InferenceServerException, match="priority is 9: expected 0"):
+        infer(client, random_images(1), priority=9)
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_classification_gives_the_best_classes_as_text(client: Any, bundle: Bundle, binary: bool) -> None:
+    images = random_images(2)
+    outputs = [triton.InferRequestedOutput("logits", class_count=3, binary_data=binary)]
+    texts = infer(client, images, outputs=outputs).as_numpy("logits")
+    logits = load_session(bundle).infer(images)
+    expected = [
+        [f"{row[index]:f}:{index}:{LABELS[index]}" for index in np.argsort(-row, kind="stable")[:3]] for row in logits
+    ]
+    assert [[text.decode() if binary else text for text in row] for row in texts] == expected
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+def test_bodies_are_compressed_both_ways(client: Any, bundle: Bundle, algorithm: str) -> None:
+    images = random_images(100)  # 1,600 bytes of logits: worth compressing
+    answered = infer(client, images, request_compression_algorithm=algorithm, response_compression_algorithm=algorithm)
+    np.testing.assert_allclose(answered.as_numpy("logits"), load_session(bundle).infer(images), rtol=1e-5, atol=1e-5)
+
+
+def test_priority_and_timeout_are_taken(client: Any) -> None:
+    result = infer(client, random_images(1), priority=1, timeout=20_000_000)
+    assert result.as_numpy("logits").shape == (1, len(LABELS))
+    with pytest.raises(InferenceServerException, match="the deadline is in 0 ms") as error:
+        infer(client, random_images(1), timeout=1)
+    assert error.value.status() == "503"
+
+
+def test_statistics_count_requests_and_executions(client: Any) -> None:
+    def statistics() -> Any:
+        (entry,) = client.get_inference_statistics("tiny")["model_stats"]
+        return entry
+
+    before = statistics()
+    infer(client, random_images(5))
+    after = statistics()
+    assert after["inference_count"] - before["inference_count"] == 5
+    assert after["execution_count"] - before["execution_count"] == 1
+    for name in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+        was, now = before["inference_stats"][name], after["inference_stats"][name]
+        assert now["count"] - was["count"] == 1
+        assert now["ns"] >= was["ns"]
+    assert after["inference_stats"]["compute_infer"]["ns"] > before["inference_stats"]["compute_infer"]["ns"]
+    assert 5 in [entry["batch_size"] for entry in after["batch_stats"]]
+    assert client.get_inference_statistics() == client.get_inference_statistics("tiny", "1")
+
+
+def test_system_shared_memory_carries_tensors_both_ways(bundle: Bundle) -> None:
+    images = random_images(3)
+    with running_server(bundle.path, "--allow-uncertified", "--shared-memory") as server:
+        client = triton.InferenceServerClient(server.url)
+        region = shared_memory.create_shared_memory_region("r", f"/vitx-{os.getpid()}", images.nbytes + 48)
+        try:
+            shared_memory.set_shared_memory_region(region, [images])
+            client.register_system_shared_memory("r", f"/vitx-{os.getpid()}", images.nbytes + 48)
+            assert [entry["name"] for entry in client.get_system_shared_memory_status()] == ["r"]
+            tensor = triton.InferInput("images", list(images.shape), "UINT8")
+            tensor.set_shared_memory("r", images.nbytes)
+            output = triton.InferRequestedOutput("logits")
+            output.set_shared_memory("r", 48, offset=images.nbytes)
+            client.infer("tiny", [tensor], outputs=[output])
+            found = shared_memory.get_contents_as_numpy(region, np.float32, [3, 4], offset=images.nbytes)
+            np.testing.assert_array_equal(found, load_session(bundle).infer(images))
+            client.unregister_system_shared_memory("r")
+            with pytest.raises(InferenceServerException, match="unable to find system shared memory region 'r'"):
+                client.infer("tiny", [tensor])
+            client.unregister_cuda_shared_memory()
+            with pytest.raises(InferenceServerException, match="CUDA shared memory is not offered"):
+                client.register_cuda_shared_memory("c", b"handle", 0, 16)
+        finally:
+            shared_memory.destroy_shared_memory_region(region)
+            client.close()

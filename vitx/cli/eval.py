@@ -14,16 +14,26 @@ def command(
     checkpoint: Which = "best",
     threads: Threads = None,
     device: DeviceOption = "auto",
+    runtime: Annotated[
+        str | None, typer.Option("--runtime", help="Default: torch for a run, ONNX Runtime for a bundle.")
+    ] = None,
     skip_bad: SkipBad = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime."""
+    """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime by default."""
     from vitx.core.console import print_fields, print_json
     from vitx.serve.evaluate import evaluate_path
 
     result = evaluate_path(
-        model, data=data, which=checkpoint, device=device, threads=threads, skip_bad=skip_bad, quiet=quiet
+        model,
+        data=data,
+        which=checkpoint,
+        device=device,
+        threads=threads,
+        runtime=runtime,
+        skip_bad=skip_bad,
+        quiet=quiet,
     )
     if as_json:
         print_json(result.model_dump(mode="json"))

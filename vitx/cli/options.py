@@ -18,6 +18,9 @@ Which = Annotated[Literal["best", "last"], typer.Option("--checkpoint", help="Wh
 DeviceOption = Annotated[
     Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to run; auto takes a GPU where there is one.")
 ]
+RuntimeOption = Annotated[
+    str, typer.Option("--runtime", help="What runs a bundle; `vitx doctor` lists the runtimes and what they need.")
+]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of one session. Default: all cores.")]
 MaxFlipRate = Annotated[
     float,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vitx.cli.options import AllowUncertified, BundleArgument, DeviceOption, Json, Quiet, Threads
+from vitx.cli.options import AllowUncertified, BundleArgument, DeviceOption, Json, Quiet, RuntimeOption, Threads
 
 
 def command(
@@ -18,6 +18,7 @@ def command(
     allow_uncertified: AllowUncertified = False,
     threads: Threads = None,
     device: DeviceOption = "auto",
+    runtime: RuntimeOption = "onnxruntime",
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -30,7 +31,7 @@ def command(
     opened = Bundle.open(bundle)
     summary = predict(
         opened,
-        load_session(opened, device=device, threads=threads),
+        load_session(opened, runtime, device=device, threads=threads),
         folder,
         out,
         batch_size=batch,

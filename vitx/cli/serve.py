@@ -1,42 +1,140 @@
 """`vitx serve`: answer requests over HTTP."""
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitx.cli.options import AllowUncertified, DeviceOption, Threads
+from vitx.cli.options import AllowUncertified, DeviceOption, RuntimeOption
 
 
 def command(
-    bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...", help="Bundles made by `vitx export`.")],
+    bundles: Annotated[
+        list[Path] | None, typer.Argument(metavar="BUNDLE...", help="Bundles made by `vitx export`.")
+    ] = None,
+    repository: Annotated[
+        Path | None, typer.Option(help="Serve every bundle NAME.vitx of this folder, and those that come later.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every interface.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes any free port and prints it.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Serve gRPC there as well; Triton's is 8001. 0: any free port.")
+    ] = None,
+    shared_memory: Annotated[
+        bool, typer.Option("--shared-memory", help="Let clients name POSIX shared memory of the server's user.")
+    ] = False,
     max_batch: Annotated[int, typer.Option(min=1, help="Images in a batch at most.")] = 32,
     max_delay_ms: Annotated[float, typer.Option(min=0, help="How long a request may wait for company.")] = 2.0,
     queue: Annotated[int, typer.Option(min=1, help="Images that may wait; beyond, requests get 429.")] = 1024,
-    instances: Annotated[int, typer.Option(min=1, help="Batches that run at the same time.")] = 1,
-    threads: Threads = None,
+    instances: Annotated[
+        int | None,
+        typer.Option(min=1, help="Batches that run at the same time. Default: what `vitx bench --tune` found, else 1."),
+    ] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Threads of an instance. Default: what `vitx bench --tune` found, else all cores."),
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Server processes on the port; one that dies is replaced. HTTP only.")
+    ] = 1,
     device: DeviceOption = "auto",
+    runtime: RuntimeOption = "onnxruntime",
+    timeout_ms: Annotated[
+        float | None, typer.Option(min=1, help="Deadline of a request that brings none. Default: it waits.")
+    ] = None,
+    max_body_mib: Annotated[float, typer.Option(min=0.001, help="Body of a request, also when decompressed.")] = 64,
+    max_images: Annotated[int, typer.Option(min=1, help="Images in one request.")] = 256,
+    max_pixels: Annotated[int, typer.Option(min=1, help="Pixels of an encoded image.")] = 50_000_000,
+    max_header_kib: Annotated[float, typer.Option(min=1, help="Request line and headers.")] = 32,
+    max_json_depth: Annotated[int, typer.Option(min=4, help="Nesting of a request's JSON.")] = 16,
+    max_connections: Annotated[int, typer.Option(min=1, help="Open connections; beyond, they get 503.")] = 1000,
+    header_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request's headers.")] = 10,
+    body_timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds for a request's body, and one more for every 16 KiB of it.")
+    ] = 20,
+    watch: Annotated[bool, typer.Option("--watch", help="Load a bundle again when it was replaced on disk.")] = False,
+    management: Annotated[
+        bool, typer.Option("--management", help="Let clients load and unload models, with the management token.")
+    ] = False,
+    management_token_file: Annotated[Path | None, typer.Option(help="File with the token for --management.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that requests must bring.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain in PEM: serve TLS only.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key in PEM.")] = None,
+    canary_seconds: Annotated[
+        float, typer.Option(min=0, help="Between two checks that the models still answer as they did. 0: never.")
+    ] = 30.0,
+    access_log: Annotated[
+        str | None, typer.Option(help="Write one JSON line a request to this file; '-' is standard output.")
+    ] = None,
     allow_uncertified: AllowUncertified = False,
 ) -> None:
     """Serve bundles: Open Inference Protocol v2, image classification, metrics and a web page."""
     from vitx.core.errors import missing_package
 
+    if workers > 1:
+        _refuse_with_workers(
+            {"--grpc-port": grpc_port is not None, "--shared-memory": shared_memory, "--management": management}
+        )
+        from vitx.serve.supervisor import ENVIRONMENT, supervise
+
+        if ENVIRONMENT not in os.environ:  # else this is one of the workers
+            from vitx.serve.port import claim_port, url_of
+
+            with claim_port(host, port) as listener:
+                url = url_of(listener, tls=tls_cert is not None)
+                raise typer.Exit(supervise(listener, workers, f"vitx: serving with {workers} workers on {url}"))
     try:
         from vitx.serve.server import ServerOptions, serve
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), "serve") from None
-    from vitx.serve.limits import Batching
+    from vitx.serve.limits import Batching, Limits
+    from vitx.serve.security import Security
 
     serve(
         ServerOptions(
-            bundles=bundles,
+            bundles=bundles or [],
+            repository=repository,
             host=host,
             port=port,
+            grpc_port=grpc_port,
+            shared_memory=shared_memory,
             device=device,
+            runtime=runtime,
+            instances=instances,
             threads=threads,
             allow_uncertified=allow_uncertified,
-            batching=Batching(max_batch=max_batch, max_delay=max_delay_ms / 1000, queue=queue, instances=instances),
+            management=management,
+            watch=watch,
+            canary_seconds=canary_seconds,
+            access_log=access_log,
+            security=Security(tls_cert, tls_key, token_file, management_token_file),
+            batching=Batching(
+                max_batch=max_batch,
+                max_delay=max_delay_ms / 1000,
+                queue=queue,
+                timeout=timeout_ms and timeout_ms / 1000,
+            ),
+            limits=Limits(
+                body_bytes=int(max_body_mib * 2**20),
+                images=max_images,
+                pixels=max_pixels,
+                header_bytes=int(max_header_kib * 2**10),
+                json_depth=max_json_depth,
+                connections=max_connections,
+                header_seconds=header_timeout,
+                body_seconds=body_timeout,
+            ),
         )
     )
+
+
+def _refuse_with_workers(given: Mapping[str, bool]) -> None:
+    """Raise InputError for options that reach one process only."""
+    from vitx.core.errors import InputError
+
+    if refused := [name for name, is_given in given.items() if is_given]:
+        raise InputError(
+            f"{refused[0]} reaches one process, and --workers makes several: use --instances instead of --workers"
+        )

@@ -1,0 +1,83 @@
+"""How long a batch takes, by its size: what the batcher plans with.
+
+The curve begins with measured points (a bundle's `latency.json`, or the warm-up) and follows what is measured live. It
+is linear between its points, and proportional to the rows beyond them.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+# The weight of one live batch in the curve: some twenty batches forget a stale point.
+_LEARNING_RATE = 0.05
+# Points that a batch says nothing of directly move half as far: a machine that slows down slows every size.
+_SHARED = 0.5
+# A live batch counts for at most this much more than was expected: one that was descheduled teaches little.
+_OUTLIER = 2.0
+# A smaller batch must be this much faster an image: below it lies noise, and every batch has its own overhead.
+_WORTH_CUTTING = 1.05
+# The planner allows for this many mean deviations above the mean, as TCP does for its timeout (RFC 6298 takes 4).
+_DEVIATIONS = 2.0
+
+
+class LatencyCurve:
+    """Seconds of a batch by its number of images; empty until something was measured."""
+
+    def __init__(self, seconds_by_rows: Mapping[int, float] | None = None) -> None:
+        points = sorted((seconds_by_rows or {}).items())
+        self._rows = [rows for rows, _ in points]
+        self._seconds = [seconds for _, seconds in points]
+        self._deviation = 0.0  # mean of |measured / expected − 1|
+
+    def __bool__(self) -> bool:
+        return bool(self._rows)
+
+    def seconds(self, rows: int) -> float:
+        """What a batch of `rows` images takes on average; 0 while nothing is known."""
+        if not self._rows:
+            return 0.0
+        right = bisect_left(self._rows, rows)
+        if right == len(self._rows):
+            return self._seconds[-1] * rows / self._rows[-1]
+        if right == 0 or self._rows[right] == rows:
+            return self._seconds[right]  # a smaller batch than the smallest measured is not known to be faster
+        share = self._share(right, rows)
+        return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
+
+    def at_most(self, rows: int) -> float:
+        """What such a batch hardly ever exceeds: its mean and twice the mean deviation."""
+        return self.seconds(rows) * (1 + _DEVIATIONS * self._deviation)
+
+    def best_size(self, rows: int, preferred: Sequence[int] = ()) -> int:
+        """The largest size up to `rows` that has nearly the most images a second of them all.
+
+        preferred: the only sizes to cut to, such as the optima of an engine's profiles; by default the curve's points.
+        """
+        if not self._rows:
+            return max((size for size in preferred if size <= rows), default=rows)
+        rates = {size: size / self.seconds(size) for size in (*(preferred or self._rows), rows) if size <= rows}
+        fast_enough = max(rates.values()) / _WORTH_CUTTING
+        return max(size for size, rate in rates.items() if rate >= fast_enough)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """Learn from a batch that ran live."""
+        if not self._rows:
+            self._rows, self._seconds = [rows], [seconds]
+            return
+        ratio = min(seconds / self.seconds(rows), _OUTLIER) - 1
+        self._deviation += _LEARNING_RATE * (abs(ratio) - self._deviation)
+        right = bisect_left(self._rows, rows)
+        for index in range(len(self._rows)):
+            self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, self._nearness(index, right, rows))
+
+    def _nearness(self, index: int, right: int, rows: int) -> float:
+        """1 for the point at `rows`, between its neighbours their share of it, 0 for the others."""
+        last = len(self._rows) - 1
+        if right > last or right == 0:
+            return float(index == min(right, last))
+        share = self._share(right, rows)
+        return share if index == right else 1 - share if index == right - 1 else 0.0
+
+    def _share(self, right: int, rows: int) -> float:
+        """Where `rows` lies between the points right − 1 (0) and right (1)."""
+        left = self._rows[right - 1]
+        return (rows - left) / (self._rows[right] - left)

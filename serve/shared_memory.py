@@ -1,0 +1,191 @@
+"""System shared memory: tensors that a client on the same machine leaves in POSIX shared memory (Triton's extension).
+
+A region is an open file of /dev/shm. Tensors are copied in and out with `preadv` and `pwrite`; nothing is mapped: a
+client may shrink its memory at any moment, and a mapping would then end the server with SIGBUS, where a read comes back
+short. So a region costs one file descriptor and no memory. Source: Triton's docs/protocol/extension_shared_memory.md.
+"""
+
+import os
+import stat
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.serve.errors import RequestError
+
+_FOLDER = "/dev/shm"  # where Linux's shm_open keeps the names
+_OFFSETS = 2**63  # of a file, as the kernel counts
+_LONGEST_NAME = 255
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    file: int
+
+
+class SharedMemory:
+    """The regions that clients have registered. Use it on one thread, the event loop's.
+
+    Every method raises RequestError: 400 for what is malformed or out of bounds, 403 where the operator or the
+    operating system forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions.
+    """
+
+    def __init__(self, *, enabled: bool, max_regions: int = 128) -> None:
+        """Raise EnvironmentMissing when enabled where there is no /dev/shm."""
+        if enabled and sys.platform != "linux":
+            raise EnvironmentMissing(f"shared memory is offered on Linux only, this is {sys.platform}")
+        self.enabled = enabled
+        self._max_regions = max_regions
+        self._regions: dict[str, _Region] = {}
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Give the bytes [offset, offset + byte_size) of the POSIX shared memory `key` the name `name`."""
+        self._check_enabled()
+        if not 1 <= len(name) <= _LONGEST_NAME:
+            raise _refused(f"a region's name has 1 to {_LONGEST_NAME} characters, this one {len(name)}")
+        if name in self._regions:
+            raise _refused(f"shared memory region '{name}' already in manager", status=409)
+        if len(self._regions) >= self._max_regions:
+            raise _refused(f"{self._max_regions} regions are registered, no more are allowed: unregister some", 429)
+        _check_range(name, offset, byte_size)
+        file = _open(key)
+        try:
+            _check_file(file, key)
+            if offset + byte_size > (size := os.fstat(file).st_size):
+                raise _refused(
+                    f"failed to register shared memory region '{name}': bytes {offset} to {offset + byte_size} "
+                    f"are not all within '{key}', which has {size}"
+                )
+        except BaseException:
+            os.close(file)
+            raise
+        self._regions[name] = _Region(name, key, offset, byte_size, file)
+
+    def unregister(self, name: str | None = None) -> None:
+        """Forget a region, for None all of them. An unknown name is no error, as in Triton."""
+        self._check_enabled()
+        names = list(self._regions) if name is None else [name]
+        for region in [self._regions.pop(name) for name in names if name in self._regions]:
+            os.close(region.file)
+
+    def status(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The `name`, `key`, `offset` and `byte_size` of a region, for None of all of them."""
+        self._check_enabled()
+        regions = list(self._regions.values()) if name is None else [self._find(name)]
+        return [{field: value for field, value in asdict(region).items() if field != "file"} for region in regions]
+
+    def read(self, name: str, offset: int, byte_size: int) -> memoryview:
+        """Return a copy of `byte_size` bytes that begin `offset` bytes into a region."""
+        region = self._range(name, offset, byte_size)
+        data = memoryview(bytearray(byte_size))
+        try:
+            count = os.preadv(region.file, [data], region.offset + offset)
+        except OSError as error:
+            raise _failed("read", region, error) from None
+        if count != byte_size:
+            raise _shrunk(region)
+        return data
+
+    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
+        """Copy bytes to `offset` bytes into a region."""
+        region = self._range(name, offset, len(data))
+        begin = region.offset + offset
+        try:
+            if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
+                raise _shrunk(region)
+            count = os.pwrite(region.file, data, begin)
+        except OSError as error:
+            raise _failed("write", region, error) from None
+        if count != len(data):
+            raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
+
+    def check(self, name: str, offset: int, byte_size: int) -> None:
+        """Raise what `write` would raise for the range, before there is anything to write."""
+        self._range(name, offset, byte_size)
+
+    def close(self) -> None:
+        """Forget every region."""
+        if self.enabled:
+            self.unregister()
+
+    def _check_enabled(self) -> None:
+        if not self.enabled:
+            raise _refused("shared memory is off: it needs a server started with --shared-memory", status=403)
+
+    def _find(self, name: str) -> _Region:
+        region = self._regions.get(name)
+        if region is None:
+            raise _refused(f"unable to find system shared memory region '{name[:_LONGEST_NAME]}'", status=404)
+        return region
+
+    def _range(self, name: str, offset: int, byte_size: int) -> _Region:
+        self._check_enabled()
+        region = self._find(name)
+        _check_range(name, offset, byte_size)
+        if offset + byte_size > region.byte_size:
+            raise _refused(
+                f"bytes {offset} to {offset + byte_size} are not all within shared memory region '{name}', "
+                f"which has {region.byte_size}"
+            )
+        return region
+
+
+def _open(key: str) -> int:
+    """Open POSIX shared memory by its key as shm_open does, which takes it with and without the leading slash."""
+    file_name = key.removeprefix("/") if isinstance(key, str) else ""
+    if not file_name or file_name in (".", "..") or "/" in file_name or "\0" in file_name:
+        raise _refused(
+            f"{str(key)[:80]!r} is no key of shared memory: expected a name, with or without a leading slash"
+        )
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return os.open(f"{_FOLDER}/{file_name}", flags)
+    except (FileNotFoundError, UnicodeEncodeError):
+        raise _refused(f"unable to open shared memory region '{key[:80]}': there is none", status=404) from None
+    except PermissionError:
+        raise _foreign(key) from None
+    except OSError as error:  # a directory, a link, a socket, a name that is too long
+        raise _refused(f"unable to open shared memory region '{key[:80]}': {error.strerror}") from None
+
+
+def _check_file(file: int, key: str) -> None:
+    """Refuse what is no shared memory, and what the owner has not opened to the server's user.
+
+    The kernel has checked the latter already unless the server runs as root, which it refuses nothing: without this a
+    client of such a server could read and overwrite the memory of every user.
+    """
+    info = os.fstat(file)
+    if not stat.S_ISREG(info.st_mode):
+        raise _refused(f"unable to open shared memory region '{key[:80]}': it is no shared memory")
+    if info.st_uid == os.geteuid():
+        return
+    shift = 3 if info.st_gid in {os.getegid(), *os.getgroups()} else 0
+    if info.st_mode >> shift & 0o6 != 0o6:
+        raise _foreign(key)
+
+
+def _check_range(name: str, offset: int, byte_size: int) -> None:
+    for what, value, least in (("offset", offset, 0), ("byte size", byte_size, 1)):
+        if type(value) is not int or not least <= value < _OFFSETS:
+            raise _refused(f"invalid {what} for shared memory region '{name[:80]}': expected {least} or more bytes")
+
+
+def _refused(message: str, status: int = 400) -> RequestError:
+    return RequestError(message, status=status, reason="shared_memory")
+
+
+def _foreign(key: str) -> RequestError:
+    return _refused(f"unable to open shared memory region '{key[:80]}': it belongs to another user", status=403)
+
+
+def _shrunk(region: _Region) -> RequestError:
+    return _refused(f"shared memory region '{region.name}' was made smaller after it was registered")
+
+
+def _failed(what: str, region: _Region, error: OSError) -> RequestError:
+    return _refused(f"cannot {what} shared memory region '{region.name}': {error.strerror}")

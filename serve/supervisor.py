@@ -1,0 +1,229 @@
+"""`vitx serve --workers N`: a parent that only starts, watches and replaces server processes.
+
+The parent holds the listening socket, which every worker inherits and accepts from: a connection that a dead worker had
+not accepted yet goes to another one. Between the parent and each worker there is a socket pair. A worker says on it
+that it is warm; its end of file tells the parent that the worker died, and the worker that it shall drain, also when
+it is the parent that died.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitx.core.console import log
+from vitx.core.errors import InputError
+
+ENVIRONMENT = "VITX_WORKER"
+READY = b"R"
+_LONGEST_PAUSE = 30.0  # between the starts of a worker that dies before it is ready
+_EXIT_SECONDS = 10.0  # for a process that has closed its link
+
+
+@dataclass(frozen=True)
+class WorkerLink:
+    """A worker's side. `folder` is where the workers of one parent find one another."""
+
+    index: int
+    listener: socket.socket
+    parent: socket.socket
+    folder: Path
+
+    def announce_ready(self) -> None:
+        self.parent.send(READY)
+
+
+def worker_link() -> WorkerLink | None:
+    """What this process was given by a parent; None where it has none."""
+    given = os.environ.pop(ENVIRONMENT, None)
+    if given is None:
+        return None
+    index, listener, parent, folder = given.split(" ", 3)
+    listening = socket.socket(fileno=int(listener))
+    listening.setblocking(False)
+    return WorkerLink(int(index), listening, socket.socket(fileno=int(parent)), Path(folder))
+
+
+@dataclass(eq=False)
+class _Worker:
+    index: int
+    process: "subprocess.Popen[bytes]"
+    link: socket.socket
+    replaces: "_Worker | None" = None
+    ready: bool = False
+    stopping: bool = False
+
+    def drain(self) -> None:
+        self.stopping = True
+        self.link.shutdown(socket.SHUT_WR)
+
+
+def supervise(listener: socket.socket, workers: int, serving: str) -> int:
+    """Keep `workers` processes of this program's own command line on `listener`; return the exit code.
+
+    `serving` is printed when all of them are warm. SIGTERM and SIGINT drain them, a second one kills them; SIGHUP
+    replaces them one after another, without a gap; SIGUSR1 is passed on.
+    """
+    if sys.platform == "win32":
+        raise InputError("--workers needs a POSIX system: use --instances")
+    with tempfile.TemporaryDirectory(prefix="vitx-") as folder:
+        return _Supervisor(listener, workers, serving, Path(folder)).run()
+
+
+class _Supervisor:
+    def __init__(self, listener: socket.socket, workers: int, serving: str, folder: Path) -> None:
+        self._listener = listener
+        self._count = workers
+        self._serving = serving
+        self._folder = folder
+        self._workers: list[_Worker] = []
+        self._to_replace: list[_Worker] = []
+        self._restarts: dict[int, float] = {}  # worker → when, by time.monotonic()
+        self._pauses: dict[int, float] = {}
+        self._announced = False
+        self._stopping = False
+        self._exit_code = 0
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        signals, wakeup = socket.socketpair()
+        for end in (signals, wakeup):
+            end.setblocking(False)
+        signal.set_wakeup_fd(wakeup.fileno())
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: None)  # the wakeup socket has its number
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._start(0)  # alone: what it refuses is said once
+        while self._workers or self._restarts:
+            for key, _ in self._selector.select(self._until_restart()):
+                if key.data is not None:
+                    self._on_link(key.data)
+                    continue
+                for received in signals.recv(64):
+                    self._on_signal(received)
+            self._restart_due()
+        signal.set_wakeup_fd(-1)
+        return self._exit_code
+
+    def _start(self, index: int, replaces: _Worker | None = None) -> None:
+        ours, theirs = socket.socketpair()
+        given = f"{index} {self._listener.fileno()} {theirs.fileno()} {self._folder}"
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, *sys.orig_argv[1:]],
+                env={**os.environ, ENVIRONMENT: given},
+                pass_fds=(self._listener.fileno(), theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+            )
+        worker = _Worker(index, process, ours, replaces)
+        self._workers.append(worker)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
+
+    def _on_link(self, worker: _Worker) -> None:
+        try:
+            said = worker.link.recv(16)
+        except ConnectionError:
+            said = b""
+        if said:
+            self._on_ready(worker)
+        else:
+            self._on_death(worker)
+
+    def _on_ready(self, worker: _Worker) -> None:
+        worker.ready = True
+        self._pauses.pop(worker.index, None)
+        if self._stopping:
+            return
+        if worker.replaces is not None:
+            if worker.replaces in self._workers:
+                worker.replaces.drain()
+            self._replace_next()
+        if not self._announced and len(self._workers) < self._count:
+            for index in range(1, self._count):
+                self._start(index)
+        elif not self._announced and all(each.ready for each in self._workers):
+            self._announced = True
+            print(self._serving, flush=True)
+
+    def _on_death(self, worker: _Worker) -> None:
+        self._selector.unregister(worker.link)
+        worker.link.close()
+        self._workers.remove(worker)
+        code = _exit_code(worker.process)
+        if worker.stopping:
+            self._exit_code = self._exit_code or max(0, code)
+        elif not self._announced:
+            self._exit_code = code if code > 0 else 1
+            self._drain()
+        elif worker.replaces is not None and not worker.ready:
+            log(f"vitx: the replacement of worker {worker.index} {_ended(code)}: the workers that run stay")
+            self._to_replace.clear()
+        else:
+            self._plan_restart(worker, code)
+
+    def _plan_restart(self, worker: _Worker, code: int) -> None:
+        pause = 0.0 if worker.ready else min(_LONGEST_PAUSE, 2 * self._pauses.get(worker.index, 0.5))
+        self._pauses[worker.index] = pause
+        self._restarts[worker.index] = time.monotonic() + pause
+        log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
+
+    def _until_restart(self) -> float | None:
+        return max(0.0, min(self._restarts.values()) - time.monotonic()) if self._restarts else None
+
+    def _restart_due(self) -> None:
+        for index, when in list(self._restarts.items()):
+            if when <= time.monotonic():
+                del self._restarts[index]
+                self._start(index)
+
+    def _on_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            for worker in self._workers:
+                if worker.ready:
+                    worker.process.send_signal(number)
+        elif number == signal.SIGHUP:
+            if self._announced and not self._stopping and not self._to_replace:
+                log("vitx: every worker is replaced, one after another")
+                self._to_replace = list(self._workers)
+                self._replace_next()
+        elif self._stopping:
+            log("vitx: stopped by a second signal")
+            for worker in self._workers:
+                worker.process.kill()
+            os._exit(128 + number)
+        else:
+            log("vitx: draining; a second signal stops at once")
+            self._drain()
+
+    def _replace_next(self) -> None:
+        while self._to_replace:
+            worker = self._to_replace.pop(0)
+            if worker in self._workers and not worker.stopping:  # else it died and was replaced
+                self._start(worker.index, replaces=worker)
+                return
+
+    def _drain(self) -> None:
+        self._stopping = True
+        self._listener.close()  # once the workers have closed theirs, nobody is kept waiting
+        self._restarts.clear()
+        for worker in self._workers:
+            if not worker.stopping:
+                worker.drain()
+
+
+def _exit_code(process: "subprocess.Popen[bytes]") -> int:
+    try:
+        return process.wait(_EXIT_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
+
+
+def _ended(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

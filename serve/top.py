@@ -1,0 +1,171 @@
+"""What `vitx top` shows: a running server's statistics, read over HTTP, and the rates between two readings."""
+
+import json
+import ssl
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vitx.core.errors import EnvironmentMissing, InputError
+
+Labels = frozenset[tuple[str, str]]
+
+_PATIENCE_SECONDS = 5.0
+_NEEDED = "vitx_model_info"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a server said at one moment: /v1/stats, and the samples of /metrics by name and labels."""
+
+    url: str
+    stats: Mapping[str, Any]
+    samples: Mapping[str, Mapping[Labels, float]] = field(repr=False)
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples that have these labels."""
+        wanted = labels.items()
+        return sum(value for given, value in self.samples.get(name, {}).items() if wanted <= given)
+
+    def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
+        """The samples that have these labels, by the value of another one."""
+        wanted = labels.items()
+        return {
+            dict(given)[label]: value for given, value in self.samples.get(name, {}).items() if wanted <= given
+        }
+
+
+class Server:
+    """A server at `url`, such as http://127.0.0.1:8000; `token` is the bearer token it asks for, if any."""
+
+    def __init__(self, url: str, token: str | None = None, cafile: str | None = None) -> None:
+        """Raise InputError unless `url` is of HTTP; one without a scheme is http://."""
+        url = (url if "://" in url else f"http://{url}").rstrip("/")
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"'{url}' is no address of a server: expected one such as http://127.0.0.1:8000")
+        self.url = url
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = ssl.create_default_context(cafile=cafile) if parts.scheme == "https" else None
+
+    def read(self) -> Reading:
+        """Ask now; raise EnvironmentMissing when nothing answers, or what answers is not vitx serve."""
+        try:
+            stats = json.loads(self._get("/v1/stats"))
+            families = text_string_to_metric_families(self._get("/metrics").decode())
+            samples: dict[str, dict[Labels, float]] = {}
+            for sample in (sample for family in families for sample in family.samples):
+                samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+        except ValueError as error:
+            raise self._not_vitx(f"its answer cannot be read ({error})") from None
+        if not isinstance(stats, dict) or "models" not in stats:
+            raise self._not_vitx("its /v1/stats names no models")
+        return Reading(self.url, stats, samples)
+
+    def _get(self, path: str) -> bytes:
+        request = urllib.request.Request(self.url + path, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS, context=self._tls) as reply:
+                data: bytes = reply.read()
+                return data
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.code == 401:
+                    raise InputError(f"{self.url} asks for a token: give it with --token-file") from None
+                raise self._not_vitx(f"it answered {error.code} to {path}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise EnvironmentMissing(
+                f"nothing answers at {self.url} ({reason}): start `vitx serve BUNDLE`, or give the address it printed"
+            ) from None
+
+    def _not_vitx(self, found: str) -> EnvironmentMissing:
+        return EnvironmentMissing(
+            f"what answers at {self.url} is no `vitx serve`: {found}; give the address that `vitx serve` printed"
+        )
+
+
+def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
+    """What happened between two readings, or since the server's start without one; JSON that `vitx top --json` prints.
+
+    Rates are a second, times in milliseconds, memory in MiB; None where nothing happened.
+    """
+    uptime = float(now.stats["uptime_seconds"])
+    if before is not None and before.stats["uptime_seconds"] >= uptime:
+        before = None  # another server, or the same after a restart
+    seconds = uptime - (float(before.stats["uptime_seconds"]) if before else 0.0)
+    cpu = _gained("process_cpu_seconds_total", now, before)
+    return {
+        "url": now.url,
+        "ready": now.stats["ready"],
+        "uptime_seconds": uptime,
+        "interval_seconds": round(seconds, 3),
+        "requests_per_second": _rate(_gained("vitx_request_seconds_count", now, before), seconds),
+        "latency_ms": now.stats["latency_ms"],
+        "rejections": {
+            reason: int(value) for reason, value in sorted(now.by_label("vitx_rejections_total", "reason").items())
+        },
+        "cpu_percent": _rate(100 * cpu, seconds),
+        "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
+        "open_files": int(now.total("process_open_fds")),
+        "models": [_model(str(one["name"]), now, before, seconds) for one in now.stats["models"]],
+    }
+
+
+def _model(name: str, now: Reading, before: Reading | None, seconds: float) -> dict[str, Any]:
+    images = _gained("vitx_images_total", now, before, model=name)
+    batches = _gained("vitx_batch_size_count", now, before, model=name)
+    info = [dict(labels) for labels in now.samples.get(_NEEDED, {}) if ("model", name) in labels]
+    about = info[0] if info else {}
+    return {
+        "name": name,
+        "images_per_second": _rate(images, seconds),
+        "batches_per_second": _rate(batches, seconds),
+        "mean_batch": round(images / batches, 2) if batches else None,
+        "queued": int(now.total("vitx_queue_depth", model=name)),
+        "running": int(now.total("vitx_running_images", model=name)),
+        "queue_ms": _percentiles("vitx_queue_seconds_bucket", now, before, name),
+        "compute_ms": _percentiles("vitx_compute_seconds_bucket", now, before, name),
+        **{key: about.get(key, "unknown") for key in ("certificate", "runtime", "provider", "precision")},
+    }
+
+
+def _rate(gained: float, seconds: float) -> float:
+    return round(gained / seconds, 2) if seconds > 0 else 0.0
+
+
+def _gained(name: str, now: Reading, before: Reading | None, **labels: str) -> float:
+    """How much a counter has grown."""
+    return now.total(name, **labels) - (before.total(name, **labels) if before else 0.0)
+
+
+def _percentiles(name: str, now: Reading, before: Reading | None, model: str) -> dict[str, float | None]:
+    """p50 and p99 of a histogram of seconds, in milliseconds."""
+    past = before.by_label(name, "le", model=model) if before else {}
+    buckets = {float(le): value - past.get(le, 0.0) for le, value in now.by_label(name, "le", model=model).items()}
+    found = {"p50": quantile(buckets, 0.5), "p99": quantile(buckets, 0.99)}
+    return {name: None if seconds is None else round(1e3 * seconds, 3) for name, seconds in found.items()}
+
+
+def quantile(buckets: Mapping[float, float], share: float) -> float | None:
+    """A quantile of cumulative histogram buckets, upper bound → count, linear within a bucket as in Prometheus.
+
+    None of nothing; the largest finite bound for what lies beyond it.
+    """
+    bounds = sorted(buckets)
+    if not bounds or not buckets[bounds[-1]]:
+        return None
+    rank = share * buckets[bounds[-1]]
+    for low, high in pairwise([0.0, *bounds]):
+        if buckets[high] >= rank:
+            if high == float("inf"):
+                return low
+            below = buckets.get(low, 0.0)
+            return low + (high - low) * (rank - below) / (buckets[high] - below) if buckets[high] > below else high
+    return None

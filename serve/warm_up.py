@@ -1,0 +1,68 @@
+"""The latency curve a model starts with: what `vitx bench` measured of this setting here, or a quick measurement."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from vitx.core.bundle import Bundle
+from vitx.serve.latency_curve import LatencyCurve
+from vitx.serve.limits import Batching
+from vitx.serve.runtimes import Session, image_shape
+
+# A start must stay short: a size whose calls would take longer than what is left of this is not measured.
+_SECONDS = 0.6
+_CALLS = 5
+
+
+def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
+    """The bundle's `latency.json` if it is of this runtime, alone on this machine; else `measure_curve`.
+
+    Several instances slow one another down, which a measurement of one session does not know.
+    """
+    known = bundle.latency()
+    measured = known is not None and known.points and batching.instances == 1
+    if known and measured and _same_setting(known.runtime, session.describe()):
+        return LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
+    return measure_curve(session, image_shape(bundle), batching)
+
+
+def measure_curve(
+    session: Session, shape: Sequence[int], batching: Batching, seconds: float = _SECONDS
+) -> LatencyCurve:
+    """Time batches of 1, 2, 4, … images, every instance at once, until `seconds` have passed.
+
+    The sizes are measured from the smallest up, so that a slow model is known by what it can do in the time.
+    """
+    images = np.zeros((batching.max_batch, *shape), dtype=np.uint8)
+    points: dict[int, float] = {}
+    end = time.perf_counter() + seconds
+    with ThreadPoolExecutor(batching.instances) as callers:
+        for rows in _sizes(batching):
+            expected = points[max(points)] * rows / max(points) * _CALLS if points else 0.0
+            if time.perf_counter() + expected > end:
+                break
+            jobs = [callers.submit(_times, session, images[:rows]) for _ in range(batching.instances)]
+            points[rows] = statistics.median(seconds for job in jobs for seconds in job.result())
+    return LatencyCurve(points)
+
+
+def _times(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[float]:
+    """Seconds of each call but the first, which allocates."""
+    stamps = []
+    for _ in range(_CALLS):
+        session.infer(images)
+        stamps.append(time.perf_counter())
+    return list(np.diff(stamps))
+
+
+def _sizes(batching: Batching) -> list[int]:
+    powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
+    return sorted(size for size in {*powers, *batching.preferred, batching.max_batch} if size <= batching.max_batch)
+
+
+def _same_setting(measured: dict[str, Any], running: dict[str, Any]) -> bool:
+    return all(measured.get(key) == running.get(key) for key in ("runtime", "version", "provider", "threads"))

@@ -1,0 +1,192 @@
+"""The gRPC side of a server's life: its port, overload, deadlines, callers that give up, and signals."""
+
+import queue
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from bundle_fixture import IMAGE_SIZE, NumpySession
+from server_process import ServerProcess, grpc_address, run_serve, running_server, wait_until
+from vitx.core.bundle import Bundle
+
+# Each batch takes .2 s, but for the zeros of the warm-up.
+SLOW_MODEL = """
+import time
+from vitx.serve import served_model
+load = served_model.load_session
+class Slow:
+    def __init__(self, session):
+        self.session, self.describe = session, session.describe
+    def infer(self, images):
+        if images.any():
+            time.sleep(0.2)
+        return self.session.infer(images)
+served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
+DISCONNECTED = 'vitx_rejections_total{reason="disconnected"}'
+
+
+@contextmanager
+def slow_server(bundle: Bundle, *options: str) -> Iterator[tuple[ServerProcess, Any]]:
+    """A server of one slow image after the other, and a client of it."""
+    arguments: tuple[str | Path, ...] = (bundle.path, "--max-batch", "1", "--grpc-port", "0", *options)
+    with running_server(*arguments, program=SLOW_MODEL) as server:
+        client = triton.InferenceServerClient(grpc_address(server))
+        yield server, client
+        client.close()
+
+
+def image(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    return np.full((1, IMAGE_SIZE, IMAGE_SIZE, 3), number, dtype=np.uint8)
+
+
+def tensor(number: int) -> Any:
+    made = triton.InferInput("images", [1, IMAGE_SIZE, IMAGE_SIZE, 3], "UINT8")
+    made.set_data_from_numpy(image(number))
+    return made
+
+
+def outcome(client: Any, number: int = 7, **options: Any) -> str:
+    """The status of one call: "OK", and the logits are right, or the error's; "refused" when the server drains."""
+    try:
+        logits = client.infer("tiny", [tensor(number)], **options).as_numpy("logits")
+    except InferenceServerException as error:
+        refused = error.message() == "the server is shutting down"
+        return "refused" if refused else str(error.status()).removeprefix("StatusCode.")
+    assert logits == pytest.approx(NumpySession().infer(image(number)), rel=1e-4)
+    return "OK"
+
+
+def waiting(server: ServerProcess) -> float:
+    return server.metric("vitx_queue_depth") + server.metric("vitx_running_images")
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(tiny_bundle: Bundle) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = run_serve(tiny_bundle.path, "--port", "0", "--grpc-port", str(port))
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert f"error: cannot listen on 127.0.0.1 port {port} for gRPC: choose another port" in refused.stderr
+
+
+def test_without_the_package_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, program=NO_GRPC) as server:
+        assert server.stop() == 0
+    remedy = r"ended with 3: .*'grpc', which is not installed: pip install 'vitx\[grpc\]'"
+    with (
+        pytest.raises(AssertionError, match=remedy),
+        running_server(tiny_bundle.path, "--grpc-port", "0", program=NO_GRPC),
+    ):
+        pass
+
+
+def test_a_full_queue_is_resource_exhausted(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle, "--queue", "2") as (server, client), ThreadPoolExecutor(12) as pool:
+        outcomes = list(pool.map(lambda _: outcome(client), range(12)))
+        assert set(outcomes) == {"OK", "RESOURCE_EXHAUSTED"}
+        assert server.metric('vitx_rejections_total{reason="queue_full"}') == outcomes.count("RESOURCE_EXHAUSTED")
+        assert outcome(client) == "OK"
+
+
+def test_a_call_that_is_cancelled_frees_its_place(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client):
+        calls = [client.async_infer("tiny", [tensor(7)], lambda result, error: None) for _ in range(6)]
+        wait_until(lambda: waiting(server) == 6)
+        for call in calls:
+            call.cancel()
+        wait_until(lambda: server.metric(DISCONNECTED) == 6)
+        assert server.metric("vitx_queue_depth") == 0
+        assert outcome(client) == "OK"
+        assert server.metric("vitx_images_total") < 6  # those that waited never ran
+
+
+def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(outcome, client, client_timeout=20) for _ in range(3)]
+        wait_until(lambda: waiting(server) == 3)
+        late = [pool.submit(outcome, client, client_timeout=0.1) for _ in range(4)]
+        assert {call.result(20) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        assert {call.result(20) for call in calls} == {"OK"}
+        wait_until(lambda: waiting(server) == 0)
+        assert server.metric("vitx_images_total") == 3
+        assert outcome(client, timeout=1) == "RESOURCE_EXHAUSTED"  # a microsecond
+        assert outcome(client, client_timeout=20) == "OK"
+
+
+def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+        idle = triton.InferenceServerClient(grpc_address(server))
+        idle.start_stream(lambda result, error: None)  # would hold the drain, were it not ended
+        busy, answers = triton.InferenceServerClient(grpc_address(server)), queue.Queue[Any]()
+        busy.start_stream(lambda result, error: answers.put(result))
+        busy.async_stream_infer("tiny", [tensor(9)])
+        calls = [pool.submit(outcome, client, number) for number in range(20, 23)]
+        wait_until(lambda: waiting(server) == 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert {call.result(20) for call in calls} == {"OK"}
+        assert answers.get(timeout=20).as_numpy("logits") == pytest.approx(NumpySession().infer(image(9)), rel=1e-4)
+        assert server.process.wait(20) == 0
+        assert outcome(client) == "UNAVAILABLE"
+        idle.close()
+        busy.close()
+
+
+def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--grpc-port", "0") as server:
+        address = grpc_address(server)
+        answered, lost, signalled = [0], list[str](), threading.Event()
+
+        def load(_: int) -> None:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            client = triton.InferenceServerClient(address, channel_args=options)
+            while True:
+                late = signalled.is_set()
+                status = outcome(client)
+                if status == "OK":
+                    answered[0] += 1
+                    continue
+                if status != "refused" and not (late and status == "UNAVAILABLE"):
+                    lost.append(status)
+                break
+            client.close()
+
+        with ThreadPoolExecutor(16) as pool:
+            futures = [pool.submit(load, index) for index in range(16)]
+            wait_until(lambda: answered[0] > 100)
+            signalled.set()
+            server.process.send_signal(signal.SIGTERM)
+            for future in futures:
+                future.result(20)
+        assert server.process.wait(20) == 0
+        assert lost == []
+
+
+def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+        assert client.is_server_ready()
+        calls = [pool.submit(outcome, client) for _ in range(4)]
+        wait_until(lambda: waiting(server) == 4)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not client.is_server_ready())
+        assert client.is_server_live()
+        assert not client.is_model_ready("tiny")
+        with grpc.insecure_channel(grpc_address(server)) as channel:
+            assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x02"  # NOT_SERVING
+        assert {call.result(20) for call in calls} == {"OK"}
+        assert server.process.wait(20) == 0

@@ -1,0 +1,50 @@
+"""What a bundle is loaded with, and what a new one may not change."""
+
+import pytest
+
+from bundle_fixture import LABELS
+from vitx.core.bundle import Bundle, timestamp
+from vitx.core.errors import CheckFailed
+from vitx.core.latency import Latency, Setting, Tuning
+from vitx.core.machine import describe_machine
+from vitx.serve.limits import Batching
+from vitx.serve.loading import Loader
+from vitx.serve.repository import check_contract
+
+
+@pytest.fixture
+def tuned_bundle(tiny_bundle: Bundle) -> Bundle:
+    """A bundle for which two instances of one thread were found best on this machine."""
+    best = Setting(instances=2, threads=1, batch_size=4, images_per_second=1.0, median_ms=1.0)
+    tuning = Tuning(best=best, tried=(best,), runtime={}, created=timestamp())
+    tiny_bundle.record_latency(
+        Latency(runtime={}, machine=describe_machine(), points=(), tuning=tuning, created=timestamp())
+    )
+    return tiny_bundle
+
+
+def test_instances_and_threads_are_those_that_were_found_best(tuned_bundle: Bundle) -> None:
+    loader = Loader(Batching(max_batch=4), device="cpu")
+    warm = loader.warm(loader.verify(tuned_bundle.path))
+    assert (warm.batching.instances, warm.batching.max_batch) == (2, 4)
+    assert warm.session.describe()["threads"] == 1
+
+
+@pytest.mark.parametrize(("instances", "threads", "expected"), [(1, None, 1), (3, 1, 3), (None, 1, 1)])
+def test_what_was_asked_for_comes_first(
+    tuned_bundle: Bundle, instances: int | None, threads: int | None, expected: int
+) -> None:
+    loader = Loader(Batching(max_batch=2), device="cpu", instances=instances, threads=threads)
+    assert loader.warm(loader.verify(tuned_bundle.path)).batching.instances == expected
+
+
+def test_another_contract_is_refused(tiny_bundle: Bundle) -> None:
+    check_contract(tiny_bundle, tiny_bundle)
+    manifest = tiny_bundle.manifest.model_copy(update={"labels": LABELS[::-1]})
+    with pytest.raises(CheckFailed, match=r"the labels of .* are not those of the model that runs: unload that one"):
+        check_contract(tiny_bundle, Bundle(tiny_bundle.path, manifest))
+    manifest = tiny_bundle.manifest.model_copy(
+        update={"input": tiny_bundle.manifest.input.model_copy(update={"shape": ("N", 32, 32, 3)})}
+    )
+    with pytest.raises(CheckFailed, match=r"the tensors of .* are not those of the model that runs"):
+        check_contract(tiny_bundle, Bundle(tiny_bundle.path, manifest))

@@ -1,0 +1,194 @@
+"""The web page in a headless Chromium: images, the model's card, charts, errors, tokens, narrow screens."""
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from browser import PROGRAM, Browser, running_browser
+from bundle_fixture import LABELS, colour_image, png, write_bundle
+from server_process import ServerProcess, running_server
+from vitx.core.bundle import Bundle
+
+pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")
+
+TOKEN = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with running_browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(certified_original: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Serves tiny, certified, and other, which is not; images have at most 100,000 pixels."""
+    other = write_bundle(tmp_path_factory.mktemp("page") / "other.vitx", name="other")
+    arguments = ("--allow-uncertified", "--max-pixels", "100000")
+    with running_server(certified_original.path, other.path, *arguments) as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser, server: ServerProcess) -> Browser:
+    """The page, ready, with the card of tiny."""
+    browser.complaints.clear()
+    browser.open(f"http://{server.url}/")
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    browser.wait("document.getElementById('model-name').textContent === 'tiny'")
+    return browser
+
+
+def give(page: Browser, event: str, data: bytes, name: str = "image.png", kind: str = "image/png") -> None:
+    """Drop or paste a file, as a script does it."""
+    transfer = "clipboardData" if event == "paste" else "dataTransfer"
+    constructor = "ClipboardEvent" if event == "paste" else "DragEvent"
+    page.run(
+        f"""(() => {{
+          const bytes = Uint8Array.from(atob({json.dumps(base64.b64encode(data).decode())}), (c) => c.charCodeAt(0));
+          const {transfer} = new DataTransfer();
+          {transfer}.items.add(new File([bytes], {json.dumps(name)}, {{type: {json.dumps(kind)}}}));
+          const options = {{{transfer}, bubbles: true, cancelable: true}};
+          document.getElementById('drop').dispatchEvent(new {constructor}({json.dumps(event)}, options));
+        }})()"""
+    )
+
+
+def colour(label: int) -> bytes:
+    return png(colour_image(label, np.random.default_rng(label)))
+
+
+def classes(page: Browser) -> list[str]:
+    found: list[str] = page.run("[...document.querySelectorAll('#predictions .label')].map((one) => one.textContent)")
+    return found
+
+
+@pytest.mark.parametrize(("event", "label"), [("drop", 3), ("paste", 1)])
+def test_an_image_gets_its_classes(page: Browser, event: str, label: int) -> None:
+    give(page, event, colour(label))
+    page.wait("document.querySelectorAll('#predictions li').length === 4")
+    assert classes(page)[0] == LABELS[label]
+    assert page.run("document.getElementById('took').textContent").startswith(LABELS[label])
+    widths = page.run(
+        "[...document.querySelectorAll('#predictions .fill')].map((one) => one.getBoundingClientRect().width)"
+    )
+    assert widths == sorted(widths, reverse=True)
+    assert page.run("document.querySelector('#preview img').naturalWidth") == 16
+    assert page.complaints == []
+
+
+def test_a_file_chosen_with_the_keyboard_s_control(page: Browser, tmp_path: Path) -> None:
+    (tmp_path / "blue.png").write_bytes(colour(0))
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    control = page.call("DOM.querySelector", nodeId=root, selector="#file")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=control, files=[str(tmp_path / "blue.png")])
+    page.wait("document.querySelectorAll('#predictions li').length === 4")
+    assert classes(page)[0] == "blue"
+
+
+def test_a_refused_image_shows_the_server_s_words(page: Browser) -> None:
+    give(page, "drop", colour(3))
+    page.wait("document.querySelectorAll('#predictions li').length === 4")
+    give(page, "drop", png(np.zeros((400, 400, 3), dtype=np.uint8)))
+    page.wait("!document.getElementById('error').hidden")
+    assert page.run("document.getElementById('error').textContent") == (
+        "image of 400×400 pixels: more than the 100,000 allowed"
+    )
+    assert classes(page) == []
+    give(page, "drop", b"no image", "notes.txt", "text/plain")
+    page.wait("document.getElementById('preview').textContent === 'notes.txt'")
+    page.wait("document.getElementById('error').textContent.startsWith('not an image')")
+
+
+def test_the_card_shows_the_certificate_of_the_chosen_model(page: Browser) -> None:
+    card = page.run("document.getElementById('card').innerText").replace("\xa0", " ")
+    assert page.run("document.getElementById('verdict').textContent") == "certified: pass"
+    assert "at most 0.83 % with 95 % confidence; allowed 1.00 %" in card
+    assert "0 of 360 images" in card
+    assert "CPUExecutionProvider" in card
+    assert page.run("!document.getElementById('models').hidden")
+    page.run(
+        "document.getElementById('model').value = 'other';"
+        "document.getElementById('model').dispatchEvent(new Event('change'))"
+    )
+    page.wait("document.getElementById('verdict').textContent === 'not certified'")
+    assert page.run("document.getElementById('model-name').textContent") == "other"
+    give(page, "drop", colour(0))
+    page.wait("document.querySelectorAll('#predictions li').length === 4")
+    assert classes(page)[0] == "blue"
+
+
+def test_the_charts_move(page: Browser, server: ServerProcess) -> None:
+    points = "document.querySelector('#throughput-chart polyline').getAttribute('points')"
+    before = page.run(points)
+    for _ in range(20):
+        assert server.request("POST", "/v1/classify?model=tiny", colour(1), {"Content-Type": "image/png"})[0] == 200
+    page.wait(f"{points} !== {json.dumps(before)}")
+    page.wait("parseFloat(document.getElementById('throughput-top').textContent.replace('highest ', '')) > 0")
+    page.wait("/^[\\d.,]+ \\/ [\\d.,]+ ms$/.test(document.getElementById('latency').textContent)")
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize(("width", "dark"), [(360, False), (1200, True)])
+def test_it_fits_the_screen_and_every_control_has_a_name(
+    browser: Browser, server: ServerProcess, width: int, dark: bool
+) -> None:
+    browser.open(f"http://{server.url}/", width=width, dark=dark)
+    browser.wait("document.getElementById('state').textContent === 'ready'")
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    assert browser.run("[...document.querySelectorAll('input, select')].every((one) => one.labels.length === 1)")
+    assert browser.run("matchMedia('(prefers-color-scheme: dark)').matches") is dark
+    assert browser.run(_LOWEST_CONTRAST) >= 4.5  # WCAG 2.2 AA
+
+
+# Of all text that can be seen against the nearest background behind it.
+_LOWEST_CONTRAST = """(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = (text) => {
+    const [r, g, b] = channels(text).map((c) => (c /= 255, c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4));
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const colour = getComputedStyle(node).backgroundColor;
+      if ((channels(colour)[3] ?? 1) > 0) return colour;
+    }
+  };
+  const ratios = [...document.querySelectorAll('body *')]
+    .filter((node) => node.offsetParent && [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim()))
+    .map((node) => [luminance(getComputedStyle(node).color), luminance(behind(node))].sort((a, b) => b - a))
+    .map(([light, dark]) => (light + .05) / (dark + .05));
+  return Math.min(...ratios);
+})()"""
+
+
+def test_a_server_that_ends_is_said(browser: Browser, certified_original: Bundle) -> None:
+    with running_server(certified_original.path) as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+    browser.wait("document.getElementById('state').textContent === 'the server does not answer'")
+    give(browser, "drop", colour(1))
+    browser.wait("document.getElementById('error').textContent === 'the server does not answer'")
+
+
+def test_a_token_is_asked_for_and_used(browser: Browser, certified_original: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    with running_server(certified_original.path, "--token-file", tmp_path / "token") as server:
+        browser.open(f"http://{server.url}/")
+        browser.wait("!document.getElementById('locked').hidden")
+        for token in ("wrong-but-long-enough", TOKEN):
+            browser.run(
+                f"document.getElementById('token').value = {json.dumps(token)};"
+                "document.getElementById('token-form').requestSubmit()"
+            )
+            if token != TOKEN:
+                browser.wait("document.getElementById('locked-error').textContent.startsWith('the token is not valid')")
+        browser.wait("document.getElementById('state').textContent === 'ready'")
+        assert browser.run("document.getElementById('locked').hidden")
+        give(browser, "drop", colour(3))
+        browser.wait("document.querySelectorAll('#predictions li').length === 4")
+        assert classes(browser)[0] == "red"

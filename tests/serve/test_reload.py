@@ -1,0 +1,185 @@
+"""Bundles replaced under a running server: what is switched to, what is refused, and that no request is lost."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import write_bundle
+from server_process import INFER_BODY as BODY
+from server_process import INFER_PATH as PATH
+from server_process import ServerProcess, load_on, run_serve, running_server, wait_until
+from vitx.core.bundle import Bundle
+from vitx.core.files import replace_folder
+
+TOKEN = "a-token-of-management"
+
+
+@pytest.fixture
+def managed(tmp_path: Path) -> list[str]:
+    """The options that let a client with TOKEN load and unload."""
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    return ["--management", "--management-token-file", str(tmp_path / "token")]
+
+
+def manage(server: ServerProcess, path: str, token: str = TOKEN, body: bytes = b"") -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {token}"}
+    status, text, _ = server.request("POST", f"/v2/repository/{path}", body, headers)
+    return status, json.loads(text) if text else None
+
+
+def replace_bundle(target: Path, **options: Any) -> None:
+    """Put another bundle where `target` is, in one step."""
+    fresh = write_bundle(target.with_name("fresh"), name="tiny", **options)
+    replace_folder(fresh.path, target)
+
+
+def logits(server: ServerProcess) -> list[float]:
+    status, text, _ = server.request("POST", PATH, BODY)
+    assert status == 200, text
+    values: list[float] = json.loads(text)["outputs"][0]["data"]
+    return values
+
+
+def test_reloads_under_load_lose_no_request(tiny_bundle: Bundle, managed: list[str]) -> None:
+    with running_server(tiny_bundle.path, *managed) as server, load_on(server) as answered:
+        wait_until(lambda: answered() > 100)
+        for _ in range(20):
+            before = answered()
+            assert manage(server, "models/tiny/load") == (200, None)
+            wait_until(lambda before=before: answered() > before)
+        assert server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 20
+        assert server.metric("vitx_rejections_total") == 0
+
+
+def test_a_tampered_bundle_is_refused_and_the_old_one_serves(tiny_bundle: Bundle, managed: list[str]) -> None:
+    with running_server(tiny_bundle.path, *managed) as server:
+        before = logits(server)
+        damaged = shutil.copytree(tiny_bundle.path, tiny_bundle.path.with_name("damaged"))
+        with (damaged / "model.onnx").open("ab") as file:
+            file.write(b"\0")
+        replace_folder(damaged, tiny_bundle.path)
+        status, answer = manage(server, "models/tiny/load")
+        assert status == 400
+        assert answer["error"].startswith(f"failed to load 'tiny': {tiny_bundle.model_path} is corrupt: sha256 ")
+        assert answer["error"].endswith("; the model that runs stays")
+        assert logits(server) == before
+        assert server.request("GET", "/v2/health/ready")[0] == 200
+        assert server.metric('vitx_model_loads_total{model="tiny",result="refused"}') == 1
+        (entry,) = manage(server, "index")[1]
+        assert (entry["name"], entry["version"], entry["state"]) == ("tiny", "1", "READY")
+        assert "is corrupt" in entry["reason"]
+
+
+def test_a_request_that_began_before_the_switch_is_answered_by_the_old_model(
+    tiny_bundle: Bundle, managed: list[str]
+) -> None:
+    with running_server(tiny_bundle.path, *managed) as server:
+        slow = server.connect()
+        slow.putrequest("POST", PATH)
+        slow.putheader("Content-Length", str(len(BODY)))
+        slow.endheaders(BODY[:100])
+        assert server.request("POST", PATH, BODY)[0] == 200  # so the slow one's headers have been read
+        assert manage(server, "models/tiny/load") == (200, None)
+        slow.send(BODY[100:])
+        assert slow.getresponse().status == 200
+
+
+def test_without_a_certificate_nothing_is_switched(tiny_bundle: Bundle, managed: list[str]) -> None:
+    with running_server(tiny_bundle.path, *managed) as server:
+        replace_bundle(tiny_bundle.path)
+        status, answer = manage(server, "models/tiny/load")
+        assert (status, "has no certificate" in answer["error"]) == (400, True)
+        assert server.json("/v2/models/tiny")["certified"] is True
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("batch_mean", "with its neighbours in the batch"), ("nan", "not finite")],
+)
+def test_the_canary_batch_refuses_what_a_certificate_would_have(
+    tmp_path: Path, managed: list[str], fault: Any, reason: str
+) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    with running_server(bundle.path, "--allow-uncertified", *managed) as server:
+        before = logits(server)
+        replace_bundle(bundle.path, fault=fault)
+        status, answer = manage(server, "models/tiny/load")
+        assert (status, reason in answer["error"]) == (400, True), answer
+        assert logits(server) == before
+
+
+def test_a_watched_bundle_is_loaded_when_it_is_replaced(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    with running_server(bundle.path, "--allow-uncertified", "--watch") as server, load_on(server, 4):
+        before = logits(server)
+        replace_bundle(bundle.path, fault="drift")  # another model: its logits are 3e-4 higher
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 1)
+        assert np.subtract(logits(server), before) == pytest.approx([3e-4] * 4, abs=5e-5)
+
+
+def test_models_come_and_go_in_a_repository(tmp_path: Path, managed: list[str]) -> None:
+    folder = tmp_path / "models"
+    write_bundle(folder / "tiny.vitx", name="tiny")
+    with running_server("--repository", folder, "--allow-uncertified", *managed) as server:
+        write_bundle(folder / "other.vitx", name="other")
+        states = [(entry["name"], entry["state"]) for entry in manage(server, "index")[1]]
+        assert states == [("other", "UNAVAILABLE"), ("tiny", "READY")]
+        assert manage(server, "models/other/load") == (200, None)
+        assert server.request("GET", "/v2/models/other/ready")[0] == 200
+        assert manage(server, "models/tiny/unload", body=b'{"parameters": {"unload_dependents": false}}') == (200, None)
+        assert server.request("POST", PATH, BODY)[0] == 404
+        assert server.request("GET", "/v2/health/ready")[0] == 200
+        info = [
+            line for line in server.request("GET", "/metrics")[1].decode().splitlines() if "vitx_model_info{" in line
+        ]
+        assert [line for line in info if 'model="tiny"' in line] == []
+        assert [entry["name"] for entry in manage(server, "index", body=b'{"ready": true}')[1]] == ["other"]
+        assert manage(server, "models/tiny/load") == (200, None)
+        assert server.request("POST", PATH, BODY)[0] == 200
+
+
+@pytest.mark.parametrize("name", ["missing", "..%2F..%2Fetc", "%2Fetc%2Fpasswd", ".hidden", "tiny%00"])
+def test_names_without_a_bundle_are_404(tmp_path: Path, repository_server: ServerProcess, name: str) -> None:
+    assert manage(repository_server, f"models/{name}/load")[0] == 404
+    assert manage(repository_server, f"models/{name}/unload")[0] == 404
+
+
+def test_management_needs_its_token(repository_server: ServerProcess) -> None:
+    for authorization in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Basic {TOKEN}"}):
+        status, text, headers = repository_server.request("POST", "/v2/repository/index", b"", authorization)
+        assert (status, headers["www-authenticate"]) == (401, 'Bearer realm="vitx"')
+        assert "management token" in json.loads(text)["error"]
+    assert repository_server.request("POST", PATH, BODY)[0] == 200  # inference needs none
+    for body in (b'{"ready": 1}', b'{"what": true}', b"[]", b"{"):
+        assert manage(repository_server, "index", body=body)[0] == 400
+    assert manage(repository_server, "models/tiny/load", body=b'{"parameters": {"config": "{}"}}')[0] == 400
+
+
+@pytest.fixture(scope="module")
+def repository_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("repository")
+    write_bundle(folder / "models" / "tiny.vitx", name="tiny")
+    (folder / "token").write_text(TOKEN)
+    arguments = ("--repository", folder / "models", "--allow-uncertified", "--management")
+    with running_server(*arguments, "--management-token-file", folder / "token") as server:
+        yield server
+
+
+def test_management_is_off_by_default_and_never_without_a_token(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    refused = run_serve(tiny_bundle.path, "--management", "--port", "0")
+    assert refused.returncode == 2
+    assert "it needs a --management-token-file" in refused.stderr
+    (tmp_path / "short").write_text("secret")
+    refused = run_serve(tiny_bundle.path, "--management", "--management-token-file", tmp_path / "short", "--port", "0")
+    assert refused.returncode == 2
+    assert "16 or more visible ASCII characters" in refused.stderr
+    with running_server(tiny_bundle.path) as server:
+        assert manage(server, "index") == (
+            501,
+            {"error": "the model repository is not offered: start the server with --management"},
+        )

@@ -1,0 +1,171 @@
+"""TLS and bearer tokens, over HTTP and gRPC; the certificate is made by the openssl command."""
+
+import http.client
+import json
+import shutil
+import signal
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle_fixture import write_bundle
+from server_process import INFER_BODY, INFER_PATH, ServerProcess, grpc_address, run_serve, running_server, wait_until
+from vitx.core.errors import InputError
+from vitx.serve.errors import RequestError
+from vitx.serve.security import Security, Tokens, read_pem
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+MANAGEMENT = "fedcba9876543210fedcba9876543210"
+
+grpc = pytest.importorskip("grpc", reason="gRPC is an extra")
+triton = pytest.importorskip("tritonclient.grpc", reason="Triton's client is of the dev extra")
+
+
+def make_certificate(folder: Path, name: str = "localhost") -> tuple[Path, Path]:
+    """(certificate, key) in PEM, self-signed, for 127.0.0.1 and localhost."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl command")
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, *names, "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("security")
+    (folder / "token").write_text(TOKEN)
+    (folder / "management").write_text(MANAGEMENT + "\n")
+    write_bundle(folder / "models" / "tiny.vitx", name="tiny")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guarded(folder: Path) -> Iterator[ServerProcess]:
+    arguments = ("--repository", folder / "models", "--allow-uncertified", "--grpc-port", "0", "--management")
+    tokens = ("--token-file", folder / "token", "--management-token-file", folder / "management")
+    with running_server(*arguments, *tokens) as server:
+        yield server
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def test_requests_need_the_token(guarded: ServerProcess) -> None:
+    assert guarded.request("POST", INFER_PATH, INFER_BODY, bearer(TOKEN))[0] == 200
+    assert guarded.request("POST", INFER_PATH, INFER_BODY, {"authorization": f"bearer  {TOKEN}"})[0] == 200
+    for headers in ({}, bearer(MANAGEMENT), bearer(TOKEN[:-1]), bearer(TOKEN + "0"), {"authorization": TOKEN}):
+        status, text, answered = guarded.request("POST", INFER_PATH, INFER_BODY, headers)
+        assert (status, answered["www-authenticate"]) == (401, 'Bearer realm="vitx"')
+        assert "send 'Authorization: Bearer TOKEN' with the inference token" in json.loads(text)["error"]
+    for path in ("/metrics", "/v2", "/v1/stats", "/v2/models/tiny"):
+        assert guarded.request("GET", path)[0] == 401
+    for path in ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"):
+        assert guarded.request("GET", path)[0] == 200
+    metrics = guarded.request("GET", "/metrics", headers=bearer(TOKEN))[1].decode()
+    assert 'vitx_rejections_total{reason="unauthorized"} 9.0' in metrics
+    assert guarded.request("POST", "/v2/repository/index", b"", bearer(TOKEN))[0] == 401
+    assert guarded.request("POST", "/v2/repository/index", b"", bearer(MANAGEMENT))[0] == 200
+
+
+def test_grpc_calls_need_the_token(guarded: ServerProcess) -> None:
+    with triton.InferenceServerClient(grpc_address(guarded)) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.get_server_metadata(headers=bearer(TOKEN)).name == "vitx"
+        for headers in (None, bearer(MANAGEMENT)):
+            with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
+                client.get_server_metadata(headers=headers)
+        with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
+            client.load_model("tiny", headers=bearer(TOKEN))
+
+
+def test_tritons_client_manages_models(guarded: ServerProcess) -> None:
+    with triton.InferenceServerClient(grpc_address(guarded)) as client:
+        (entry,) = client.get_model_repository_index(headers=bearer(MANAGEMENT)).models
+        assert (entry.name, entry.version, entry.state) == ("tiny", "1", "READY")
+        client.unload_model("tiny", headers=bearer(MANAGEMENT))
+        assert not client.is_model_ready("tiny", headers=bearer(TOKEN))
+        client.load_model("tiny", headers=bearer(MANAGEMENT))
+        assert client.is_model_ready("tiny", headers=bearer(TOKEN))
+        with pytest.raises(triton.InferenceServerException, match="'no' is not in the repository"):
+            client.load_model("no", headers=bearer(MANAGEMENT))
+
+
+def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    arguments = (folder / "models" / "tiny.vitx", "--allow-uncertified", "--grpc-port", "0")
+    with tls_server(*arguments, "--tls-cert", certificate, "--tls-key", key, certificate=certificate) as server:
+        assert server.line.startswith("vitx: serving tiny on https://127.0.0.1:")
+        assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+        root = certificate.read_bytes()
+        plain = http.client.HTTPConnection(server.host, server.port, timeout=5)
+        plain.request("GET", "/v2")
+        with pytest.raises((OSError, http.client.HTTPException)):
+            plain.getresponse()
+        plain.close()
+        with triton.InferenceServerClient(grpc_address(server), ssl=True, root_certificates=str(certificate)) as client:
+            assert client.is_server_ready()
+        make_certificate(tmp_path)  # another pair in the same files
+        assert certificate.read_bytes() != root
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: peer_certificate(server) == certificate.read_text())
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 1)
+
+
+class TlsServer(ServerProcess):
+    """A server whose certificate the client checks."""
+
+    certificate: Path
+
+    def connect(self) -> http.client.HTTPConnection:
+        context = ssl.create_default_context(cafile=str(self.certificate))
+        return http.client.HTTPSConnection(self.host, self.port, timeout=20, context=context)
+
+
+def tls_server(*arguments: Any, certificate: Path) -> Any:
+    return running_server(*arguments, kind=type("Server", (TlsServer,), {"certificate": certificate}))
+
+
+def peer_certificate(server: ServerProcess) -> str:
+    return ssl.get_server_certificate((server.host, server.port))
+
+
+def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    _, other_key = make_certificate(tmp_path, "other")
+    with pytest.raises(InputError, match="both --tls-cert and --tls-key"):
+        read_pem(Security(tls_cert=certificate))
+    for wrong in (other_key, tmp_path / "missing", certificate):
+        with pytest.raises(InputError, match="are no certificate with its key"):
+            read_pem(Security(tls_cert=certificate, tls_key=wrong))
+    assert read_pem(Security(tls_cert=certificate, tls_key=key)) == (key.read_bytes(), certificate.read_bytes())
+    refused = run_serve("missing.vitx", "--token-file", tmp_path / "missing", "--port", "0")
+    assert refused.returncode == 2
+
+
+def test_tokens_that_are_no_ascii_are_wrong_and_not_an_error(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    tokens = Tokens.read(Security(token_file=tmp_path / "token"))
+    tokens.check("inference", f"Bearer {TOKEN}")
+    tokens.check("management", None)
+    for given in ("Bearer \xe9", "Bearer", "", None, f"Bearer {TOKEN}\u2028"):
+        with pytest.raises(RequestError):
+            tokens.check("inference", given)

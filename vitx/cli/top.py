@@ -1,0 +1,134 @@
+"""`vitx top`: watch a running server in the terminal."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from vitx.cli.options import Json
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from vitx.serve.top import Reading, Server
+
+
+def command(
+    url: Annotated[str, typer.Argument(metavar="[URL]", help="Where the server listens.")] = "http://127.0.0.1:8000",
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
+    as_json: Json = False,
+    token_file: Annotated[Path | None, typer.Option(help="File with the token that the server asks for.")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="Certificates to trust, in PEM, for a server with TLS.")] = None,
+) -> None:
+    """Show what a server does, by model: images a second, batches, queue, times, refusals, certificate."""
+    import sys
+    import time
+
+    from vitx.core.console import print_json
+    from vitx.serve.top import Server, snapshot
+
+    server = Server(url, _token(token_file), _trusted(ca_file))
+    before = server.read()
+    if not once and not as_json and sys.stdout.isatty():
+        _watch(server, before, interval)
+        return
+    time.sleep(interval)
+    found = snapshot(server.read(), before)
+    if as_json:
+        print_json(found)
+    else:
+        from rich.console import Console
+
+        Console(width=None if sys.stdout.isatty() else 160).print(view(found))
+
+
+def _watch(server: "Server", before: "Reading", interval: float) -> None:
+    """Redraw in place until interrupted; a server that stops answering is said, and waited for."""
+    import time
+
+    from rich.live import Live
+    from rich.text import Text
+
+    from vitx.core.errors import EnvironmentMissing
+    from vitx.serve.top import snapshot
+
+    with Live(view(snapshot(before, None)), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval)
+            try:
+                now = server.read()
+            except EnvironmentMissing as error:
+                live.update(Text(str(error), style="red"), refresh=True)
+                continue
+            live.update(view(snapshot(now, before)), refresh=True)
+            before = now
+
+
+def view(found: Mapping[str, Any]) -> "Group":
+    """One snapshot of `vitx.serve.top` for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(expand=True)
+    for title in ("model", "images/s", "batches/s", "mean batch", "queue", "queue ms", "compute ms"):
+        table.add_column(title, justify="left" if title == "model" else "right", overflow="fold")
+    for title in ("certificate", "runs on"):
+        table.add_column(title, overflow="fold")
+    for one in found["models"]:
+        table.add_row(
+            Text(one["name"]),
+            f"{one['images_per_second']:,.1f}",
+            f"{one['batches_per_second']:,.1f}",
+            "–" if one["mean_batch"] is None else f"{one['mean_batch']:.1f}",
+            f"{one['queued']:,}",
+            _pair(one["queue_ms"]),
+            _pair(one["compute_ms"]),
+            Text(one["certificate"], style="green" if one["certificate"] == "pass" else "red"),
+            Text(f"{one['provider']}, {one['precision']}"),
+        )
+    head = Text(f"{found['url']}  ").append(*(("ready", "green") if found["ready"] else ("not ready", "red")))
+    head.append(f"  up {_duration(found['uptime_seconds'])}")
+    latency = (
+        f"{found['requests_per_second']:,.1f} requests/s; latency {_pair(found['latency_ms'])} ms (p50 / p99 of the "
+        f"latest requests); CPU {found['cpu_percent']:.0f} %; memory {found['rss_mib']:,.0f} MiB; "
+        f"{found['open_files']} open files"
+    )
+    return Group(head, Text(latency), table, Text(_refusals(found["rejections"])))
+
+
+def _refusals(rejections: Mapping[str, int]) -> str:
+    counts = ", ".join(f"{count:,} {reason}" for reason, count in rejections.items() if count)
+    return f"refused since the start: {counts or 'none'}"
+
+
+def _pair(percentiles: Mapping[str, float | None]) -> str:
+    """p50 / p99."""
+    return " / ".join("–" if value is None else f"{value:.3g}" for value in percentiles.values())
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}"
+
+
+def _token(path: Path | None) -> str | None:
+    from vitx.core.errors import InputError
+
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the token file '{path}': {error}") from None
+
+
+def _trusted(path: Path | None) -> str | None:
+    from vitx.core.errors import InputError
+
+    if path is not None and not path.is_file():
+        raise InputError(f"--ca-file '{path}' is no file: expected certificates in PEM")
+    return path and str(path)
