@@ -17,8 +17,8 @@ from vitx.export.acceptance import SamplingPlan
 from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
 from vitx.export.openvino import IR_FOLDER, openvino_from_onnx
 from vitx.export.qdq import Target
-from vitx.export.rewrite import ALL, ImageClassifier, applied_rewrites
-from vitx.export.source import PREFIX, SourceInfo, SourceRequest, untrained_norms
+from vitx.export.rewrite import ALL, ImageClassifier, rewrite_checked
+from vitx.export.source import PREFIX, Source, SourceInfo, SourceRequest, untrained_norms
 from vitx.export.targets import (
     EngineRequest,
     LoweredFile,
@@ -114,11 +114,17 @@ def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -
     """Load the source, rewrite it and write its graph. Only this process holds the network's weights."""
     source = request.load()
     untrained = tuple(untrained_norms(source.model))
-    classifier = ImageClassifier(source.model, source.preprocessing).eval()
-    applied = applied_rewrites(classifier, rewrites)
+    classifier = _classifier(source)
+    applied = rewrite_checked(
+        classifier, rewrites, source.preprocessing.image_size, rebuild=lambda: _classifier(request.load())
+    )
     graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path)
     found = tuple(name for name, count in applied.items() if count)
     return Traced(source.info(), untrained, found, opset_of(graph))
+
+
+def _classifier(source: Source) -> ImageClassifier:
+    return ImageClassifier(source.model, source.preprocessing).eval()
 
 
 def _lower(graph: Path, source: SourceInfo, options: ExportOptions) -> LoweredFile:

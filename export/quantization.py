@@ -26,7 +26,7 @@ from vitx.export.qdq import EightBit, QuantizedGraph, Target
 # Entropy is of evenly spaced codes, which E4M3's are not.
 METHODS_FOR: dict[EightBit, tuple[Method, ...]] = {"int8": METHODS, "fp8": ("max", "percentile")}
 # Held-out images on which one layer's own error is measured: it orders the layers, it decides nothing.
-SENSITIVITY_IMAGES = 8
+SENSITIVITY_IMAGES = 16
 
 
 def quantize(

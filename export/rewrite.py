@@ -11,7 +11,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from vitx.core.errors import unknown_name
+from vitx.core.errors import CheckFailed, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.folds import (
     compute_class_token_only,
@@ -26,6 +26,9 @@ from vitx.export.folds import (
     split_rank_one_bias,
 )
 from vitx.models import VisionTransformer
+
+# Of the largest logit: in float32 a rewrite reorders sums, and no more.
+TOLERANCE = 1e-4
 
 
 class ImageClassifier(nn.Module):
@@ -125,6 +128,49 @@ def rewrite_for_export(
     if preprocessing is None:
         raise ValueError("images='uint8' needs the preprocessing whose normalisation goes into the graph")
     return classifier
+
+
+def rewrite_checked(
+    classifier: ImageClassifier, rewrites: Sequence[str], image_size: int, *, rebuild: Callable[[], ImageClassifier]
+) -> dict[str, int]:
+    """Apply the named rewrites and return how often each found something to do; `rebuild` makes the classifier anew.
+
+    Raises CheckFailed naming the first rewrite that changed the logits of noise: a network that uses one layer in two
+    places, or reads a weight on its own, breaks what the rewrites take for granted.
+    """
+    images = torch.randint(0, 256, (2, image_size, image_size, 3), dtype=torch.uint8, generator=_seeded())
+    expected = _logits(classifier, images)
+    applied = applied_rewrites(classifier, rewrites)
+    if _change(expected, _logits(classifier, images)) <= TOLERANCE:
+        return applied
+    classifier = rebuild()
+    for name in REWRITES:
+        if name in rewrites:
+            applied_rewrites(classifier, [name])
+            change = _change(expected, _logits(classifier, images))
+            if change > TOLERANCE:
+                raise CheckFailed(
+                    f"the rewrite '{name}' changes this network, by {change:.2g} of its largest logit: it uses a layer "
+                    f"in two places, or a weight on its own; leave it out with --without {name}"
+                )
+    raise CheckFailed("the rewrites together change this network, none of them alone: please report it")
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _logits(classifier: ImageClassifier, images: Tensor) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = classifier(images.to(classifier.mean.device)).double().cpu()
+    return logits
+
+
+def _change(expected: Tensor, found: Tensor) -> float:
+    """Largest difference over the largest logit; 0 where the network itself gives no finite logits."""
+    if not expected.isfinite().all():
+        return 0.0
+    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
 def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
 
 from reference import randomize
 from vitx.core.errors import CheckFailed, InputError
@@ -24,6 +25,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
 from vitx.export.expectation import optimized_operators
 from vitx.export.graph import graph_of, opset_of, require_equal
+from vitx.export.rewrite import rewrite_checked
 from vitx.models import image_tensor
 from vitx.models.window_attention import MASKED
 
@@ -268,3 +270,40 @@ def test_unknown_opset(tmp_path: Path) -> None:
     model = timm.create_model("deit_digits", depth=1).eval()
     with pytest.raises(InputError, match="opset 7: expected 18 to 24"):
         onnx_from_model(ImageClassifier(model, PREPROCESSING), PREPROCESSING, (), tmp_path / "m.onnx", opset=7)
+
+
+class TwoConvolutions(nn.Module):
+    """Two convolutions over one weight; with `twice`, one convolution used in two places."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.pretrained_cfg = {"first_conv": "first"}
+        self.first, self.second = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+        self.second.weight = self.first.weight
+        self.twice = twice
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        after = self.first if self.twice else self.second
+        logits: Tensor = self.head(after(self.first(pixels)).mean(dim=(2, 3)))
+        return logits
+
+
+def classifier_of(*, twice: bool) -> ImageClassifier:
+    torch.manual_seed(0)
+    return ImageClassifier(TwoConvolutions(twice=twice), Preprocessing(image_size=8)).eval()
+
+
+def test_a_weight_of_two_convolutions_is_folded_in_one_of_them(tmp_path: Path) -> None:
+    classifier = classifier_of(twice=False)
+    found = rewrite_checked(classifier, ALL, 8, rebuild=lambda: classifier_of(twice=False))
+    assert found["fold-normalization"] == 1
+    graph = onnx_from_model(classifier, Preprocessing(image_size=8), tuple("abcde"), tmp_path / "model.onnx")
+    assert len({node.input[1] for node in graph.graph.node if node.op_type == "Conv"}) == 2
+
+
+def test_a_convolution_used_twice_is_named() -> None:
+    with pytest.raises(CheckFailed, match=r"the rewrite 'fold-normalization' changes this network, by .* --without"):
+        rewrite_checked(classifier_of(twice=True), ALL, 8, rebuild=lambda: classifier_of(twice=True))
+    others = [name for name in ALL if name != "fold-normalization"]
+    rewrite_checked(classifier_of(twice=True), others, 8, rebuild=lambda: classifier_of(twice=True))
