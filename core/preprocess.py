@@ -6,6 +6,7 @@ not here: it lives inside the exported graph.
 
 import io
 import math
+import warnings
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +22,8 @@ UInt8Array = npt.NDArray[np.uint8]
 
 # Above this many pixels an image is refused before it is decoded (a decompression bomb fits in a small file).
 MAX_PIXELS = 100_000_000
+# Pillow's warning below that would be a line, and a little memory, for every size that a client makes up.
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,

@@ -36,9 +36,7 @@ class Reading:
     def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
         """The samples that have these labels, by the value of another one."""
         wanted = labels.items()
-        return {
-            dict(given)[label]: value for given, value in self.samples.get(name, {}).items() if wanted <= given
-        }
+        return {dict(given)[label]: value for given, value in self.samples.get(name, {}).items() if wanted <= given}
 
 
 class Server:
@@ -56,9 +54,10 @@ class Server:
 
     def read(self) -> Reading:
         """Ask now; raise EnvironmentMissing when nothing answers, or what answers is not vitx serve."""
+        statistics, metrics = self._get("/v1/stats"), self._get("/metrics")
         try:
-            stats = json.loads(self._get("/v1/stats"))
-            families = text_string_to_metric_families(self._get("/metrics").decode())
+            stats = json.loads(statistics)
+            families = text_string_to_metric_families(metrics.decode())
             samples: dict[str, dict[Labels, float]] = {}
             for sample in (sample for family in families for sample in family.samples):
                 samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value

@@ -99,7 +99,7 @@ def test_another_server_than_ours(tmp_path: Path, vitx: Vitx) -> None:
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
-        url = process.stdout.readline().split()[-1].strip("()")
+        url = process.stdout.readline().split("(")[1].split(")")[0]
         code, _, err = vitx("top", url, "--once")
         process.terminate()
     assert code == 3
@@ -142,7 +142,7 @@ def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: Serve
         os.close(ours)
     assert seen.count(b"tiny") >= 4
     assert b"\x1b[?1049h" in seen  # a screen of its own, and back from it
-    assert seen.rstrip().endswith(b"\x1b[?25h")
-    assert b"\x1b[?1049l" in seen
+    assert seen.endswith(b"\x1b[?25h\x1b[?1049l")  # the cursor is shown again
     assert b"\x1b[2J" not in seen.split(b"\x1b[?1049h", 1)[1].split(b"tiny", 2)[1]  # never cleared between two frames
-    assert (process.returncode, said.decode()) == (130, "interrupted\n")
+    assert process.returncode == 130
+    assert b"Traceback" not in said

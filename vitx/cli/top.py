@@ -131,4 +131,4 @@ def _trusted(path: Path | None) -> str | None:
 
     if path is not None and not path.is_file():
         raise InputError(f"--ca-file '{path}' is no file: expected certificates in PEM")
-    return path and str(path)
+    return None if path is None else str(path)
