@@ -29,10 +29,10 @@ from vitx.core.bundle import Bundle
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.serve import load_session
-from vitx.serve.autotune import tune
 from vitx.serve.bench import bench_bundle, random_images
-from vitx.serve.roofline import usable_cores
-from vitx.serve.turns import Lane
+from vitx.serve.bench.autotune import tune
+from vitx.serve.bench.roofline import usable_cores
+from vitx.serve.bench.turns import Lane
 
 OVERHEAD_TARGET, SPREAD_TARGET = 0.01, 0.05
 CALL_SECONDS = 1e-3

@@ -52,7 +52,7 @@ try:
     from vitx.core.machine import describe_machine, installed_versions
     from vitx.core.preprocess import Preprocessing
     from vitx.export.rewrite import ImageClassifier, rewrite_for_export
-    from vitx.serve.energy import gpu_energy
+    from vitx.serve.bench.energy import gpu_energy
 except ModuleNotFoundError as error:
     print(f"error: the package '{error.name}' is not installed: pip install 'vitx[export,train]'", file=sys.stderr)
     raise SystemExit(3) from None

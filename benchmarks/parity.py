@@ -4,8 +4,8 @@
 
 Compared, in turns, on DeiT-Ti with random weights and 1,000 classes, torch against ONNX Runtime:
   forward  both sides once over all images in batches of 32, pixels prepared beforehand and in memory
-  parity   `vitx.serve.comparison.compare` with its defaults: decoding and resizing, both sides once over all images,
-           the probe images at batch sizes 1, 2, 7, 32, shuffled and reversed, all statistics
+  parity   `vitx.serve.parity.compare` with its defaults: decoding and resizing, both sides once over all images, the
+           probe images at batch sizes 1, 2, 7, 32, shuffled and reversed, all statistics
 The images are scikit-learn's 1,797 digits as PNG, repeated under other names, resized to SIZE. The network's cost does
 not depend on what they show. Parity's fixed part, the probe images, weighs less the more images there are, so the
 number of images is part of the result.
@@ -29,7 +29,7 @@ from vitx.core.images import ImageSet, open_images
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.serve.comparison import PROBE_IMAGES, REFERENCE_BATCH, Comparison, compare, infer
+from vitx.serve.parity.comparison import PROBE_IMAGES, REFERENCE_BATCH, Comparison, compare, infer
 from vitx.serve.runtimes import Float32Array, Session
 from vitx.serve.runtimes.torch import TorchSession
 

@@ -27,7 +27,7 @@ class LatencyPoint(Record):
 
 
 class GraphCost(Record):
-    """What one image costs: see vitx.serve.graph_cost."""
+    """What one image costs: see vitx.serve.bench.graph_cost."""
 
     flops: int = Field(description="of matrix products and convolutions; a multiply-add counts two")
     activation_bytes: int = Field(description="activations that the fused kernels read and write for one image")

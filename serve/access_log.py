@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
-from vitx.serve.asgi import header
+from vitx.serve.http.asgi import header
 from vitx.serve.request_log import CURRENT, RequestRecord
 
 _WAITING = 65_536  # lines; beyond, a disk that stands still costs lines and not memory

@@ -9,7 +9,7 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.machine import local_gpus
-from vitx.serve.autotune import tuned_setting
+from vitx.serve.bench.autotune import tuned_setting
 from vitx.serve.canary import Canary
 from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching

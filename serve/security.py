@@ -11,8 +11,8 @@ from typing import Literal
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitx.core.errors import InputError
-from vitx.serve.asgi import error_reply, header, send_reply
 from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import error_reply, header, send_reply
 
 Kind = Literal["inference", "management"]
 

@@ -18,10 +18,10 @@ from starlette.types import ASGIApp
 from vitx.core.console import log
 from vitx.core.errors import InputError, missing_package
 from vitx.serve.access_log import AccessLog, AccessLogged
-from vitx.serve.app import App
 from vitx.serve.canary import replay_once
 from vitx.serve.decode import Decoder
-from vitx.serve.http_protocol import HttpProtocol, limited_protocol
+from vitx.serve.http.app import App
+from vitx.serve.http.connection import HttpProtocol, limited_protocol
 from vitx.serve.limits import Batching, Limits
 from vitx.serve.loading import Loader, Offer, open_offers
 from vitx.serve.metrics import Metrics
@@ -35,7 +35,7 @@ from vitx.serve.supervisor import WorkerLink, worker_link
 from vitx.serve.worker_metrics import WorkerMetrics
 
 if TYPE_CHECKING:
-    from vitx.serve.grpc_server import GrpcServer
+    from vitx.serve.grpc.server import GrpcServer
 
 _KEEP_ALIVE_SECONDS = 75  # longer than the clients' pools keep a connection, so that they close it, not we
 # What a worker that leaves gives the clients of open connections to come back once more, and be told to close.
@@ -169,7 +169,7 @@ class Server:
     async def _start_grpc(self, port: int, limits: Limits, offered: Repository | None) -> "GrpcServer":
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its warnings let a client fill the log
         try:
-            from vitx.serve.grpc_server import GrpcServer, server_credentials
+            from vitx.serve.grpc.server import GrpcServer, server_credentials
         except ModuleNotFoundError as error:
             raise missing_package(str(error.name), "grpc") from None
         server = GrpcServer(

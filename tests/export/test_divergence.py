@@ -24,7 +24,7 @@ from vitx.export.dataflow import Dataflow
 from vitx.export.divergence import compare_token_similarity, node_errors, overflow_text, repair, trace_layers
 from vitx.export.half import HALVES, HalfGraph
 from vitx.models.layer_metrics import layer_metrics
-from vitx.serve.comparison import subset
+from vitx.serve.parity.comparison import subset
 
 LABELS = tuple("0123456789")
 

@@ -47,7 +47,7 @@ def test_wheel_contents(wheel: Path) -> None:
             if name == "vitx" and relative.parts[0] in {room.removeprefix("vitx.") for room in ROOMS}:
                 continue
             assert f"{name.replace('.', '/')}/{relative.as_posix()}" in names
-    assert {"vitx/py.typed", "vitx/serve/page.html", "vitx/models/zoo.json"} <= names
+    assert {"vitx/py.typed", "vitx/serve/http/page.html", "vitx/models/zoo.json"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 

@@ -16,9 +16,9 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
-from vitx.serve import autotune, bench, load_session
-from vitx.serve.bench import bench_bundle, bench_together, device_of, parse_batch_sizes
-from vitx.serve.turns import MIN_CALLS
+from vitx.serve import bench, load_session
+from vitx.serve.bench import autotune, bench_bundle, bench_together, device_of, parse_batch_sizes
+from vitx.serve.bench.turns import MIN_CALLS
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)
 LaneOf = tuple[str, int]

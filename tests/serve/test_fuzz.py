@@ -4,15 +4,12 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from fuzz import MAKERS, MAY_PASS, OPTIONS, Outcome, ask, fuzz, held_by, make_request
 from server_process import INFER_BODY, INFER_PATH, ServerProcess, running_server, wait_until
 from vitx.core.bundle import Bundle
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from fuzz import MAKERS, MAY_PASS, OPTIONS, Outcome, ask, fuzz, held_by, make_request
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

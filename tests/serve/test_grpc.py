@@ -19,7 +19,7 @@ from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, write
 from server_process import ServerProcess, grpc_address, running_server
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.grpc_messages import message_class
+from vitx.serve.grpc.messages import message_class
 from vitx.serve.runtimes import load_session
 
 SERVICE = "/inference.GRPCInferenceService/"

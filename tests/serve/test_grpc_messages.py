@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from vitx.serve.grpc_messages import message_class, names
+from vitx.serve.grpc.messages import message_class, names
 
 OURS_ALONE = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from vitx.serve.errors import RequestError
-from vitx.serve.grpc_messages import message_class
-from vitx.serve.grpc_protocol import decode_infer_request, encode_infer_response
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.limits import Limits
 from vitx.serve.parameters import Region
 from vitx.serve.protocol import Contract, InferRequest

@@ -13,14 +13,15 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Setting
 from vitx.core.preprocess import UInt8Array
-from vitx.serve import autotune, load_session
-from vitx.serve.autotune import best_setting, splits, tune
+from vitx.serve import load_session
+from vitx.serve.bench import autotune
+from vitx.serve.bench.autotune import best_setting, splits, tune
+from vitx.serve.bench.load import LoadResult, poisson_arrivals, run_open_loop
+from vitx.serve.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
+from vitx.serve.bench.turns import percentiles
 from vitx.serve.instances import SessionPool, load_instances
 from vitx.serve.limits import Batching
-from vitx.serve.load import LoadResult, poisson_arrivals, run_open_loop
 from vitx.serve.runtimes import Session
-from vitx.serve.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
-from vitx.serve.turns import percentiles
 
 IMAGES = np.zeros((8, 16, 16, 3), dtype=np.uint8)
 

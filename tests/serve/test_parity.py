@@ -17,8 +17,8 @@ from vitx.core.images import ImageSet
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import certify, load_session
-from vitx.serve.comparison import PROBE_IMAGES
 from vitx.serve.parity import WORST, certify_bundle, check_labels, compare
+from vitx.serve.parity.comparison import PROBE_IMAGES
 
 
 class Altered(NumpySession):

@@ -12,7 +12,7 @@ from bundle_fixture import write_bundle, write_image_folder
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.run import RunFolder
-from vitx.serve.comparison import spread
+from vitx.serve.parity.comparison import spread
 
 
 def test_two_bundles_are_compared_and_nothing_is_written(
@@ -134,7 +134,7 @@ def test_another_class_over_http_fails(colours_folder: Path, tmp_path: Path) -> 
     from bundle_fixture import PREPROCESSING, NumpySession
     from server_process import running_server
     from vitx.core.images import open_images
-    from vitx.serve.served import compare_served
+    from vitx.serve.parity.served import compare_served
 
     bundle = write_bundle(tmp_path / "tiny.vitx", fault="class_off_by_one", data=str(colours_folder))
     images = open_images(str(write_image_folder(tmp_path / "few", 40)), "val")

@@ -25,8 +25,8 @@ from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import load_session
-from vitx.serve.diagnosis import Diagnosis, diagnose
 from vitx.serve.parity import bundle_batch_sizes, certify_against, check_engines, check_provider
+from vitx.serve.parity.diagnosis import Diagnosis, diagnose
 from vitx.serve.runtimes import Session
 
 ALLOWED = 1e-4

@@ -17,7 +17,7 @@ from vitx.core.machine import describe_machine
 from vitx.core.run import RunFolder
 from vitx.serve.loading import open_offers
 from vitx.serve.parity import certify_bundle
-from vitx.serve.replay import verify_files
+from vitx.serve.parity.replay import verify_files
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vitx.serve.errors import RequestError
+from vitx.serve.http.multipart import Part, parse_multipart
 from vitx.serve.limits import Limits
-from vitx.serve.multipart import Part, parse_multipart
 from vitx.serve.protocol import (
     Contract,
     InferRequest,

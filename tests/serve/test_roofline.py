@@ -9,10 +9,10 @@ from onnx import TensorProto, helper, numpy_helper
 from vitx.core.bundle import Bundle
 from vitx.core.latency import GraphCost, Limit
 from vitx.serve import load_session
-from vitx.serve.graph_cost import count_cost, node_flops
-from vitx.serve.probe_graphs import copy_graph, empty_graph, product_graph
-from vitx.serve.roofline import copy_probe, empty_call, fixed_seconds, name_limit, probe_dtype, product_probe
-from vitx.serve.turns import Lane, Probe
+from vitx.serve.bench.graph_cost import count_cost, node_flops
+from vitx.serve.bench.probe_graphs import copy_graph, empty_graph, product_graph
+from vitx.serve.bench.roofline import copy_probe, empty_call, fixed_seconds, name_limit, probe_dtype, product_probe
+from vitx.serve.bench.turns import Lane, Probe
 
 # One image: 1 GFLOP and 1 MB of activations; 2 MB of weights.
 COST = GraphCost(flops=10**9, activation_bytes=10**6, weight_bytes=2 * 10**6)

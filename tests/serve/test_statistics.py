@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from vitx.serve.statistics import clopper_pearson_upper, flips_allowed, images_needed, mcnemar_exact
+from vitx.serve.parity.statistics import clopper_pearson_upper, flips_allowed, images_needed, mcnemar_exact
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vitx.cli.options import BundleArgument, DeviceOption, Json, Quiet, Threads
 
 if TYPE_CHECKING:
     from vitx.core.latency import Latency
-    from vitx.serve.bench_choices import Choices
+    from vitx.serve.bench.choices import Choices
 
 
 def command(
@@ -52,7 +52,7 @@ def command(
     from vitx.core.bundle import Bundle
     from vitx.core.errors import InputError
     from vitx.serve.bench import parse_batch_sizes
-    from vitx.serve.bench_choices import Choices
+    from vitx.serve.bench.choices import Choices
 
     sizes = parse_batch_sizes(batch)
     choices = Choices(Bundle.open(bundle), run, runtime, device, threads)
@@ -79,7 +79,7 @@ def _sweep(
 ) -> None:
     from vitx.core.console import print_json
     from vitx.serve.bench import bench_bundle
-    from vitx.serve.bench_plot import check_plot, save_plot
+    from vitx.serve.bench.plot import check_plot, save_plot
 
     if plot:
         check_plot(plot)
@@ -155,8 +155,8 @@ def _load(
     as_json: bool,
 ) -> None:
     from vitx.core.console import print_json, print_table
-    from vitx.serve.bench_choices import parse_rates
-    from vitx.serve.scenarios import parse_scenarios
+    from vitx.serve.bench.choices import parse_rates
+    from vitx.serve.bench.scenarios import parse_scenarios
 
     report = choices.load_test(
         rates=parse_rates(rates) if rates else (),

@@ -162,7 +162,7 @@ def _sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: fl
     from vitx.core.run import RunFolder
     from vitx.export import SamplingPlan
     from vitx.serve.parity import check_image_count
-    from vitx.serve.statistics import flips_allowed
+    from vitx.serve.parity.statistics import flips_allowed
 
     request.require_known()
     count = len(open_images(data or RunFolder.open(request.target).info.data, "val"))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from vitx.core.certificate import Certificate
     from vitx.core.images import ImageSet
     from vitx.core.run import Checkpoint
-    from vitx.serve.served import ServedComparison
-    from vitx.serve.sides import Side
+    from vitx.serve.parity.served import ServedComparison
+    from vitx.serve.parity.sides import Side
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def command(
     from vitx.cli.stand_in import cpu_stand_in
     from vitx.core.errors import CheckFailed, InputError
     from vitx.core.images import open_images
-    from vitx.serve.sides import open_side
+    from vitx.serve.parity.sides import open_side
 
     sizes = _numbers(batch_sizes) if batch_sizes else None
     options = _Options(checkpoint, device, max_flip_rate, sizes, quiet)
@@ -136,7 +136,7 @@ def _certify(before: "Side", after: "Side", images: "ImageSet", options: _Option
         check_provider,
         warn_of_other_weights,
     )
-    from vitx.serve.verdict import coarser
+    from vitx.serve.parity.verdict import coarser
 
     for side in (before, after):
         check_labels(images, side.labels)
@@ -190,7 +190,7 @@ def _served(
     before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", options: _Options
 ) -> "ServedComparison":
     from vitx.core.errors import InputError
-    from vitx.serve.served import compare_served, serving
+    from vitx.serve.parity.served import compare_served, serving
 
     if after.bundle is None:
         raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
@@ -206,7 +206,7 @@ def _served(
 
 
 def _diagnosis(before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", *, trace: bool) -> str:
-    from vitx.serve.diagnosis import diagnose
+    from vitx.serve.parity.diagnosis import diagnose
 
     found = diagnose(
         before.session,
@@ -223,9 +223,9 @@ def _diagnosis(before: "Side", after: "Side", images: "ImageSet", certificate: "
 def _chosen(images: "ImageSet", wanted: str, max_flip_rate: float) -> "ImageSet":
     """All images, or some of them evenly spaced."""
     from vitx.core.errors import InputError
-    from vitx.serve.comparison import subset
-    from vitx.serve.statistics import images_needed
-    from vitx.serve.verdict import check_rate
+    from vitx.serve.parity.comparison import subset
+    from vitx.serve.parity.statistics import images_needed
+    from vitx.serve.parity.verdict import check_rate
 
     if wanted == "all":
         return images
@@ -252,7 +252,7 @@ def _verify(reference: Path, candidate: Path | None, data: str | None, options: 
     from vitx.core.bundle import MANIFEST, Bundle
     from vitx.core.console import log, print_json, print_table
     from vitx.serve.parity import check_provider
-    from vitx.serve.replay import certified_images, replay, require_agreement, verify_files
+    from vitx.serve.parity.replay import certified_images, replay, require_agreement, verify_files
     from vitx.serve.runtimes import load_session
 
     swapped = candidate is not None and not (reference / MANIFEST).is_file()
@@ -285,7 +285,7 @@ def _certified_reference(
 ) -> "Side | None":
     """The run that was given, or the one the bundle was exported from if it is still there with the same weights."""
     from vitx.core.errors import CheckFailed
-    from vitx.serve.sides import open_side
+    from vitx.serve.parity.sides import open_side
 
     provenance = bundle.manifest.provenance
     if run is not None:
@@ -302,7 +302,7 @@ def _certified_reference(
 
 def _write_report(path: Path, title: str, found: _Outcome, before: "Side", images: "ImageSet") -> None:
     from vitx.core.files import write_bytes
-    from vitx.serve.report import Report, render
+    from vitx.serve.parity.report import Report, render
 
     tables: dict[str, dict[str, object]] = {}
     if found.served is not None:
@@ -323,7 +323,7 @@ def _write_report(path: Path, title: str, found: _Outcome, before: "Side", image
 
 def _print(found: _Outcome, candidate: Path, *, as_json: bool) -> None:
     from vitx.core.console import log, print_fields, print_json, print_table
-    from vitx.serve.report import summary
+    from vitx.serve.parity.report import summary
 
     certificate = found.certificate
     if as_json:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vitx.core.run import Checkpoint, RunFolder
     from vitx.export.divergence import NodeError, Repair, Trace
     from vitx.export.qdq import Target
-    from vitx.serve.report import LayerPlot
-    from vitx.serve.sides import Side
+    from vitx.serve.parity.report import LayerPlot
+    from vitx.serve.parity.sides import Side
 
 # Layers are compared on so many evenly spaced images; nodes on fewer, they only order.
 TRACE_IMAGES, NODE_IMAGES = 64, 8
@@ -47,7 +47,7 @@ class TraceResult:
         return found
 
     def plots(self) -> tuple["LayerPlot", ...]:
-        from vitx.serve.report import LayerPlot, Series
+        from vitx.serve.parity.report import LayerPlot, Series
 
         if self.layers is None:
             return ()
@@ -208,7 +208,7 @@ def _repair_text(found: "Repair", precision: str) -> str:
 def _pixels(images: "ImageSet", preprocessing: "Preprocessing") -> "UInt8Array":
     import numpy as np
 
-    from vitx.serve.comparison import subset
+    from vitx.serve.parity.comparison import subset
 
     return np.concatenate(list(subset(images, TRACE_IMAGES).batches(preprocessing, TRACE_IMAGES)))
 

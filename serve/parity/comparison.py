@@ -16,8 +16,8 @@ from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.serve.parity.statistics import clopper_pearson_upper, mcnemar_exact
 from vitx.serve.runtimes import Float32Array, Session
-from vitx.serve.statistics import clopper_pearson_upper, mcnemar_exact
 
 BATCH_SIZES = (1, 2, 7, 32)
 REFERENCE_BATCH = 32

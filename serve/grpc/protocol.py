@@ -9,7 +9,7 @@ from typing import Any
 
 from vitx.serve.classification import bytes_tensor, classification_texts
 from vitx.serve.errors import RequestError
-from vitx.serve.grpc_messages import message_class
+from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import Limits
 from vitx.serve.parameters import REGION_PARAMETERS
 from vitx.serve.protocol import VERSION, Contract, InferRequest, read_infer_request

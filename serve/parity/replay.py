@@ -12,8 +12,9 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.images import ImageSet, open_images
 from vitx.core.preprocess import Preprocessing
-from vitx.serve.comparison import infer
-from vitx.serve.parity import certify, check_engines, check_labels
+from vitx.serve.parity.certify import certify, check_engines
+from vitx.serve.parity.comparison import infer
+from vitx.serve.parity.verdict import check_labels
 from vitx.serve.runtimes import Session
 
 # How far a logit error may be from the certificate's: another processor sums in another order.

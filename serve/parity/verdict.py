@@ -7,8 +7,8 @@ from vitx.core.bundle import SHARE_OF_STD, Precision
 from vitx.core.certificate import TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
-from vitx.serve.comparison import Comparison
-from vitx.serve.statistics import clopper_pearson_upper, images_needed
+from vitx.serve.parity.comparison import Comparison
+from vitx.serve.parity.statistics import clopper_pearson_upper, images_needed
 
 MAX_FLIP_RATE = 0.01
 MAX_LOGIT_ERROR = 1e-4

@@ -1,7 +1,7 @@
 """Parity: is the candidate the same classifier as the reference, on real images? Semantics: docs/parity.md.
 
-`compare` measures (vitx.serve.comparison), `judge` holds the numbers against the limits (vitx.serve.verdict),
-`certify` does both and returns the certificate.
+`compare` measures (comparison.py), `judge` holds the numbers against the limits (verdict.py), `certify` does both and
+returns the certificate.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,9 @@ from vitx.core.images import ImageSet, open_images
 from vitx.core.plan import PlanInfo
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
-from vitx.serve.comparison import BATCH_SIZES, WORST, Comparison, compare
+from vitx.serve.parity.comparison import BATCH_SIZES, compare
+from vitx.serve.parity.verdict import MAX_FLIP_RATE, allowed_logit_error, check_image_count, check_labels, judge
 from vitx.serve.runtimes import Session, load_session
-from vitx.serve.verdict import MAX_FLIP_RATE, allowed_logit_error, check_image_count, check_labels, judge
-
-__all__ = [
-    "BATCH_SIZES",
-    "MAX_FLIP_RATE",
-    "WORST",
-    "Comparison",
-    "allowed_logit_error",
-    "certify",
-    "certify_against",
-    "certify_bundle",
-    "check_image_count",
-    "check_labels",
-    "compare",
-    "judge",
-]
 
 
 def certify(

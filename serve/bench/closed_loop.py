@@ -14,10 +14,10 @@ from vitx.core.errors import InputError
 from vitx.core.latency import Latency, LatencyPoint, Roof
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.encoded import FromBytes
-from vitx.serve.energy import gpu_energy
-from vitx.serve.graph_cost import count_cost
-from vitx.serve.roofline import (
+from vitx.serve.bench.encoded import FromBytes
+from vitx.serve.bench.energy import gpu_energy
+from vitx.serve.bench.graph_cost import count_cost
+from vitx.serve.bench.roofline import (
     copy_probe,
     empty_call,
     fixed_seconds,
@@ -26,8 +26,8 @@ from vitx.serve.roofline import (
     product_probe,
     usable_cores,
 )
+from vitx.serve.bench.turns import Lane, Probe, percentiles, take_turns, warm_up
 from vitx.serve.runtimes import Session, image_shape
-from vitx.serve.turns import Lane, Probe, percentiles, take_turns, warm_up
 
 BATCH_SIZES = (1, 8, 32)
 SECONDS = 2.0

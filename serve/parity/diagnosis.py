@@ -12,7 +12,7 @@ import numpy as np
 from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.serve.comparison import Float64Array, difference, infer, subset
+from vitx.serve.parity.comparison import Float64Array, difference, infer, subset
 from vitx.serve.runtimes import Float32Array, Session
 
 Triple = tuple[float, float, float]

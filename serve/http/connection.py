@@ -17,8 +17,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from vitx.serve.asgi import CONNECTION, error_reply, send_reply
 from vitx.serve.errors import RequestError, unavailable
+from vitx.serve.http.asgi import CONNECTION, error_reply, send_reply
 from vitx.serve.limits import Limits
 
 # What a connection beyond the limit has to send its request in, to be told that it is one too many.

@@ -20,9 +20,9 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.core.files import Record
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing
-from vitx.serve.comparison import REFERENCE_BATCH, Float64Array, infer
+from vitx.serve.parity.comparison import REFERENCE_BATCH, Float64Array, infer
+from vitx.serve.parity.statistics import clopper_pearson_upper
 from vitx.serve.runtimes import Session
-from vitx.serve.statistics import clopper_pearson_upper
 
 # Requests in flight: enough that the server forms batches.
 CONNECTIONS = 8

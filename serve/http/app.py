@@ -12,7 +12,9 @@ from functools import partial
 
 from starlette.types import Message, Receive, Scope, Send
 
-from vitx.serve.asgi import (
+from vitx.serve.decode import Decoder
+from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import (
     CONNECTION,
     ClientGone,
     Reply,
@@ -23,14 +25,12 @@ from vitx.serve.asgi import (
     send_reply,
     unless_gone,
 )
-from vitx.serve.classify import Classifier
-from vitx.serve.decode import Decoder
-from vitx.serve.errors import RequestError
+from vitx.serve.http.classify import Classifier
+from vitx.serve.http.routes import other_routes, versioned
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
 from vitx.serve.protocol import HEADER_LENGTH, VERSION, decode_infer_request, encode_infer_response, header_length
 from vitx.serve.repository import Repository
-from vitx.serve.routes import other_routes, versioned
 from vitx.serve.served_model import ModelSet
 from vitx.serve.shared_memory import SharedMemory
 

@@ -16,8 +16,8 @@ from google.protobuf.message import DecodeError
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.access_log import CLIENT_GONE, AccessLog, request_id
 from vitx.serve.errors import RequestError
-from vitx.serve.grpc_messages import message_class
-from vitx.serve.grpc_service import Call, GrpcService
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.service import Call, GrpcService
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
 from vitx.serve.repository import Repository

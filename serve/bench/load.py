@@ -17,9 +17,9 @@ import numpy.typing as npt
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batcher import Batcher, Infer
+from vitx.serve.bench.turns import percentiles
 from vitx.serve.errors import QueueFull
 from vitx.serve.limits import Batching
-from vitx.serve.turns import percentiles
 
 # The generator calls in before an arrival is due and waits for the rest of the time.
 _LEAD_SECONDS = 0.05

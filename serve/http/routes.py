@@ -11,15 +11,15 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitx import __version__
-from vitx.serve.asgi import ClientGone, error_reply, read_body
 from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import ClientGone, error_reply, read_body
+from vitx.serve.http.openapi import describe_api
+from vitx.serve.http.repository_routes import repository_routes
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
-from vitx.serve.openapi import describe_api
 from vitx.serve.parameters import parse_json_object
 from vitx.serve.protocol import EXTENSIONS, VERSION
 from vitx.serve.repository import Repository
-from vitx.serve.repository_routes import repository_routes
 from vitx.serve.served_model import ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
 

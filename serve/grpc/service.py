@@ -11,13 +11,13 @@ from google.protobuf.json_format import ParseDict
 
 from vitx import __version__
 from vitx.serve.errors import RequestError
-from vitx.serve.grpc_messages import message_class
-from vitx.serve.grpc_protocol import decode_infer_request, encode_infer_response
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
+from vitx.serve.http.repository_routes import NOT_OFFERED
+from vitx.serve.http.routes import versioned
 from vitx.serve.limits import Limits
 from vitx.serve.protocol import EXTENSIONS, VERSION
 from vitx.serve.repository import Repository, repository_parameters
-from vitx.serve.repository_routes import NOT_OFFERED
-from vitx.serve.routes import versioned
 from vitx.serve.served_model import ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
 

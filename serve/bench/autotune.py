@@ -10,10 +10,10 @@ from vitx.core.console import log
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.bench import random_images
+from vitx.serve.bench.closed_loop import random_images
+from vitx.serve.bench.turns import Lane
 from vitx.serve.instances import load_instances
 from vitx.serve.runtimes import Session, image_shape
-from vitx.serve.turns import Lane
 
 BATCH_SIZES = (1, 4, 16)
 # Each setting is tried for this long; those that come near the best are then measured together, in turns.

@@ -12,15 +12,15 @@ from vitx.core.files import Record
 from vitx.core.latency import Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.run import RunFolder
-from vitx.serve.autotune import tune, tuned_setting
-from vitx.serve.bench import Loader, device_of, random_images
+from vitx.serve.bench.autotune import tune, tuned_setting
+from vitx.serve.bench.closed_loop import Loader, device_of, random_images
+from vitx.serve.bench.load import LoadResult
+from vitx.serve.bench.roofline import usable_cores
+from vitx.serve.bench.scenarios import Scenario, ScenarioResult, ScenarioSettings, offer, run_scenario
 from vitx.serve.instances import load_instances
 from vitx.serve.limits import Batching
-from vitx.serve.load import LoadResult
-from vitx.serve.roofline import usable_cores
 from vitx.serve.runtimes import Session, image_shape, load_session
 from vitx.serve.runtimes.requirements import require
-from vitx.serve.scenarios import Scenario, ScenarioResult, ScenarioSettings, offer, run_scenario
 
 
 class OpenLoopResult(Record):

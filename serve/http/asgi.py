@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from vitx.serve.encoding import WORTH_ENCODING, decoded, encoded
 from vitx.serve.errors import RequestError, too_large
+from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 
 T = TypeVar("T")
 JSON = b"application/json"

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from vitx.serve.asgi import read_body
 from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.parameters import parse_json_object
 from vitx.serve.repository import Repository, repository_parameters

@@ -12,12 +12,12 @@ import numpy as np
 from starlette.types import Receive, Scope
 
 from vitx.core.preprocess import ImageError, UInt8Array
-from vitx.serve.asgi import Reply, header, json_reply, read_body, unless_gone
 from vitx.serve.decode import Decoder
 from vitx.serve.errors import RequestError, too_large
+from vitx.serve.http.asgi import Reply, header, json_reply, read_body, unless_gone
+from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
-from vitx.serve.multipart import parse_multipart
 from vitx.serve.parameters import parse_json
 from vitx.serve.request_log import CURRENT
 from vitx.serve.request_queue import PRIORITY_LEVELS

@@ -18,9 +18,9 @@ from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Precision
 from vitx.core.errors import EnvironmentMissing, VitxError
 from vitx.core.files import sha256_bytes, write_bytes, write_json
 from vitx.core.latency import GraphCost, Limit
-from vitx.serve.probe_graphs import ELEMENT_TYPES, copy_graph, empty_graph, product_graph, raw_elements
+from vitx.serve.bench.probe_graphs import ELEMENT_TYPES, copy_graph, empty_graph, product_graph, raw_elements
+from vitx.serve.bench.turns import Lane, Probe
 from vitx.serve.runtimes import image_shape
-from vitx.serve.turns import Lane, Probe
 
 # The fastest of 192 to 1024 on a core of an AMD EPYC, and within 2 % between runs; a GPU needs more to fill it.
 CPU_SIDE, GPU_SIDE = 512, 8192

@@ -15,9 +15,9 @@ from vitx.core.errors import CheckFailed, unknown_name
 from vitx.core.files import Record
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.batcher import Batcher, Infer
+from vitx.serve.bench.load import LoadResult, poisson_arrivals, run_open_loop
+from vitx.serve.bench.turns import Lane, percentiles
 from vitx.serve.limits import Batching
-from vitx.serve.load import LoadResult, poisson_arrivals, run_open_loop
-from vitx.serve.turns import Lane, percentiles
 
 Scenario = Literal["offline", "server", "single-stream"]
 SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
