@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--exports", type=int, default=3, help="pairs of exports (c)")
     parser.add_argument("--networks", nargs="+", default=["deit_small_12", "deepvit_s"], help="of (e)")
     parser.add_argument("--rewrites", nargs="+", default=list(REWRITES), help="of (e)")
-    parser.add_argument("--run", help="a run trained on the digits, for (b)")
+    parser.add_argument("--run", action="append", default=[], help="a run trained on the digits, for (b)")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

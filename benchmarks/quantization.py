@@ -1,14 +1,17 @@
 """int8 against float32 of the same graph in ONNX Runtime on one CPU thread, with top-1 agreement in the same row.
 
-    python benchmarks/quantization.py [--run RUN] [--rows digits deit_s deepvit_s] [--repeats 9] [--json FILE]
+    python benchmarks/quantization.py [--run RUN]... [--networks deit_s deepvit_s] [--repeats 9] [--json FILE]
 
 The sessions take turns; a ratio is that of the medians. Beside our int8 stands ONNX Runtime's own dynamic quantisation
-of the same graph. With `--run`, a trained run on the digits: agreement is over its 360 evaluation images. DeiT-S has a
-random body, biases and norms included, and a head fitted to the digits at 224 px by least squares: its speed is that
-of any DeiT-S, and its margins are those of a classifier. (With 1,000 random classes the largest two logits are so close
-that 1 to 3 of 32 images change class whatever is done.) DeepViT-S is random altogether and quantised whole: its row is
-of speed alone. scikit-learn's digits are the only labelled real images that come with a package; nothing here speaks
-of ImageNet.
+of the same graph. `--run` names a run trained on the digits, and may be repeated: top-1 agreement is over its 360
+evaluation images, and the layers that stay in float32 are those that the search leaves. A run of DeiT-S's size:
+
+    vitx train digits-deit --out RUN --set model.name=deit_small_12 --set model.kwargs.patch_size=8 \\
+      --set optimizer.lr=5e-4 --set epochs=7 --set cutmix.probability=0 --set losses.contrastive=0 --set losses.mixing=0
+
+DeiT-S and DeepViT-S at 224 px have random weights, every layer is quantised, and their rows are of speed alone: images
+differ too little in a random network for its classes to mean anything (docs/precision.md). scikit-learn's digits are the
+only labelled real images that come with a package; nothing here speaks of ImageNet.
 """
 
 import argparse
@@ -34,62 +37,31 @@ import vitx.models
 from vitx.core.images import open_images
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.run import RunFolder
 from vitx.export import SourceRequest, onnx_from_model, rewrite_for_export
 from vitx.export.acceptance import Agreement, Bounds, agreement_of
-from vitx.export.calibration import calibration_images, evenly_spaced, logits_of
+from vitx.export.calibration import calibration_images, logits_of
 from vitx.export.precision import lower_precision
-from vitx.models import image_tensor
 
-# Images at 224 px for the ranges and the search; others, from the evaluation split, for the agreement.
-CALIBRATION, COMPARED = 400, 200
 NETWORKS = {"deit_s": "deit_small_patch16_224", "deepvit_s": "deepvit_s"}
-# Thirty-two random blocks of Re-Attention have no margins worth measuring, and the search would find none.
-SPEED_ALONE = {"deepvit_s": Bounds(math.inf, agreement=0.0)}
-ROWS = ("digits", *NETWORKS)
+# As many as `lower_precision` asks for.
+CALIBRATION = 320
+# What was promised of a network of DeiT-S's size: speed over float32's, at this top-1 agreement.
+SPEED_TARGET, AGREEMENT_TARGET = 2.2, 0.99
+NO_BOUNDS = Bounds(math.inf, agreement=0.0)
 
 
 def trace(model: nn.Module, preprocessing: Preprocessing, labels: tuple[str, ...], path: Path) -> onnx.ModelProto:
     return onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, labels, path)
 
 
-def random_network(name: str, folder: Path) -> tuple[onnx.ModelProto, UInt8Array, UInt8Array]:
-    """The graph of one of timm's names, images to calibrate on, and other images to compare on."""
+def random_network(name: str, folder: Path) -> tuple[onnx.ModelProto, UInt8Array]:
+    """The graph of one of timm's names, and images at 224 px."""
     torch.manual_seed(0)
     model: Any = timm.create_model(name, num_classes=10).eval()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                module.weight.copy_(1 + 0.3 * torch.randn_like(module.weight))
-                module.bias.copy_(0.3 * torch.randn_like(module.bias))
-            if isinstance(module, nn.Linear):  # timm's .02 gives maps that are all alike
-                module.weight.mul_(2.5)
-                module.bias.copy_(0.1 * torch.randn_like(module.bias))
-    preprocessing = Preprocessing(image_size=224)
-    digits, held_out = open_images("digits", "train"), open_images("digits", "val")
-    some = calibration_images(digits, preprocessing, CALIBRATION)
-    labels = digits.labels[evenly_spaced(len(digits), CALIBRATION)]
-    if name not in SPEED_ALONE:
-        fit_head(model, some, labels, preprocessing)
-    graph = trace(model, preprocessing, held_out.class_names, folder / f"{name}.onnx")
-    return graph, some, np.concatenate(list(held_out.first(COMPARED).batches(preprocessing, 50)))
-
-
-def fit_head(model: Any, images: UInt8Array, labels: Any, preprocessing: Preprocessing) -> None:
-    """Ridge regression of the classes on the class token."""
-    with torch.inference_mode():
-        parts = [
-            model.forward_head(model.forward_features(pixels), pre_logits=True)
-            for batch in np.array_split(images, len(images) // 8)
-            for pixels in [image_tensor(batch, preprocessing.mean, preprocessing.std)]
-        ]
-        features = torch.cat(parts).double()
-        centred = features - features.mean(dim=0)
-        wanted = nn.functional.one_hot(torch.from_numpy(labels), 10).double()
-        gram = centred.T @ centred
-        gram += 1e-2 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-        weight = torch.linalg.solve(gram, centred.T @ (wanted - wanted.mean(dim=0))).T
-        model.head.weight.data = weight.float()
-        model.head.bias.data = (wanted.mean(dim=0) - weight @ features.mean(dim=0)).float()
+    preprocessing, digits = Preprocessing(image_size=224), open_images("digits", "train")
+    graph = trace(model, preprocessing, digits.class_names, folder / f"{name}.onnx")
+    return graph, calibration_images(digits, preprocessing, CALIBRATION)
 
 
 def digits_run(run: str, folder: Path) -> tuple[onnx.ModelProto, UInt8Array, UInt8Array]:
@@ -145,22 +117,25 @@ def row(
     title: str,
     graph: onnx.ModelProto,
     calibration: UInt8Array,
-    images: UInt8Array,
+    held_out: UInt8Array | None,
     batch: int,
     repeats: int,
     folder: Path,
 ) -> dict[str, Any]:
+    """Agreement is measured on `held_out`; without it every layer is quantised, whatever comes of it."""
     start = time.perf_counter()
-    lowered = lower_precision(graph, "int8", calibration, target="cpu", bounds=SPEED_ALONE.get(title))
+    bounds = NO_BOUNDS if held_out is None else None
+    lowered = lower_precision(graph, "int8", calibration, target="cpu", bounds=bounds)
     seconds = time.perf_counter() - start
     graphs = {"float32": graph, "int8": lowered.graph, "dynamic": dynamically_quantized(graph, folder)}
-    times = medians(graphs, images[:batch], repeats)
+    times = medians(graphs, calibration[:batch], repeats)
     ratios = {name: times["float32"] / times[name] for name in ("int8", "dynamic")}
     for name, ratio in ratios.items():
         print(f"{title}, {name}: {times['float32']:.2f} → {times[name]:.2f} ms an image, × {ratio:.2f}")
-    found = {} if title in SPEED_ALONE else agreements(graphs, images)
+    print(f"{title}, int8: target × {SPEED_TARGET}: {'holds' if ratios['int8'] >= SPEED_TARGET else 'missed'}")
+    found = {} if held_out is None else agreements(graphs, held_out)
     for name, agreement in found.items():
-        print(f"{title}, {name}: top-1 agreement {agreement.agreement:.4f}; {agreement}")
+        print(f"{title}, {name}: top-1 agreement {agreement.agreement:.4f} (target {AGREEMENT_TARGET}); {agreement}")
     return {
         "batch": batch,
         "ms_per_image": times,
@@ -176,29 +151,31 @@ def row(
     }
 
 
-def measure(run: str | None, repeats: int, rows: Sequence[str] = ROWS) -> dict[str, Any]:
-    """The rows of the report by name; without `run` the digits are left out."""
+def measure(runs: Sequence[str], repeats: int, networks: Sequence[str] = tuple(NETWORKS)) -> dict[str, Any]:
+    """The rows of the report by name: every run, then every network."""
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if run and "digits" in rows:
-            report["digits"] = row("digits", *digits_run(run, folder), 32, 3 * repeats, folder)
-        for title in NETWORKS:
-            if title in rows:
-                report[title] = row(title, *random_network(NETWORKS[title], folder), 8, repeats, folder)
+        for run in runs:
+            graph, calibration, held_out = digits_run(run, folder)
+            title = f"{RunFolder.open(run).info.model.name} on the digits"
+            report[title] = row(title, graph, calibration, held_out, 32, 2 * repeats, folder)
+        for title in networks:
+            graph, calibration = random_network(NETWORKS[title], folder)
+            report[title] = row(title, graph, calibration, None, 8, repeats, folder)
     return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", help="a run trained on the digits")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
+    parser.add_argument("--run", action="append", default=[], help="a run trained on the digits; may be repeated")
+    parser.add_argument("--networks", nargs="*", choices=list(NETWORKS), default=list(NETWORKS))
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "threads": 1}
-    report |= measure(arguments.run, arguments.repeats, arguments.rows)
+    report |= measure(arguments.run, arguments.repeats, arguments.networks)
     print(json.dumps(report["machine"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
