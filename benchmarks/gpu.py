@@ -12,10 +12,8 @@ Runtime's CUDA provider, TensorRT where its Python package is. It holds
 - `parity`: logits of --parity images at this batch size against the network in float32 in eager mode, no TF32.
 
 A runtime that cannot be had, or refuses the graph, leaves a row with the reason, which a later run tries again. Weights
-are random (seed 0) unless --weights names a folder of NAME.safetensors. The runtimes of one network and precision take
-turns at each batch size. Needs: pip install 'vitx[export,train]', onnxruntime-gpu; on a machine without pydantic, or
-without a GPU, it ends with exit code 3. `--dry-run` lists the rows; `--device cpu --small` measures tiny networks on
-the processor, so that the script itself can be tried anywhere.
+are random (seed 0) unless --weights names a folder of NAME.safetensors; the runtimes of a network take turns.
+Exit code 3 without a GPU or pydantic. `--dry-run` lists the rows; `--device cpu --small` tries the script anywhere.
 """
 
 import argparse
@@ -492,9 +490,7 @@ def main(words: list[str] | None = None) -> int:
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     results = Results(arguments.out, arguments.device if torch.cuda.is_available() else "cpu")
     if arguments.dry_run:
-        for key in keys(arguments):
-            if not results.has(key):
-                print(" ".join(map(str, key.values())))
+        print(*(" ".join(map(str, key.values())) for key in keys(arguments) if not results.has(key)), sep="\n")
         return 0
     return 0 if fill(arguments, results) else 1
 

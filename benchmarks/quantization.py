@@ -10,8 +10,8 @@ evaluation images, and the layers that stay in float32 are those that the search
       --set optimizer.lr=5e-4 --set epochs=7 --set cutmix.probability=0 --set losses.contrastive=0 --set losses.mixing=0
 
 DeiT-S and DeepViT-S at 224 px have random weights, every layer is quantised, and their rows are of speed alone: images
-differ too little in a random network for its classes to mean anything (docs/precision.md). scikit-learn's digits are the
-only labelled real images that come with a package; nothing here speaks of ImageNet.
+differ too little in a random network for its classes to mean anything (docs/precision.md). scikit-learn's digits are
+the only labelled real images that come with a package; nothing here speaks of ImageNet.
 """
 
 import argparse

@@ -23,7 +23,6 @@ from vitx.core.machine import local_architectures
 from vitx.core.plan import Flavor, PlanInfo, PlanOptions, Profile, check_plan, read_plan, sidecar_path
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.export.architectures import parse_architectures
 from vitx.export.build_log import BuildLog, BuildSteps
 from vitx.export.dataflow import Dataflow
 from vitx.export.engine_inspector import count_kinds, inspect_plan, layer_table, working_layers
@@ -233,28 +232,6 @@ def test_bad_versions_are_refused(flavor: Flavor, version: str, message: str) ->
     for good in ("10.9.0.34", "10.16.1.11", "11.4.0.106"):
         check_version("tensorrt", good)
     check_version(RTX, "1.7.1.116")
-
-
-KNOWN = ("sm75", "sm80", "sm86", "sm89", "sm120")
-
-
-def test_architectures_are_parsed() -> None:
-    assert parse_architectures(" SM120,sm86,,sm86 ", KNOWN) == ("sm86", "sm120")
-    assert parse_architectures((), KNOWN) == ()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sm87", "cannot build for 'sm87': it knows sm75, sm80, sm86, sm89, sm120$"),
-        ("sm89,sm90", "'sm90': it knows .*data-centre GPU: build with --trt on a machine that has it"),
-        ("8.9", r"'8\.9': it knows .*\(the compute capability without its point: 8\.9 is sm89\)"),
-        ("ada", "cannot build for 'ada'"),
-    ],
-)
-def test_unknown_architectures(text: str, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        parse_architectures(text, KNOWN)
 
 
 def test_an_architecture_that_the_library_does_not_know_writes_nothing(small_graph: Path, tmp_path: Path) -> None:
