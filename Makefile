@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check update clean
+.PHONY: help demo test check soak update clean
 help:
 	@echo "make demo    install, then the main job on handwritten digits, ending in one table"
 	@echo "make test    install, lint, types, tests"
 	@echo "make check   lint and types only"
+	@echo "make soak    half an hour of mixed requests against a server"
 	@echo "make update  install the newest allowed versions and write them to constraints.txt"
 
 # A stamp is written last, so an interrupted install is repeated; a changed pyproject installs again.
@@ -28,6 +29,9 @@ check: $(VENV)/.dev.stamp
 
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
+
+soak: $(VENV)/.dev.stamp
+	$(BIN)/python benchmarks/soak.py --minutes 30
 
 update:
 	rm -rf .venv-update
