@@ -21,6 +21,25 @@ INFER_BODY = json.dumps(
     {"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [7] * 768}]}
 ).encode()
 
+# A program whose model takes .2 s a batch, but for the zeros of the warm-up; for an image that begins with 13 it fails.
+SLOW_MODEL = """
+import time
+from vitx.serve import served_model
+load = served_model.load_session
+class Slow:
+    def __init__(self, session):
+        self.session, self.describe = session, session.describe
+    def infer(self, images):
+        if images.any():
+            time.sleep(0.2)
+        if (images[:, 0, 0, 0] == 13).any():
+            raise RuntimeError("unlucky")
+        return self.session.infer(images)
+served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+
 
 class ServerProcess:
     """A started server; `url` is host:port."""
@@ -152,3 +171,60 @@ def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], in
             for job in jobs:
                 job.result(20)
     assert failures == []
+
+
+def http_client(server: ServerProcess) -> Callable[[], str]:
+    """A client that asks once on each call: the status of the answer, or "closed" where there was none."""
+    connection = server.connect()
+
+    def ask() -> str:
+        try:
+            connection.request("POST", INFER_PATH, INFER_BODY)
+            reply = connection.getresponse()
+            reply.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()  # the next call connects again
+            return "closed"
+        return str(reply.status)
+
+    return ask
+
+
+def end_under_load(
+    server: ServerProcess,
+    number: signal.Signals,
+    new_client: Callable[[], Callable[[], str]],
+    *,
+    good: str = "200",
+    refused: str | None = "503",
+    gone: str = "closed",
+    clients: int = 16,
+) -> None:
+    """Send a busy server a signal that ends it: it must exit with 0, and answer all that it had accepted.
+
+    Each client asks until it is not answered with `good`. It may be `refused`, and a request that began after the
+    signal may find the server `gone`; anything else is a lost request.
+    """
+    answered, lost, signalled = [0], list[str](), threading.Event()
+
+    def load(_: int) -> None:
+        ask = new_client()
+        while True:
+            late = signalled.is_set()
+            outcome = ask()
+            if outcome == good:
+                answered[0] += 1
+                continue
+            if outcome != refused and not (late and outcome == gone):
+                lost.append(outcome)
+            return
+
+    with ThreadPoolExecutor(clients) as pool:
+        jobs = [pool.submit(load, index) for index in range(clients)]
+        wait_until(lambda: answered[0] > 100)
+        signalled.set()
+        server.process.send_signal(number)
+        for job in jobs:
+            job.result(20)
+    assert server.process.wait(20) == 0
+    assert lost == []

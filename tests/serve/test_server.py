@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,30 +15,12 @@ import numpy as np
 import pytest
 
 from bundle_fixture import IMAGE_SIZE, NumpySession, colour_image, png, write_bundle
-from server_process import run_serve, running_server, wait_until
+from server_process import SLOW_MODEL, end_under_load, http_client, run_serve, running_server, wait_until
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.serve.limits import Batching
 from vitx.serve.runtimes import load_session
 from vitx.serve.served_model import load_warm
 
-# Each batch takes .2 s, but for the zeros of the warm-up; an image that begins with 13 makes the model fail.
-SLOW_MODEL = """
-import time
-from vitx.serve import served_model
-load = served_model.load_session
-class Slow:
-    def __init__(self, session):
-        self.session, self.describe = session, session.describe
-    def infer(self, images):
-        if images.any():
-            time.sleep(0.2)
-        if (images[:, 0, 0, 0] == 13).any():
-            raise RuntimeError("unlucky")
-        return self.session.infer(images)
-served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
-from vitx.cli import main
-main()
-"""
 NO_TORCH = "import sys; sys.modules['torch'] = None; from vitx.cli import main; main()"  # importing it now raises
 
 PATH = "/v2/models/tiny/infer"
@@ -216,38 +197,7 @@ def status_of(connection: http.client.HTTPConnection, method: str, path: str, da
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, number: signal.Signals) -> None:
     with running_server(tiny_bundle.path) as server:
-        answered, lost, signalled = [0], list[str](), threading.Event()
-
-        def load(_: int) -> None:
-            connection = server.connect()
-            while True:
-                late = signalled.is_set()
-                try:
-                    status = status_of(connection, "POST", PATH, body(7))
-                except OSError as error:  # refused or closed: allowed only to a request that began after the signal
-                    if not late:
-                        lost.append(repr(error))
-                    return
-                except http.client.RemoteDisconnected as error:
-                    if not late:
-                        lost.append(repr(error))
-                    return
-                if status == 200:
-                    answered[0] += 1
-                elif status == 503:
-                    return
-                else:
-                    lost.append(str(status))
-
-        with ThreadPoolExecutor(16) as pool:
-            futures = [pool.submit(load, index) for index in range(16)]
-            wait_until(lambda: answered[0] > 100)
-            signalled.set()
-            server.process.send_signal(number)
-            for future in futures:
-                future.result(20)
-        assert server.process.wait(20) == 0
-        assert lost == []
+        end_under_load(server, number, lambda: http_client(server))
 
 
 def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
