@@ -33,9 +33,13 @@ class QueueFull(RequestError):
 
 
 class DeadlineMissed(RequestError):
-    """A request that cannot be answered in time, or was not. Times in seconds, `retry_after` whole ones."""
+    """A request that cannot be answered in time, or was not. Times in seconds, `retry_after` whole ones.
+
+    `passed` tells the two apart: the deadline is over, and was not only foreseen to be missed.
+    """
 
     def __init__(self, allowed: float, needed: float | None, retry_after: int) -> None:
+        self.passed = needed is None
         if needed is None:
             text = f"the deadline passed after {1000 * allowed:.0f} ms in the queue"
         else:

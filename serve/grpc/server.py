@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.access_log import CLIENT_GONE, AccessLog, request_id
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.service import Call, GrpcService
 from vitx.serve.limits import Limits
@@ -31,6 +31,7 @@ Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 _STREAM_WINDOW = 64  # requests of one stream that run at the same time; the client waits beyond
 _CALLS = 4096  # that run at the same time
 _GRACE_SECONDS = 1.0  # for replies on their way, once every call is done
+_TIMER_GRAIN = 0.001  # seconds that a call may be ended before its deadline
 _OPEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # without a token
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -41,7 +42,6 @@ _CODES = {
     500: grpc.StatusCode.INTERNAL,
     501: grpc.StatusCode.UNIMPLEMENTED,
     503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _InferRequest = message_class("ModelInferRequest")
 _StreamResponse = message_class("ModelStreamInferResponse")
@@ -147,8 +147,10 @@ class GrpcServer:
             response = await call(request, context)
         except RequestError as error:
             failure, status = error, error.status
-        except asyncio.CancelledError:  # by the client, or by the call's deadline
-            self._metrics.reject("disconnected")
+        except asyncio.CancelledError:  # by the call's deadline, or by the client
+            passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
+            self._metrics.reject("deadline" if passed else "disconnected")
+            status = 503 if passed else CLIENT_GONE
             raise
         except Exception:  # noqa: BLE001 - the edge of one request: the others must not feel it
             _log.exception("internal error while answering %s", route)
@@ -270,5 +272,11 @@ def _check_token(tokens: Tokens, route: str, context: Any) -> None:
 async def _abort(context: Any, error: RequestError) -> None:
     """End a call with an error status, and with the time to wait where there is one (gRFC A6)."""
     wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()
-    code = grpc.StatusCode.RESOURCE_EXHAUSTED if error.reason == "deadline" else _CODES.get(error.status)
-    await context.abort(code or grpc.StatusCode.INVALID_ARGUMENT, str(error), wait)
+    await context.abort(_code(error), str(error), wait)
+
+
+def _code(error: RequestError) -> grpc.StatusCode:
+    """A deadline that has passed is the call's end; one that cannot be kept is a lack of resources, before any work."""
+    if isinstance(error, DeadlineMissed):
+        return grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
+    return _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)

@@ -3,10 +3,9 @@
 import queue
 import signal
 import socket
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,43 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import IMAGE_SIZE, NumpySession
-from server_process import ServerProcess, grpc_address, run_serve, running_server, wait_until
+from server_process import (
+    SLOW_MODEL,
+    ServerProcess,
+    end_under_load,
+    grpc_address,
+    run_serve,
+    running_server,
+    wait_until,
+)
 from vitx.core.bundle import Bundle
 
-# Each batch takes .2 s, but for the zeros of the warm-up.
-SLOW_MODEL = """
-import time
+NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
+# The model waits while the gate is there, but for the zeros of the warm-up.
+HELD_MODEL = """
+import os, time
 from vitx.serve import served_model
 load = served_model.load_session
-class Slow:
+class Held:
     def __init__(self, session):
         self.session, self.describe = session, session.describe
     def infer(self, images):
-        if images.any():
-            time.sleep(0.2)
+        while images.any() and os.path.exists(gate):
+            time.sleep(0.005)
         return self.session.infer(images)
-served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
+served_model.load_session = lambda *args, **options: Held(load(*args, **options))
 from vitx.cli import main
 main()
 """
-NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
+MISSED = 'vitx_rejections_total{reason="deadline"}'
 DISCONNECTED = 'vitx_rejections_total{reason="disconnected"}'
 
 
 @contextmanager
-def slow_server(bundle: Bundle, *options: str) -> Iterator[tuple[ServerProcess, Any]]:
+def slow_server(bundle: Bundle, *options: str, program: str = SLOW_MODEL) -> Iterator[tuple[ServerProcess, Any]]:
     """A server of one slow image after the other, and a client of it."""
     arguments: tuple[str | Path, ...] = (bundle.path, "--max-batch", "1", "--grpc-port", "0", *options)
-    with running_server(*arguments, program=SLOW_MODEL) as server:
+    with running_server(*arguments, program=program) as server:
         client = triton.InferenceServerClient(grpc_address(server))
         yield server, client
         client.close()
@@ -129,6 +137,23 @@ def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> N
         assert outcome(client, client_timeout=20) == "OK"
 
 
+def test_a_deadline_that_passes_and_one_that_cannot_be_kept(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+        gate.touch()
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(outcome, client)
+            wait_until(lambda: server.metric("vitx_running_images") == 1)
+            assert outcome(client, timeout=100_000) == "DEADLINE_EXCEEDED"  # it seemed possible: 0.1 s
+            assert outcome(client, timeout=1) == "RESOURCE_EXHAUSTED"
+            assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
+            wait_until(lambda: server.metric(MISSED) == 3)
+            gate.unlink()
+            assert held.result(20) == "OK"
+        assert server.metric("vitx_images_total") == 1
+        assert server.metric(DISCONNECTED) == 0
+
+
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle) -> None:
     with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
         idle = triton.InferenceServerClient(grpc_address(server))
@@ -150,31 +175,14 @@ def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle)
 def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--grpc-port", "0") as server:
         address = grpc_address(server)
-        answered, lost, signalled = [0], list[str](), threading.Event()
 
-        def load(_: int) -> None:
+        def new_client() -> Callable[[], str]:
             options = [("grpc.use_local_subchannel_pool", 1)]
-            client = triton.InferenceServerClient(address, channel_args=options)
-            while True:
-                late = signalled.is_set()
-                status = outcome(client)
-                if status == "OK":
-                    answered[0] += 1
-                    continue
-                if status != "refused" and not (late and status == "UNAVAILABLE"):
-                    lost.append(status)
-                break
-            client.close()
+            client = opened.enter_context(triton.InferenceServerClient(address, channel_args=options))
+            return lambda: outcome(client)
 
-        with ThreadPoolExecutor(16) as pool:
-            futures = [pool.submit(load, index) for index in range(16)]
-            wait_until(lambda: answered[0] > 100)
-            signalled.set()
-            server.process.send_signal(signal.SIGTERM)
-            for future in futures:
-                future.result(20)
-        assert server.process.wait(20) == 0
-        assert lost == []
+        with ExitStack() as opened:
+            end_under_load(server, signal.SIGTERM, new_client, good="OK", refused="refused", gone="UNAVAILABLE")
 
 
 def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
