@@ -30,6 +30,21 @@ def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
+def margins(logits: npt.NDArray[np.floating], classes: npt.NDArray[np.integer] | None = None) -> Float64Array:
+    """The logit of each row's class less the largest of its others, float64 (N,), of logits (N, C).
+
+    classes: (N,), by default each row's largest. 0 where there is only one class.
+    """
+    if logits.shape[1] < 2:
+        return np.zeros(len(logits))
+    rows = np.arange(len(logits))
+    others = logits.astype(np.float64)
+    chosen = others.argmax(axis=1) if classes is None else classes
+    given = others[rows, chosen]
+    others[rows, chosen] = -np.inf
+    return np.asarray(given - others.max(axis=1))
+
+
 def calibration_error(
     probabilities: npt.NDArray[np.floating],
     labels: npt.NDArray[np.integer],

@@ -65,6 +65,11 @@ class ImageSet:
         return ImageSet(self.name, self.class_names, self.keys[:count], self.labels[:count], self.read, self.skipped)
 
 
+def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
+    """Ascending indices of at most `limit` of `count` images: the head of a folder is of one class."""
+    return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
+
+
 def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     """Open a named set, or the folder `data`.
 

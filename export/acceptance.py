@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
+from vitx.core.calibration import margins
 from vitx.core.console import Progress
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
@@ -130,23 +130,13 @@ def expected_flip_rate(expected: Float32Array, found: Float32Array) -> float:
     """
     if expected.shape[1] < 2:
         return 0.0
-    rows, first = np.arange(len(expected)), expected.argmax(axis=1)
-    margins = _margins(expected, rows, first)
-    low = np.argsort(margins)[: max(2 * LOW_MARGINS, len(rows) // 10)]
-    lost = margins[low] - _margins(found[low], np.arange(len(low)), first[low])
-    spread = np.sort(margins)
+    held = margins(expected)
+    low = np.argsort(held)[: max(2 * LOW_MARGINS, len(held) // 10)]
+    lost = held[low] - margins(found[low], expected[low].argmax(axis=1))
+    spread = np.sort(held)
     smallest = spread[:LOW_MARGINS]
     smallest[:] = smallest[-1] * (np.arange(len(smallest)) + 1) / len(smallest)
-    return float((np.interp(lost, np.append(0, spread), np.arange(len(spread) + 1), left=0) / len(rows)).mean())
-
-
-def _margins(logits: Float32Array, rows: npt.NDArray[Any], classes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The logit of each row's given class less the largest of its others."""
-    others = logits.astype(np.float64)
-    given = others[rows, classes]
-    others[rows, classes] = -np.inf
-    margins: npt.NDArray[np.float64] = given - others.max(axis=1)
-    return margins
+    return float((np.interp(lost, np.append(0, spread), np.arange(len(spread) + 1), left=0) / len(held)).mean())
 
 
 @dataclass

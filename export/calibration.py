@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.images import ImageSet
+from vitx.core.images import ImageSet, evenly_spaced
 from vitx.core.preprocess import Preprocessing, UInt8Array
 
 Float32Array = npt.NDArray[np.float32]
@@ -40,11 +40,6 @@ def calibration_images(images: ImageSet, preprocessing: Preprocessing, limit: in
     most = limit or min(MOST, max(FEWEST, PIXELS // preprocessing.image_size**2))
     chosen = evenly_spaced(len(images), most)
     return np.stack([preprocessing.from_bytes(images.read(int(index))) for index in chosen])
-
-
-def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
-    """Ascending indices of at most `limit` of `count` things."""
-    return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
 
 
 def split_images(images: UInt8Array) -> tuple[UInt8Array, UInt8Array]:

@@ -10,12 +10,12 @@ import onnx
 from vitx.core.bundle import SHARE_OF_STD
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, unknown_name
+from vitx.core.images import evenly_spaced
 from vitx.core.preprocess import UInt8Array
 from vitx.export.acceptance import Bounds, Judge, Lowered, fewest_exceptions
 from vitx.export.calibration import (
     MIN_IMAGES,
     Activations,
-    evenly_spaced,
     observe,
     require_finite,
     run_with_outputs,

@@ -9,12 +9,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.calibration import calibration_error
+from vitx.core.calibration import calibration_error, margins
 from vitx.core.certificate import Flip
 from vitx.core.console import Progress, progress
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
-from vitx.core.images import ImageSet
+from vitx.core.images import ImageSet, evenly_spaced
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.serve.parity.statistics import clopper_pearson_upper, mcnemar_exact
 from vitx.serve.runtimes import Float32Array, Session
@@ -105,7 +105,7 @@ def compare(
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
     main = max((size for size in sizes if size <= REFERENCE_BATCH), default=sizes[0])
     tally = _Tally(images, main)
-    probe = _Probe(spread(len(images), max(PROBE_IMAGES, sizes[-1])))
+    probe = _Probe(evenly_spaced(len(images), max(PROBE_IMAGES, sizes[-1])))
     steps = _probe_steps(sizes, main)
     with progress("parity", len(images) + len(probe.rows) * len(steps), quiet=quiet) as bar:
         for block in _blocks(images, preprocessing, candidate_preprocessing or preprocessing, _block_size(main)):
@@ -116,14 +116,9 @@ def compare(
     return tally.result(sizes, probe)
 
 
-def spread(count: int, most: int) -> npt.NDArray[np.int64]:
-    """At most `most` indices below `count`, evenly spaced: the head of a folder is of one class."""
-    return np.linspace(0, count - 1, min(most, count)).astype(np.int64)
-
-
 def subset(images: ImageSet, most: int) -> ImageSet:
     """At most `most` images of a set, evenly spaced."""
-    chosen = spread(len(images), most)
+    chosen = evenly_spaced(len(images), most)
     keys = tuple(images.keys[index] for index in chosen)
     return ImageSet(images.name, images.class_names, keys, images.labels[chosen], lambda i: images.read(int(chosen[i])))
 
@@ -212,7 +207,7 @@ class _Tally:
             )
         rows = slice(block.start, block.start + len(block))
         self.before[rows], self.after[rows] = expected.argmax(axis=1), found.argmax(axis=1)
-        self.margin[rows] = _margins(expected)
+        self.margin[rows] = margins(expected)
         self.cosine[rows] = _cosines(expected, found)
         self.confidence_before[rows], self.confidence_after[rows] = _confidences(expected), _confidences(found)
         self.logit_sum += float(expected.sum(dtype=np.float64))
@@ -334,14 +329,6 @@ def _places(order: Order, count: int, size: int) -> npt.NDArray[np.int64]:
     if order == "reversed":
         return np.concatenate([places[start : start + size][::-1] for start in range(0, count, size)])
     return places
-
-
-def _margins(logits: Float32Array) -> Float64Array:
-    """The largest logit of each row less the next one; 0 where there is only one class."""
-    if logits.shape[1] < 2:
-        return np.zeros(len(logits))
-    top = np.partition(logits, -2, axis=1)[:, -2:].astype(np.float64)
-    return np.asarray(top[:, 1] - top[:, 0])
 
 
 def _cosines(a: Float32Array, b: Float32Array) -> Float64Array:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vitx.core.calibration import brier_score, calibration_error, classification_metrics, log_softmax, softmax
+from vitx.core.calibration import brier_score, calibration_error, classification_metrics, log_softmax, margins, softmax
 
 PROBABILITIES = np.array(
     [
@@ -41,3 +41,10 @@ def test_softmax_of_huge_logits_is_finite() -> None:
     np.testing.assert_allclose(softmax(logits).sum(axis=1), 1)
     assert np.isfinite(log_softmax(logits)).all()
     assert softmax(logits)[1] == pytest.approx(1 / 3)
+
+
+def test_margins_are_of_the_largest_logit_or_of_a_given_one() -> None:
+    logits = np.array([[1, 4, 2.5], [7, 7, -1], [-3, -8, -5]], dtype=np.float32)
+    np.testing.assert_array_equal(margins(logits), [1.5, 0, 2])
+    np.testing.assert_array_equal(margins(logits, np.array([0, 2, 1])), [-3, -8, -5])
+    np.testing.assert_array_equal(margins(logits[:, :1]), [0, 0, 0])

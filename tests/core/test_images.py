@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from vitx.core.errors import InputError
-from vitx.core.images import list_images, open_images
+from vitx.core.images import evenly_spaced, list_images, open_images
 from vitx.core.preprocess import ImageError, Preprocessing
 
 
@@ -106,6 +106,11 @@ def test_an_image_that_breaks_later_is_named(tmp_path: Path) -> None:
     (root / "val" / "cat" / "0.png").write_bytes(b"gone")
     with pytest.raises(ImageError, match=r"cat/0\.png: not an image"):
         next(images.batches(Preprocessing(image_size=4), 6))
+
+
+def test_images_are_evenly_spaced() -> None:
+    assert evenly_spaced(10, 4).tolist() == [0, 3, 6, 9]
+    assert evenly_spaced(3, 10).tolist() == [0, 1, 2]
 
 
 def test_list_images_is_sorted_and_skips_hidden(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from bundle_fixture import write_bundle, write_image_folder
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.run import RunFolder
-from vitx.serve.parity.comparison import spread
 
 
 def test_two_bundles_are_compared_and_nothing_is_written(
@@ -55,11 +54,6 @@ def test_enough_images_for_the_rate(
     assert printed["images"] == count
     # A certificate is of the whole split.
     assert printed["written"] is (uncertified_bundle.path / CERTIFICATE).exists() is (count == 360)
-
-
-def test_images_are_evenly_spaced() -> None:
-    assert spread(10, 4).tolist() == [0, 3, 6, 9]
-    assert spread(3, 10).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
