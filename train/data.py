@@ -19,6 +19,7 @@ from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode
 from vitx.train.recipe import Augmentation
+from vitx.train.shard import WHOLE, Shard
 
 # Separate streams of one seed. Numbers must stay as they are: they decide every result.
 ORDER, SAMPLE, CUTMIX, WEIGHTS, NETWORK = range(5)
@@ -76,25 +77,28 @@ class TrainingData:
             raise ImageError(f"{self.images.keys[index]}: {error}") from None
         return augment(image, self.preprocessing, self.augmentation, generator(self.seed, SAMPLE, epoch, index))
 
-    def batches(self, epoch: int, workers: int = 0) -> Iterator[Batch]:
-        """Yield the batches of `epoch`; `workers` threads prepare the next ones meanwhile."""
+    def batches(self, epoch: int, workers: int = 0, *, first: int = 0, shard: Shard = WHOLE) -> Iterator[Batch]:
+        """Yield the batches of `epoch` from number `first`, or a part of each; `workers` threads prepare them ahead."""
         parts = np.split(self.order(epoch)[: self.steps * self.batch_size], self.steps)
+        parts = [shard.of(part) for part in parts]
         if not workers:
-            for number, part in enumerate(parts):
+            for number, part in enumerate(parts[first:], first):
                 yield self._batch(number, part, [self.sample(epoch, index) for index in part])
             return
         with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
             try:
-                yield from self._ahead(epoch, parts, pool)
+                yield from self._ahead(epoch, parts, pool, first)
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _ahead(self, epoch: int, parts: list[npt.NDArray[np.int64]], pool: ThreadPoolExecutor) -> Iterator[Batch]:
+    def _ahead(
+        self, epoch: int, parts: list[npt.NDArray[np.int64]], pool: ThreadPoolExecutor, first: int
+    ) -> Iterator[Batch]:
         waiting: deque[list[Future[UInt8Array]]] = deque()
-        for number in range(len(parts) + BATCHES_AHEAD):
+        for number in range(first, len(parts) + BATCHES_AHEAD):
             if number < len(parts):
                 waiting.append([pool.submit(self.sample, epoch, int(index)) for index in parts[number]])
-            if number >= BATCHES_AHEAD:
+            if number >= first + BATCHES_AHEAD:
                 done = number - BATCHES_AHEAD
                 yield self._batch(done, parts[done], [future.result() for future in waiting.popleft()])
 

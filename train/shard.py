@@ -1,0 +1,38 @@
+"""Which images of a batch belong to one of several processes, or to one of several accumulated passes.
+
+A batch is cut from both ends at once: part k takes the k-th slice and its mirror image. CutMix pairs an image with the
+one at the mirrored place of its batch, so every part holds whole pairs, and the parts together are mixed exactly as the
+whole batch is.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part `index` of `count` equal parts of a batch."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, batch: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The elements of this part, in the batch's order; raise InputError when the parts would not be equal."""
+        if self.count == 1:
+            return batch
+        if len(batch) % (2 * self.count):
+            raise InputError(
+                f"a batch of {len(batch)} images cannot be cut into {self.count} parts of whole CutMix pairs: make "
+                f"batch_size (images of one optimizer step, over all processes) a multiple of {2 * self.count}"
+            )
+        size = len(batch) // (2 * self.count)
+        start = self.index * size
+        stop = len(batch) - start
+        return np.concatenate([batch[start : start + size], batch[stop - size : stop]])
+
+
+WHOLE = Shard()
