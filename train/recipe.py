@@ -12,6 +12,7 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import Record
 from vitx.core.images import NAMED_SETS
 from vitx.core.preprocess import Preprocessing
+from vitx.train.settings import Augmentation, CutMix, Losses, Mixup, refuse_double_mixing
 
 Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
 Weight = Annotated[FiniteFloat, Field(ge=0)]
@@ -29,39 +30,6 @@ class ModelChoice(Record):
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class Augmentation(Record):
-    """Random changes of a training image; each is off at its default."""
-
-    rotation: Weight = Field(default=0.0, description="degrees, to either side")
-    translation: Fraction = Field(default=0.0, description="share of the image side, in either direction")
-    scale: Decay = Field(default=0.0, description="largest relative change of size")
-    shear: Annotated[FiniteFloat, Field(ge=0, lt=45)] = Field(default=0.0, description="degrees, along either axis")
-    smallest_crop: Annotated[FiniteFloat, Field(gt=0, le=1)] = Field(
-        default=1.0, description="smallest area of a random resized crop, as a share of the image's; 1 is no such crop"
-    )
-    flip: Fraction = Field(default=0.0, description="probability of a horizontal flip")
-
-
-class CutMix(Record):
-    """Patch-aligned CutMix, one box a batch."""
-
-    probability: Fraction = Field(default=0.0, description="share of the batches that are mixed")
-    alpha: PositiveFloat = Field(default=1.0, description="the box takes a share ~ Beta(alpha, alpha) of the image")
-
-
-class Losses(Record):
-    """Weights of the over-smoothing losses beside the cross-entropy (MATHS §2); 0 is off."""
-
-    cosine: Weight = 0.0
-    contrastive: Weight = 0.0
-    mixing: Weight = 0.0
-    label_smoothing: Decay = 0.0
-
-    @property
-    def need_tokens(self) -> bool:
-        return bool(self.cosine or self.contrastive or self.mixing)
 
 
 class Optimizer(Record):
@@ -88,6 +56,7 @@ class Recipe(Record):
     model: ModelChoice
     preprocessing: Preprocessing
     augmentation: Augmentation = Augmentation()
+    mixup: Mixup = Mixup()
     cutmix: CutMix = CutMix()
     losses: Losses = Losses()
     optimizer: Optimizer
@@ -104,10 +73,7 @@ class Recipe(Record):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        if self.losses.mixing and not self.cutmix.probability:
-            raise ValueError(
-                "losses.mixing needs images of mixed patches: set cutmix.probability above 0, or losses.mixing=0"
-            )
+        refuse_double_mixing(self.mixup, self.cutmix, self.losses)
         for name, source in DERIVED_ARGUMENTS.items():
             if name in self.model.kwargs:
                 raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
@@ -118,10 +84,12 @@ class Recipe(Record):
         return self
 
     def on_data(self, data: str) -> "Recipe":
-        """The same recipe on other images: a folder of photographs gets random crops and flips instead."""
+        """The same recipe on other images: a folder of photographs gets random crops and flips instead of the digits'
+        rotations and shifts.
+        """
         if data in NAMED_SETS:
             return self.model_copy(update={"data": data})
-        crops = Augmentation(smallest_crop=0.35, flip=0.5)
+        crops = Augmentation(smallest_crop=0.35, flip=0.5) if self.data == "digits" else self.augmentation
         return self.model_copy(update={"data": str(Path(data).absolute()), "augmentation": crops})
 
 
