@@ -7,7 +7,7 @@ import torch
 from timm.optim import param_groups_weight_decay
 from torch import Tensor, nn
 
-from vitx.train.recipe import Optimizer, Schedule
+from vitx.train.trainer_settings import Optimizer, Schedule
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:

@@ -4,20 +4,16 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.files import Record
 from vitx.core.images import NAMED_SETS
 from vitx.core.preprocess import Preprocessing
-from vitx.train.settings import Augmentation, CutMix, Losses, Mixup, refuse_double_mixing
-
-Fraction = Annotated[FiniteFloat, Field(ge=0, le=1)]
-Weight = Annotated[FiniteFloat, Field(ge=0)]
-PositiveFloat = Annotated[FiniteFloat, Field(gt=0)]
-Decay = Annotated[FiniteFloat, Field(ge=0, lt=1)]
+from vitx.train.settings import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
+from vitx.train.trainer_settings import Distillation, Execution, Optimizer, Schedule, Selection, refuse_unsupported
 
 # What --set cannot change: the name says which recipe it is, and --data adapts the augmentation too.
 FIXED = ("name", "data")
@@ -30,22 +26,9 @@ class ModelChoice(Record):
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
-
-
-class Optimizer(Record):
-    """AdamW; biases, norms, positions and the class token are not decayed."""
-
-    lr: PositiveFloat
-    weight_decay: Weight = 0.05
-    betas: tuple[Decay, Decay] = (0.9, 0.999)
-    clip: Weight = Field(default=1.0, description="largest norm of the gradient; 0 is no clipping")
-
-
-class Schedule(Record):
-    """Linear warm-up, then half a cosine down to `min_lr`, step by step."""
-
-    warmup: Decay = Field(default=0.1, description="share of all steps")
-    min_lr: Weight = 0.0
+    initial_checkpoint: str = Field(
+        default="", description="weights to begin with: a run folder, a file, or timm:NAME (pretrained); '' is none"
+    )
 
 
 class Recipe(Record):
@@ -61,11 +44,17 @@ class Recipe(Record):
     losses: Losses = Losses()
     optimizer: Optimizer
     schedule: Schedule = Schedule()
+    execution: Execution = Execution()
+    distillation: Distillation = Distillation()
+    selection: Selection = Selection()
     ema_decay: Decay = Field(
         default=0.99, description="of the averaged weights, which are evaluated and exported; it rises to this"
     )
     epochs: PositiveInt
-    batch_size: PositiveInt
+    batch_size: PositiveInt = Field(description="images of one optimizer step, over all processes")
+    checkpoint_steps: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints within an epoch; 0 is at its end and at SIGTERM only"
+    )
     workers: NonNegativeInt = Field(
         default=2, description="threads that prepare images; the result does not depend on it"
     )
@@ -77,10 +66,7 @@ class Recipe(Record):
         for name, source in DERIVED_ARGUMENTS.items():
             if name in self.model.kwargs:
                 raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
-        if self.schedule.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"schedule.min_lr {self.schedule.min_lr:g} is above optimizer.lr {self.optimizer.lr:g}: lower it"
-            )
+        refuse_unsupported(self.optimizer, self.schedule, self.execution)
         return self
 
     def on_data(self, data: str) -> "Recipe":

@@ -8,7 +8,7 @@ import torch
 
 import vitx.models  # noqa: F401  # registers deepvit_digits
 from vitx.train.optimization import build_optimizer, learning_rate, optimizer_tensors, restore_optimizer
-from vitx.train.recipe import Optimizer, Schedule
+from vitx.train.trainer_settings import Optimizer, Schedule
 
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
 

@@ -1,6 +1,7 @@
 """Recipes: overrides typed and refused by name, contradictions, what follows from what."""
 
 import inspect
+import json
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
         ("epochs=true", "--set epochs: given 'true', expected: a valid integer"),
         ("epochs=0", "--set epochs: given '0', expected: greater than 0"),
         ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
-        ("optimizer=1", "--set optimizer is a group of settings: set one of optimizer.lr, optimizer.weight_decay"),
+        ("optimizer=1", "--set optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
         ("data=elsewhere", "--set data: pass --data PATH instead"),
         ("epochs", "--set epochs: expected KEY=VALUE"),
         (
@@ -87,7 +88,7 @@ def test_every_setting_name_that_is_listed_is_accepted() -> None:
             value = plain
             for part in name.split("."):
                 value = value[part]
-            assert apply_overrides(RECIPE, [f"{name}={value}"]) == RECIPE
+            assert apply_overrides(RECIPE, [f"{name}={json.dumps(value)}"]) == RECIPE
 
 
 def test_recipes_survive_json(tmp_path: Path) -> None:
