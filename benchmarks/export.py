@@ -41,6 +41,7 @@ import engines
 import quantization
 import vitx.models
 from process_tree import peak_resident_bytes, seconds_of
+from targets import all_hold, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing
@@ -242,17 +243,6 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
     "d": ("d: TensorRT for RTX plans", plans),
     "e": ("e: each rewrite left out", rewrites_left_out),
 }
-
-
-def verdict(result: dict[str, Any]) -> str:
-    return "holds" if result["holds"] else "MISSED"
-
-
-def all_hold(report: Any) -> bool:
-    """No measured target below `report` was missed."""
-    if not isinstance(report, dict):
-        return True
-    return report.get("holds", True) and all(map(all_hold, report.values()))
 
 
 def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ from server_peers import (
     triton_server,
     vitx_server,
 )
+from targets import all_hold, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import VitxError
 from vitx.core.machine import describe_machine, installed_versions
@@ -365,17 +366,6 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]
     "c": ("c: at rest", at_rest),
     "d": ("d: overload", overload),
 }
-
-
-def verdict(result: dict[str, Any]) -> str:
-    return "holds" if result["holds"] else "MISSED"
-
-
-def all_hold(report: Any) -> bool:
-    """No measured target below `report` was missed."""
-    if not isinstance(report, dict):
-        return True
-    return report.get("holds", True) and all(map(all_hold, report.values()))
 
 
 def main() -> int:

@@ -15,8 +15,8 @@ import pytest
 import timm
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_sample_images
-from torch import Tensor, nn
 
+from engines import write_half
 from reference import randomize, randomize_like_trained
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import local_architectures
@@ -38,25 +38,9 @@ OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compat
 has_no_gpu = pytest.mark.skipif(bool(local_architectures()), reason="tells what happens on a machine without a GPU")
 
 
-class Half(nn.Module):
-    """A classifier computed in fp16: uint8 in, float32 out."""
-
-    def __init__(self, classifier: nn.Module) -> None:
-        super().__init__()
-        self.classifier = classifier.half()
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(images)
-        return logits.float()
-
-
 def export_half(name: str, size: int, path: Path) -> Path:
     """Write a network with random weights and statistics as an fp16 graph."""
-    preprocessing = Preprocessing(image_size=size)
-    model: Any = randomize(timm.create_model(name)).eval()
-    labels = tuple(str(index) for index in range(model.num_classes))
-    half = Half(rewrite_for_export(model, preprocessing)).eval()
-    onnx_from_model(half, preprocessing, labels, path, check=False)  # random weights overflow fp16: only built, not run
+    write_half(randomize(timm.create_model(name)).eval(), size, path)
     return path
 
 
