@@ -73,11 +73,19 @@ class HeadMixAttention(nn.Module):
         """What is done to the maps between dropout and the product with V; nothing unless a subclass mixes them."""
         return maps_BHNN
 
+    def softmax_maps(self, q_BHNK: Tensor, k_BHNK: Tensor) -> Tensor:
+        """The attention maps (B, H, N, N) before dropout and before they are mixed."""
+        return self.before_softmax((q_BHNK * self.scale) @ k_BHNK.transpose(-2, -1)).softmax(dim=-1)
+
+    def split_heads(self, qkv_BN3D: Tensor) -> Tensor:
+        """The output of `qkv` as queries, keys and values: (3, B, H, N, K)."""
+        B, N, _ = qkv_BN3D.shape
+        return qkv_BN3D.view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
-        q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
-        scores_BHNN = (q_BHNK * self.scale) @ k_BHNK.transpose(-2, -1)
-        maps_BHNN = self.attn_drop(self.before_softmax(scores_BHNN).softmax(dim=-1))
+        q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
+        maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
         if self.value_scale != 1.0:
             v_BHNK = v_BHNK * self.value_scale
         out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
@@ -211,7 +219,7 @@ class PlainAttention(HeadMixAttention):
         if not self.fused_attn:
             return super().forward(x_BND)
         B, N, D = x_BND.shape
-        q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
         dropout = self.attn_drop.p if self.training else 0.0
         out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, dropout_p=dropout)
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))

@@ -90,6 +90,7 @@ class TokenOutputs(NamedTuple):
     """What the over-smoothing losses need of one forward pass; class token left out of the patches."""
 
     logits_BC: Tensor
+    embedding_BnD: Tensor
     early_BnD: Tensor
     late_BnD: Tensor
     patch_logits_BnC: Tensor | None
@@ -198,9 +199,12 @@ class VisionTransformer(TimmVisionTransformer):
         """N: patches and class token."""
         return int(self.patch_embed.num_patches) + int(self.num_prefix_tokens)
 
-    def forward_with_tokens(self, images: Tensor) -> TokenOutputs:
-        """Return logits, the patches after the first block and after the final LayerNorm, and the patch logits."""
-        x_BND = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(images))))
+    def forward_with_tokens(self, images: Tensor, *, classify_patches: bool = True) -> TokenOutputs:
+        """Return logits, the patches before positions, after the first block and after the final LayerNorm, and their
+        logits from the patch head, where there is one and `classify_patches`.
+        """
+        embedding_BnD = self.patch_embed(images)
+        x_BND = self.norm_pre(self.patch_drop(self._pos_embed(embedding_BnD)))
         early_BND = x_BND
         for index, block in enumerate(self.blocks):
             x_BND = checkpoint(block, x_BND, use_reentrant=False) if self.grad_checkpointing else block(x_BND)
@@ -208,12 +212,20 @@ class VisionTransformer(TimmVisionTransformer):
                 early_BND = x_BND
         x_BND = self.norm(x_BND)
         late_BnD = x_BND[:, self.num_prefix_tokens :]
+        patch_head = classify_patches and self.patch_head is not None
         return TokenOutputs(
             logits_BC=self.forward_head(x_BND),
+            embedding_BnD=embedding_BnD,
             early_BnD=early_BND[:, self.num_prefix_tokens :],
             late_BnD=late_BnD,
-            patch_logits_BnC=None if self.patch_head is None else self.patch_head(self.head_drop(late_BnD)),
+            patch_logits_BnC=self.classify_patches(late_BnD) if patch_head else None,
         )
+
+    def classify_patches(self, patches: Tensor) -> Tensor:
+        """Final patches, or means of them, (…, D) → (…, C), through the patch head, with the head's dropout."""
+        assert self.patch_head is not None, "the network was built without patch_head=True"
+        logits: Tensor = self.patch_head(self.head_drop(patches))
+        return logits
 
 
 def attention_of_blocks(attention: AttentionKind | Sequence[AttentionKind], depth: int) -> list[AttentionKind]:

@@ -4,6 +4,7 @@ Source: Gong et al. (arXiv 2104.12753, §4.3) after Yun et al., CutMix. Shape le
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,18 +29,23 @@ class Box:
 
 @dataclass(frozen=True)
 class MixedBatch:
-    """A batch after CutMix: `partner_n` says which patches came from the partner image, `weight` their share."""
+    """A batch after mixing, and what its labels have become.
+
+    `partner_Bn` says which patches came from the partner image, `weight_B` is their share; both are of one device with
+    the images. After mixup, where a pixel has two sources, `targets_BC` are the soft labels and the rest does not hold.
+    """
 
     images_B3SS: Tensor
     labels_B: Tensor
     partner_labels_B: Tensor
-    partner_n: Tensor
-    weight: float
+    partner_Bn: Tensor
+    weight_B: Tensor
+    targets_BC: Tensor | None = None
 
     @property
     def patch_labels_Bn(self) -> Tensor:
         """The class index of the image that each patch came from; int64 (B, n), row-major over the grid."""
-        return torch.where(self.partner_n, self.partner_labels_B[:, None], self.labels_B[:, None])
+        return torch.where(self.partner_Bn, self.partner_labels_B[:, None], self.labels_B[:, None])
 
 
 def sample_box(grid: int, rate: float, rng: random.Random) -> Box:
@@ -57,28 +63,34 @@ def sample_box(grid: int, rate: float, rng: random.Random) -> Box:
     return Box(top, top + rows, left, left + columns)
 
 
-def cutmix(images_B3SS: Tensor, labels_B: Tensor, box: Box, patch_size: int) -> MixedBatch:
-    """Paste `box` from the batch in reverse order into every image; the label weight is the box's real area.
+def cutmix(images_B3SS: Tensor, labels_B: Tensor, boxes: Box | Sequence[Box], patch_size: int) -> MixedBatch:
+    """Paste boxes from the batch in reverse order; the label weight is the box's real area.
 
-    Raises InputError when the image is not a square of whole patches.
+    `boxes` is one for the batch, or one for each image. Raises InputError for another number of boxes, and when the
+    image is not a square of whole patches.
     """
     height, width = images_B3SS.shape[-2:]
     if height != width or height % patch_size:
         raise InputError(f"CutMix needs square images of whole {patch_size} px patches, got {height}×{width}")
-    grid = height // patch_size
-    partner = torch.zeros(grid, grid, dtype=torch.bool, device=images_B3SS.device)
-    partner[box.top : box.bottom, box.left : box.right] = True
-    pixels = partner.repeat_interleave(patch_size, 0).repeat_interleave(patch_size, 1)
+    boxes = [boxes] if isinstance(boxes, Box) else list(boxes)
+    batch = len(images_B3SS)
+    if len(boxes) not in (1, batch):
+        raise InputError(f"{len(boxes)} boxes for {batch} images: give one for the batch, or one for each image")
+    partner = torch.zeros(len(boxes), height // patch_size, height // patch_size, dtype=torch.bool)
+    for mask, box in zip(partner, boxes, strict=True):
+        mask[box.top : box.bottom, box.left : box.right] = True
+    partner = partner.to(images_B3SS.device, non_blocking=True)
+    pixels = partner.repeat_interleave(patch_size, 1).repeat_interleave(patch_size, 2).unsqueeze(1)
     return MixedBatch(
         images_B3SS=torch.where(pixels, images_B3SS.flip(0), images_B3SS),
         labels_B=labels_B,
         partner_labels_B=labels_B.flip(0),
-        partner_n=partner.flatten(),
-        weight=box.area / (grid * grid),
+        partner_Bn=partner.flatten(1).expand(batch, -1),
+        weight_B=partner.flatten(1).float().mean(dim=1).expand(batch),
     )
 
 
-def unmixed(images_B3SS: Tensor, labels_B: Tensor, patches: int) -> MixedBatch:
+def unmixed(images_B3SS: Tensor, labels_B: Tensor, patches: int, targets_BC: Tensor | None = None) -> MixedBatch:
     """The same batch with no box: every patch is the image's own."""
-    nothing = torch.zeros(patches, dtype=torch.bool, device=images_B3SS.device)
-    return MixedBatch(images_B3SS, labels_B, labels_B, nothing, 0.0)
+    nothing = torch.zeros(len(images_B3SS), patches, dtype=torch.bool, device=images_B3SS.device)
+    return MixedBatch(images_B3SS, labels_B, labels_B, nothing, torch.zeros_like(labels_B).float(), targets_BC)

@@ -224,7 +224,7 @@ class Trainer:
         images = image_tensor(batch.images, preprocessing.mean, preprocessing.std).to(self.device)
         labels = torch.from_numpy(batch.labels).to(self.device)
         rng = random.Random(seed_of(self.recipe.seed, CUTMIX, epoch, batch.number))
-        mixed = mix(images, labels, self.recipe, self.grid, rng)
+        mixed = mix(images, labels, self.recipe, self.grid, rng, classes=self.spec.num_classes)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return losses_of(self.model, mixed, self.recipe, self.spec.num_classes)
 

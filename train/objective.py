@@ -1,18 +1,24 @@
 """What is minimised: cross-entropy and the token losses of one batch, by name."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import timm.data
 import torch
 import torch.nn.functional as F
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
-from vitx.train.cutmix import MixedBatch, cutmix, sample_box, unmixed
-from vitx.train.losses import patch_contrastive_loss, patch_cosine_loss, patch_mixing_loss
+from vitx.train.attention_similarity import projected_similarity, queries_and_keys
+from vitx.train.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
+from vitx.train.losses import patch_contrastive_loss, patch_cosine_loss, patch_mixing_loss, region_mixing_loss
+from vitx.train.randomness import seeded
 from vitx.train.recipe import Recipe
+from vitx.train.settings import CutMix, Losses
 
 
 @dataclass(frozen=True)
@@ -34,59 +40,129 @@ def patch_grid(model: nn.Module) -> PatchGrid | None:
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Refuse a network that cannot compute the recipe's losses; raise InputError naming the setting to change."""
-    if recipe.losses.need_tokens and not isinstance(model, VisionTransformer):
+    losses, ours = recipe.losses, isinstance(model, VisionTransformer)
+    if losses.need_tokens and not ours:
         raise InputError(
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             "losses.cosine=0, losses.contrastive=0 and losses.mixing=0, or choose a model of `vitx models`"
         )
+    if losses.attention:
+        with queries_and_keys(model):
+            pass
     if recipe.cutmix.probability and patch_grid(model) is None:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
 
 
-def mix(images: Tensor, labels: Tensor, recipe: Recipe, grid: PatchGrid | None, rng: random.Random) -> MixedBatch:
-    """Apply the recipe's CutMix to float (B, 3, S, S) images, or none of it."""
-    if grid is None:
-        return unmixed(images, labels, patches=0)
-    if rng.random() >= recipe.cutmix.probability:
+def mix(
+    images: Tensor, labels: Tensor, recipe: Recipe, grid: PatchGrid | None, rng: random.Random, *, classes: int
+) -> MixedBatch:
+    """Apply the recipe's random erasing, then its mixup or its patch-aligned CutMix, to float (B, 3, S, S) images.
+
+    All randomness comes from `rng`. The images may be changed in place. Raises InputError for mixup of an odd batch.
+    """
+    if recipe.augmentation.erasing or recipe.mixup.on:
+        with seeded(rng.getrandbits(63), images.device):
+            images, targets_BC = _erase_and_mixup(images, labels, recipe, classes)
+        if targets_BC is not None:
+            return unmixed(images, labels, 0, targets_BC)
+    if grid is None or not recipe.cutmix.probability:
+        return unmixed(images, labels, patches=0 if grid is None else grid.side**2)
+    boxes = [_sample_box(recipe.cutmix, grid.side, rng) for _ in range(_boxes(recipe.cutmix, len(images)))]
+    if not any(box.area for box in boxes):
         return unmixed(images, labels, patches=grid.side**2)
-    share = rng.betavariate(recipe.cutmix.alpha, recipe.cutmix.alpha)
-    return cutmix(images, labels, sample_box(grid.side, share, rng), grid.patch_size)
+    return cutmix(images, labels, boxes, grid.patch_size)
+
+
+def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor | None]:
+    augmentation, mixup = recipe.augmentation, recipe.mixup
+    if augmentation.erasing:
+        erase = RandomErasing(augmentation.erasing, mode=augmentation.erasing_mode, device=str(images.device))
+        images = erase(images)
+    if not mixup.on:
+        return images, None
+    if len(images) % 2:
+        raise InputError(f"mixup pairs the images of a batch, and this one has {len(images)}: set an even batch_size")
+    blend = timm.data.Mixup(
+        mixup_alpha=mixup.mixup,
+        cutmix_alpha=mixup.cutmix,
+        prob=mixup.probability,
+        switch_prob=mixup.switch_probability,
+        mode=mixup.mode,
+        label_smoothing=recipe.losses.label_smoothing,
+        num_classes=classes,
+    )
+    images, targets_BC = blend(images, labels)
+    return images, targets_BC
+
+
+def _boxes(cutmix: CutMix, batch: int) -> int:
+    return batch if cutmix.box == "sample" else 1
+
+
+def _sample_box(settings: CutMix, side: int, rng: random.Random) -> Box:
+    """A box of a share ~ Beta(alpha, alpha) of the grid, or an empty one."""
+    if rng.random() >= settings.probability:
+        return Box(0, 0, 0, 0)
+    return sample_box(side, rng.betavariate(settings.alpha, settings.alpha), rng)
 
 
 def losses_of(model: nn.Module, batch: MixedBatch, recipe: Recipe, classes: int) -> dict[str, Tensor]:
     """Return the unweighted losses by name, and their weighted sum as "total"; scalars."""
     weights, smoothing = recipe.losses, recipe.losses.label_smoothing
-    tokens: TokenOutputs | None = None
-    if weights.need_tokens:
-        assert isinstance(model, VisionTransformer)
-        tokens = model.forward_with_tokens(batch.images_B3SS)
-    logits_BC = model(batch.images_B3SS) if tokens is None else tokens.logits_BC
-    own_BC = smooth_one_hot(batch.labels_B, classes, smoothing)
-    partner_BC = smooth_one_hot(batch.partner_labels_B, classes, smoothing)
-    targets_BC = torch.lerp(own_BC, partner_BC, batch.weight)
-    losses = {"classification": F.cross_entropy(logits_BC.float(), targets_BC)}
+    with queries_and_keys(model) if weights.attention else nullcontext([]) as blocks:
+        tokens, logits_BC = _forward(model, batch.images_B3SS, weights)
+    losses = {"classification": F.cross_entropy(logits_BC.float(), image_targets(batch, classes, smoothing))}
+    if tokens is not None:
+        losses |= _token_losses(model, tokens, batch, weights, classes)
+    if weights.attention:
+        losses["attention"] = projected_similarity(blocks, over=weights.attention_over, pairs=weights.attention_pairs)
     total = losses["classification"]
-    for name, weight, loss in _token_losses(tokens, batch, recipe, classes):
-        losses[name] = loss
-        total = total + weight * loss
+    for name, loss in losses.items():
+        if name != "classification":
+            total = total + getattr(weights, name) * loss
     return {**losses, "total": total}
 
 
+def _forward(model: nn.Module, images: Tensor, weights: Losses) -> tuple[TokenOutputs | None, Tensor]:
+    if not weights.need_tokens:
+        return None, model(images)
+    assert isinstance(model, VisionTransformer)
+    tokens = model.forward_with_tokens(images, classify_patches=weights.mixing_variant == "paper")
+    return tokens, tokens.logits_BC
+
+
 def _token_losses(
-    tokens: TokenOutputs | None, batch: MixedBatch, recipe: Recipe, classes: int
-) -> list[tuple[str, float, Tensor]]:
-    if tokens is None:
-        return []
-    weights, losses = recipe.losses, []
+    model: nn.Module, tokens: TokenOutputs, batch: MixedBatch, weights: Losses, classes: int
+) -> dict[str, Tensor]:
+    losses = {}
     if weights.cosine:
-        losses.append(("cosine", weights.cosine, patch_cosine_loss(tokens.late_BnD)))
+        losses["cosine"] = patch_cosine_loss(tokens.late_BnD)
     if weights.contrastive:
-        losses.append(("contrastive", weights.contrastive, patch_contrastive_loss(tokens.early_BnD, tokens.late_BnD)))
-    if weights.mixing:
+        variant = weights.contrastive_variant
+        early_BnD = tokens.early_BnD if variant == "paper" else tokens.embedding_BnD
+        losses["contrastive"] = patch_contrastive_loss(early_BnD, tokens.late_BnD, variant=variant)
+    if weights.mixing and weights.mixing_variant == "official":
+        assert isinstance(model, VisionTransformer)
+        labels = (batch.labels_B, batch.partner_labels_B)
+        own_BC, partner_BC = (smooth_one_hot(each, classes, weights.label_smoothing) for each in labels)
+        losses["mixing"] = region_mixing_loss(
+            tokens.late_BnD, model.classify_patches, batch.partner_Bn, own_BC, partner_BC
+        )
+    elif weights.mixing:
         assert tokens.patch_logits_BnC is not None
-        targets_BnC = smooth_one_hot(batch.patch_labels_Bn, classes, weights.label_smoothing)
-        losses.append(("mixing", weights.mixing, patch_mixing_loss(tokens.patch_logits_BnC, targets_BnC)))
+        losses["mixing"] = patch_mixing_loss(
+            tokens.patch_logits_BnC, batch.patch_labels_Bn, label_smoothing=weights.label_smoothing
+        )
     return losses
+
+
+def image_targets(batch: MixedBatch, classes: int, smoothing: float) -> Tensor:
+    """The images' soft labels (B, C): those of mixup, or own and partner's weighted with the box's area."""
+    if batch.targets_BC is not None:
+        return batch.targets_BC
+    own_BC = smooth_one_hot(batch.labels_B, classes, smoothing)
+    partner_BC = smooth_one_hot(batch.partner_labels_B, classes, smoothing)
+    return torch.lerp(own_BC, partner_BC, batch.weight_B.unsqueeze(-1))
 
 
 def smooth_one_hot(labels: Tensor, classes: int, smoothing: float) -> Tensor:

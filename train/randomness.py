@@ -1,0 +1,27 @@
+"""Library code that draws from the global generators, made to follow from a seed.
+
+timm's and torchvision's transforms draw from Python's, numpy's and torch's. Inside `seeded` these start from the given
+seed, and afterwards go on as if nothing had happened.
+"""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed the global generators of this process, those of `device` too; put them back at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
