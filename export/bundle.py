@@ -14,7 +14,7 @@ from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import MEMORY_GIB, SECONDS, run_limited
 from vitx.export.acceptance import SamplingPlan
-from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_of
+from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_for, opset_of
 from vitx.export.openvino import IR_FOLDER, openvino_from_onnx
 from vitx.export.qdq import Target
 from vitx.export.rewrite import ALL, ImageClassifier, rewrite_checked
@@ -97,7 +97,7 @@ def export_bundle(
     with staged_folder(out) as stage:
         graph = stage / GRAPH
         traced = run_limited(
-            *("tracing", trace_to_file, request, tuple(options.rewrites), graph),
+            *("tracing", trace_to_file, request, tuple(options.rewrites), graph, opset_for(options.precision)),
             seconds=options.seconds,
             memory_gib=options.memory_gib,
         )
@@ -110,7 +110,7 @@ def export_bundle(
     return Bundle.open(out)
 
 
-def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -> Traced:
+def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path, opset: int) -> Traced:
     """Load the source, rewrite it and write its graph. Only this process holds the network's weights."""
     source = request.load()
     untrained = tuple(untrained_norms(source.model))
@@ -118,7 +118,7 @@ def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path) -
     applied = rewrite_checked(
         classifier, rewrites, source.preprocessing.image_size, rebuild=lambda: _classifier(request.load())
     )
-    graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path)
+    graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path, opset=opset)
     found = tuple(name for name, count in applied.items() if count)
     return Traced(source.info(), untrained, found, opset_of(graph))
 

@@ -14,6 +14,7 @@ from onnx_ir.passes import PassManager, common
 from onnxscript.optimizer import fold_constants_ir
 from torch import nn
 
+from vitx.core.bundle import Precision
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export.block_names import name_block_outputs
@@ -33,6 +34,8 @@ TOLERANCE = 1e-3
 # 20 is the first with Gelu. From 23 on plain attention becomes one `Attention` node; on a CPU its kernel in ONNX
 # Runtime 1.31 is slower than the fused products (docs/export.md).
 DEFAULT_OPSET, ATTENTION_OPSET = 20, 23
+# Convolution and pooling know bfloat16 since 22; before, a ResNet would stay in float32 as a whole.
+BFLOAT16_OPSET = 22
 OPSETS = range(18, 25)
 
 # Elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
@@ -72,6 +75,11 @@ def onnx_from_model(
     if check:
         require_equal(classifier, path, preprocessing.image_size)
     return onnx.load(str(path))
+
+
+def opset_for(precision: Precision) -> int:
+    """The operator set that a graph to be lowered to `precision` is traced in."""
+    return BFLOAT16_OPSET if precision == "bf16" else DEFAULT_OPSET
 
 
 def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int | None = None) -> Any:
