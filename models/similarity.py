@@ -1,7 +1,15 @@
-"""How similar a layer's tokens are: the over-smoothing metrics (Gong et al., arXiv 2104.12753, §3)."""
+"""How similar a layer's tokens are, and two layers' attention maps (arXiv 2104.12753, §3, and 2103.11886, eq. 2)."""
 
+from typing import Literal, get_args
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from vitx.core.errors import unknown_name
+
+Over = Literal["rows", "heads"]
+_AXIS = {"rows": -2, "heads": 1}
 
 
 def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
@@ -22,3 +30,18 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
 def attention_std(maps_BHNN: Tensor) -> Tensor:
     """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows, heads and batch."""
     return maps_BHNN.std(dim=-1).mean()
+
+
+def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "rows") -> Tensor:
+    """Return the mean cosine of two attention maps; a scalar.
+
+    "rows" compares the same column of each head's two maps, a vector over the N rows (DeepViT, eq. 2); "heads" compares
+    one entry over the H heads, as the public code does, and is near 1 for any two softmax maps.
+    """
+    if over not in _AXIS:
+        raise unknown_name("axis of the attention similarity", over, get_args(Over))
+    axis = _AXIS[over]
+    dots = torch.linalg.vecdot(first_BHNN, second_BHNN, dim=axis)
+    norms = [torch.linalg.vector_norm(maps, dim=axis).clamp_min(1e-12) for maps in (first_BHNN, second_BHNN)]
+    similarity: Tensor = (dots / (norms[0] * norms[1])).mean()
+    return similarity

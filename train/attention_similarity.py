@@ -8,31 +8,15 @@ Shape letters: B batch, H heads, N tokens, D width.
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import InputError
 from vitx.models.attention import HeadMixAttention
-
-Over = Literal["rows", "heads"]
-_AXIS = {"rows": -2, "heads": 1}
-
-
-def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "heads") -> Tensor:
-    """Return the mean cosine of two attention maps; a scalar.
-
-    "rows" compares the same column of each head's two maps, a vector over the N rows (eq. 2 of the paper); "heads"
-    compares one entry over the H heads, as the public code does, and is near 1 for any two softmax maps.
-    """
-    if over not in _AXIS:
-        raise unknown_name("axis of the attention similarity", over, get_args(Over))
-    axis = _AXIS[over]
-    dots = torch.linalg.vecdot(first_BHNN, second_BHNN, dim=axis)
-    norms = [torch.linalg.vector_norm(maps, dim=axis).clamp_min(1e-12) for maps in (first_BHNN, second_BHNN)]
-    return (dots / (norms[0] * norms[1])).mean()
+from vitx.models.similarity import Over, map_similarity
 
 
 def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", pairs: int = 0) -> Tensor:
@@ -64,11 +48,15 @@ class Projected(NamedTuple):
 
 
 @contextmanager
-def queries_and_keys(model: nn.Module) -> Iterator[list[Projected]]:
+def queries_and_keys(model: nn.Module, *, compared: bool = True) -> Iterator[list[Projected]]:
     """Collect what each attention layer of `model` projects during one forward pass, first block first.
 
+    Without `compared` it does nothing, so that the caller needs no branch.
     Raises InputError for a network without vitx's attention layers.
     """
+    if not compared:
+        yield []
+        return
     layers = [module for module in model.modules() if isinstance(module, HeadMixAttention)]
     if len(layers) < 2:
         raise InputError(

@@ -16,13 +16,8 @@ import vitx.models  # noqa: F401  # registers deit_digits
 from reference import seq
 from vitx.core.errors import InputError
 from vitx.models import attention_maps
-from vitx.train.attention_similarity import (
-    Over,
-    attention_similarity_loss,
-    map_similarity,
-    projected_similarity,
-    queries_and_keys,
-)
+from vitx.models.similarity import Over, map_similarity
+from vitx.train.attention_similarity import attention_similarity_loss, projected_similarity, queries_and_keys
 
 MAPS = [seq(k, 2, 2, 3, 3).softmax(-1) for k in range(3)]
 
@@ -71,7 +66,7 @@ def test_only_the_first_pairs_are_read() -> None:
         yield from MAPS[:2]
         raise AssertionError("a third map was made")
 
-    expected = map_similarity(MAPS[0], MAPS[1])
+    expected = map_similarity(MAPS[0], MAPS[1], "heads")
     assert attention_similarity_loss(maps(), pairs=1) == expected
 
 
@@ -104,11 +99,11 @@ def test_the_networks_maps_are_compared_and_its_weights_get_their_gradient(model
         torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-14, msg=name)
 
 
-class LiveMaps(TorchDispatchMode):
+class LiveMaps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """The largest number of softmax results of one shape that were alive at one moment."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.shape, self.alive, self.most, self.made = shape, 0, 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
