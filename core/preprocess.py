@@ -25,6 +25,8 @@ MAX_PIXELS = 100_000_000
 # Pillow's warning below that would be a line, and a little memory, for every size that a client makes up.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
+# Not all that Pillow knows: others run programs (EPS), or hold an image of another size than they say (ICO).
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -78,7 +80,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
     """
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
             if image.width * image.height > max_pixels:
                 raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
             image.load()
@@ -87,8 +89,10 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
         raise
     except UnidentifiedImageError:
         raise ImageError(_not_an_image(source)) from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ImageError(str(error)) from None
+    except Image.DecompressionBombError as error:  # Pillow looks before we can
+        if max_pixels <= 2 * (Image.MAX_IMAGE_PIXELS or 0):
+            raise ImageError(f"image of more pixels than the {max_pixels:,} allowed") from None
+        raise ImageError(f"{error} That is PIL.Image.MAX_IMAGE_PIXELS: set it to None") from None
     # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
     except (OSError, SyntaxError, ValueError, IndexError, EOFError, TypeError, KeyError, OverflowError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from PIL import Image
 from starlette.types import ASGIApp
 
 from vitx.core.console import log
@@ -79,6 +80,7 @@ def serve(options: ServerOptions) -> None:
     """
     if options.management and options.security.management_token_file is None:
         raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
+    Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone, before an image is decoded
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
         found = [] if options.repository is None else bundles_in(options.repository)

@@ -90,7 +90,7 @@ def png_claiming(width: int, height: int) -> bytes:
     [
         (b"", "not an image: empty"),
         (b"hello", "not an image in a format that can be read"),
-        (png_claiming(30000, 30000), "900000000 pixels|900,000,000|30000×30000 pixels: more than the 100,000,000"),
+        (png_claiming(30000, 30000), "image of more pixels than the 100,000,000 allowed"),
         (png_claiming(100, 100), "cannot decode the image"),
     ],
 )
