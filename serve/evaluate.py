@@ -4,17 +4,15 @@ from pathlib import Path
 
 import numpy as np
 
-from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.calibration import classification_metrics
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.images import ImageSet, open_images
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import RunFolder
 from vitx.serve.parity import check_labels
-from vitx.serve.runtimes import Session, load_session
-from vitx.serve.runtimes.requirements import require
+from vitx.serve.parity.sides import open_side
+from vitx.serve.runtimes import Session
 
 BATCH_SIZE = 32
 
@@ -66,23 +64,7 @@ def evaluate_path(
     `data` defaults to what the model was trained on. Raises InputError when `path` is neither, or when the data's
     classes are not the model's.
     """
-    session: Session
-    if (path / MANIFEST).is_file():
-        bundle = Bundle.open(path)
-        trained_on, labels = bundle.manifest.data, bundle.manifest.labels
-        preprocessing = bundle.manifest.preprocessing
-        session = load_session(bundle, runtime or "onnxruntime", device=device, threads=threads)
-    else:
-        if path.is_dir() and not (path / "run.json").is_file():
-            raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
-        run = RunFolder.open(path)
-        from vitx.serve.runtimes.torch import load_run_session
-
-        trained_on, labels, preprocessing = run.info.data, run.info.class_names, run.info.preprocessing
-        if runtime is not None and require(runtime).source != "run":
-            raise InputError(f"runtime {runtime}: a run's checkpoint runs in torch; export it to a bundle for others")
-        compiled = runtime == "torch-compile"
-        session = load_run_session(run, which, device=device, threads=threads, compiled=compiled)
-    images = open_images(data or trained_on, "val", skip_bad=skip_bad)
-    check_labels(images, labels)
-    return evaluate(session, images, preprocessing, quiet=quiet)
+    side = open_side(path, runtime=runtime, which=which, device=device, threads=threads)
+    images = open_images(data or side.data, "val", skip_bad=skip_bad)
+    check_labels(images, side.labels)
+    return evaluate(side.session, images, side.preprocessing, quiet=quiet)

@@ -107,17 +107,6 @@ def bench_bundle(
     return latencies
 
 
-def parse_batch_sizes(text: str) -> tuple[int, ...]:
-    """'1,8,32' → (1, 8, 32); raise InputError for anything but positive whole numbers."""
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"batch sizes '{text}': expected positive whole numbers with commas between, such as 1,8,32")
-    return sizes
-
-
 def checked_sizes(batch_sizes: Sequence[int], seconds: float) -> tuple[int, ...]:
     """The sizes in order, each once; raise InputError for none, one below 1, or no time to measure in."""
     sizes = tuple(sorted(set(batch_sizes)))

@@ -4,22 +4,29 @@
 returns the certificate.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 from vitx.core.bundle import CERTIFICATE, Bundle, Precision, timestamp
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, sha256_file, write_json
-from vitx.core.images import ImageSet, open_images
+from vitx.core.images import ImageSet
 from vitx.core.plan import PlanInfo
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import RunFolder
 from vitx.serve.parity.comparison import BATCH_SIZES, compare
-from vitx.serve.parity.verdict import MAX_FLIP_RATE, allowed_logit_error, check_image_count, check_labels, judge
-from vitx.serve.runtimes import Session, load_session
+from vitx.serve.parity.sides import Side
+from vitx.serve.parity.verdict import (
+    MAX_FLIP_RATE,
+    allowed_logit_error,
+    check_image_count,
+    check_labels,
+    coarser,
+    judge,
+)
+from vitx.serve.runtimes import Session
 
 
 def certify(
@@ -99,95 +106,56 @@ def certify(
         ece_candidate=found.ece_candidate,
         token_similarity=token_similarity,
         classes_sha256=found.classes_sha256,
-        sha256="",
     ).sealed()
 
 
-def certify_bundle(
-    run: RunFolder,
-    bundle: Bundle,
-    *,
-    data: str | None = None,
-    max_flip_rate: float = MAX_FLIP_RATE,
-    which: str = "best",
-    candidate: Session | None = None,
-    batch_sizes: Sequence[int] | None = None,
-    token_similarity: TokenSimilarity | None = None,
-    device: str = "auto",
-    skip_bad: bool = False,
-    quiet: bool = False,
-) -> Certificate:
-    """Certify a bundle against a run's checkpoint and write `certificate.json` into the bundle, pass or fail.
-
-    `data` defaults to the run's own; its evaluation split is used whole. Raises InputError when the data's classes are
-    not the bundle's labels or its images are too few.
-    """
-    from vitx.serve.runtimes.torch import load_run_session, weights_digest
-
-    info = run.info
-    images = open_images(data or info.data, "val", skip_bad=skip_bad)
-    check_labels(images, bundle.manifest.labels)
-    check_image_count(len(images), max_flip_rate)
-    digest = weights_digest(run, which)
-    warn_of_other_weights(bundle, digest, which, quiet=quiet)
-    return certify_against(
-        load_run_session(run, which, device=device),
-        info.preprocessing,
-        bundle,
-        images,
-        reference_name=f"{info.name}, checkpoint {which}",
-        reference_sha256=digest,
-        candidate=candidate,
-        max_flip_rate=max_flip_rate,
-        batch_sizes=batch_sizes,
-        token_similarity=token_similarity,
-        device=device,
-        quiet=quiet,
-    )
-
-
-def certify_against(
-    reference: Session,
-    preprocessing: Preprocessing,
-    bundle: Bundle,
+def certify_sides(
+    reference: Side,
+    candidate: Side,
     images: ImageSet,
     *,
-    reference_name: str,
-    reference_sha256: str,
-    candidate: Session | None = None,
+    device: str = "auto",
     max_flip_rate: float = MAX_FLIP_RATE,
     batch_sizes: Sequence[int] | None = None,
-    token_similarity: TokenSimilarity | None = None,
-    device: str = "auto",
+    token_similarity: Callable[[], TokenSimilarity | None] = lambda: None,
+    write: bool = False,
     quiet: bool = False,
 ) -> Certificate:
-    """Certify a bundle against any reference session and write `certificate.json` into it, pass or fail.
+    """Certify any two sides; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
 
-    candidate: the session that stands for the bundle; default: the bundle loaded on `device`.
-    batch_sizes: default: those of the bundle (`bundle_batch_sizes`).
-    Raises CheckFailed for a stale engine, and for a session that does not run where it was asked to.
+    device: where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
+    token_similarity: is measured once the checks below have passed.
+    Raises InputError when a side's classes are not the images' or the images are too few, CheckFailed for a stale
+    engine and for a session that does not run where it was asked to.
     """
-    check_labels(images, bundle.manifest.labels)
-    check_engines(bundle)
-    session = candidate or load_session(bundle, device=device)
-    check_provider(session, device)
+    for side in (reference, candidate):
+        check_labels(images, side.labels)
+        check_provider(side, device)
+        if side.bundle is not None:
+            check_engines(side.bundle)
+    check_image_count(len(images), max_flip_rate)
+    bundle = candidate.bundle
     certificate = certify(
-        reference,
-        session,
+        reference.session,
+        candidate.session,
         images,
-        preprocessing,
-        candidate_preprocessing=bundle.manifest.preprocessing,
-        reference_name=reference_name,
-        reference_sha256=reference_sha256,
-        candidate_name=bundle.manifest.name,
-        subject=bundle.subject(),
-        batch_sizes=batch_sizes or bundle_batch_sizes(bundle),
+        reference.preprocessing,
+        candidate_preprocessing=candidate.preprocessing,
+        reference_name=reference.name,
+        reference_sha256=reference.sha256,
+        # What travels with a bundle names no path of this machine.
+        candidate_name=bundle.manifest.name if bundle and write else candidate.name,
+        subject=bundle.subject() if bundle else {},
+        batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
         max_flip_rate=max_flip_rate,
-        precision=bundle.manifest.precision,
-        token_similarity=token_similarity,
+        precision=coarser(reference.precision, candidate.precision),
+        token_similarity=token_similarity(),
         quiet=quiet,
     )
-    write_json(bundle.path / CERTIFICATE, certificate)
+    if write:
+        if bundle is None:
+            raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
+        write_json(bundle.path / CERTIFICATE, certificate)
     return certificate
 
 
@@ -227,11 +195,11 @@ def _plans(bundle: Bundle) -> dict[Path, PlanInfo]:
     return {bundle.path / name: read_record(bundle.path / name, PlanInfo) for name in names}
 
 
-def check_provider(session: Session, device: str) -> None:
+def check_provider(side: Side, device: str) -> None:
     """Raise CheckFailed when a session was asked onto a GPU and says that it runs on the CPU, or the other way."""
-    provider = str(session.describe().get("provider", ""))
+    provider = str(side.session.describe().get("provider", ""))
     on_cpu = "cpu" in provider.lower()
     if (device == "cuda" and on_cpu) or (device == "cpu" and "cuda" in provider.lower()):
         raise CheckFailed(
-            f"fallback: device {device} was asked for and the candidate runs on {provider}; nothing was compared"
+            f"fallback: device {device} was asked for and {side.name} runs on {provider}; nothing was compared"
         )

@@ -13,9 +13,9 @@ from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.serve.parity.comparison import Float64Array, difference, infer, subset
+from vitx.serve.parity.sides import Side, Triple
 from vitx.serve.runtimes import Float32Array, Session
 
-Triple = tuple[float, float, float]
 Renormalized = Callable[[Triple, Triple], Session]
 
 IMAGES = 64
@@ -79,6 +79,19 @@ def diagnose(
     if found[0] <= min(allowed, EXPLAINED * baseline):
         return Diagnosis(found[1], error, found[0])
     return _systematic(expected, alone, error)
+
+
+def diagnose_sides(reference: Side, candidate: Side, images: ImageSet, *, allowed: float) -> Diagnosis:
+    """`diagnose` for two sides, each with its own preprocessing."""
+    return diagnose(
+        reference.session,
+        candidate.session,
+        images,
+        reference.preprocessing,
+        candidate_preprocessing=candidate.preprocessing,
+        renormalized=reference.renormalized,
+        allowed=allowed,
+    )
 
 
 def _prepared(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:

@@ -3,13 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vitx.core.bundle import MANIFEST, Bundle, Precision
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
-from vitx.serve.runtimes import Session, load_session
+from vitx.serve.runtimes import Session, device_name, load_session
 from vitx.serve.runtimes.requirements import require
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Triple = tuple[float, float, float]
 DEFAULT_RUNTIME = "onnxruntime"
@@ -17,9 +21,10 @@ DEFAULT_RUNTIME = "onnxruntime"
 
 @dataclass(frozen=True)
 class Side:
-    """A classifier on disk, loaded. Exactly one of `run` and `bundle` is set.
+    """A classifier, loaded. At most one of `run` and `bundle` is set.
 
-    renormalized: the same network with another (mean, std), where it can be had (a run's checkpoint).
+    network: the torch network itself, on the CPU and not to be changed, where there is one.
+    renormalized: the same network with another (mean, std), where it can be had.
     """
 
     name: str
@@ -31,6 +36,7 @@ class Side:
     precision: Precision = "fp32"
     run: RunFolder | None = None
     bundle: Bundle | None = None
+    network: "Callable[[], nn.Module] | None" = None
     renormalized: Callable[[Triple, Triple], Session] | None = None
 
 
@@ -45,12 +51,11 @@ def open_side(
 ) -> Side:
     """Open a run folder (its checkpoint `which`, in torch) or a bundle (in ONNX Runtime, or in `runtime`).
 
-    stand_in: gives the session that stands for a bundle this machine cannot run as written, or None; it is asked only
-    where no runtime was chosen. Raises InputError when `path` is neither, or for a run in a runtime that runs no
+    stand_in: as for `bundle_side`. Raises InputError when `path` is neither, or for a run in a runtime that runs no
     checkpoints.
     """
     if (path / MANIFEST).is_file():
-        return _bundle_side(Bundle.open(path), runtime, device, threads, stand_in)
+        return bundle_side(Bundle.open(path), runtime=runtime, device=device, threads=threads, stand_in=stand_in)
     if path.is_dir() and not (path / "run.json").is_file():
         raise InputError(f"'{path}' is neither a run nor a bundle: it has no run.json and no {MANIFEST}")
     if runtime is not None and require(runtime).source != "run":
@@ -58,13 +63,19 @@ def open_side(
     return _run_side(RunFolder.open(path), which, device, threads, compiled=runtime == "torch-compile")
 
 
-def _bundle_side(
+def bundle_side(
     bundle: Bundle,
-    runtime: str | None,
-    device: str,
-    threads: int | None,
-    stand_in: Callable[[Bundle], Session | None],
+    *,
+    runtime: str | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    stand_in: Callable[[Bundle], Session | None] = lambda bundle: None,
 ) -> Side:
+    """Load a bundle in `runtime`, by default ONNX Runtime.
+
+    stand_in: gives the session that stands for a bundle this machine cannot run as written, or None; it is asked only
+    where no runtime was chosen.
+    """
     manifest = bundle.manifest
     session = stand_in(bundle) if runtime is None else None
     return Side(
@@ -80,17 +91,20 @@ def _bundle_side(
 
 
 def _run_side(run: RunFolder, which: str, device: str, threads: int | None, *, compiled: bool) -> Side:
-    from vitx.serve.runtimes.torch import load_run_session, weights_digest
+    from vitx.models import load_run_model
+    from vitx.serve.runtimes.torch import TorchSession, checkpoint_name, weights_digest
 
     info = run.info
-    session = load_run_session(run, which, device=device, threads=threads, compiled=compiled)
+    model, state = load_run_model(run, checkpoint_name(which))
+    session = TorchSession(model, info.preprocessing, device=device_name(device), threads=threads, compiled=compiled)
     return Side(
         name=f"{info.name}, checkpoint {which}",
         session=session,
         preprocessing=info.preprocessing,
         labels=info.class_names,
         data=info.data,
-        sha256=weights_digest(run, which),
+        sha256=weights_digest(state),
         run=run,
+        network=session.network,
         renormalized=session.with_normalization,
     )

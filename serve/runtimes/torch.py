@@ -1,6 +1,7 @@
 """PyTorch: the reference of parity and bench. The one file of the serving stage that imports torch and the models."""
 
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from typing import Any, cast
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import nn
 
 from vitx.core.errors import EnvironmentMissing, unknown_name
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.run import Checkpoint, RunFolder
+from vitx.core.run import Checkpoint, CheckpointState, RunFolder
 from vitx.models import image_tensor, load_run_model
 from vitx.serve.runtimes import Device, Float32Array, device_name
 from vitx.serve.runtimes.requirements import require
@@ -37,7 +38,7 @@ class TorchSession:
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
-        self._model = model.eval().to(self._device)
+        self._network = self._model = model.eval().to(self._device)
         self._preprocessing = preprocessing
         self._compiled = compiled
         if compiled:
@@ -46,7 +47,7 @@ class TorchSession:
 
     def _compile(self) -> None:
         # A module's own compile() would change what the caller holds.
-        self._model = cast(nn.Module, torch.compile(self._model, dynamic=True))
+        self._model = cast(nn.Module, torch.compile(self._network, dynamic=True))
         size = self._preprocessing.image_size
         try:
             for rows in (2, 1):  # a batch of one is always compiled for itself
@@ -66,10 +67,14 @@ class TorchSession:
             logits: Float32Array = self._model(inputs).float().cpu().numpy()
         return logits
 
+    def network(self) -> nn.Module:
+        """The network as it was given, on the CPU: not to be changed, unless it had to be copied from a GPU."""
+        return self._network if self._device.type == "cpu" else deepcopy(self._network).cpu()
+
     def with_normalization(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "TorchSession":
         """The same network on images normalised otherwise."""
         other = self._preprocessing.model_copy(update={"mean": mean, "std": std})
-        return TorchSession(self._model, other, device="cpu" if self._device.type == "cpu" else "cuda")
+        return TorchSession(self._network, other, device="cpu" if self._device.type == "cpu" else "cuda")
 
     def _full_precision(self) -> AbstractContextManager[None]:
         # cuDNN convolves in TF32 unless told otherwise; a reference must not.
@@ -100,9 +105,8 @@ def load_run_session(
     return TorchSession(model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled)
 
 
-def weights_digest(run: RunFolder, which: str = "best") -> str:
-    """sha256 of the weights `load_run_session` reads: the averaged ones where the run kept them."""
-    _, state = run.checkpoint(checkpoint_name(which))
+def weights_digest(state: CheckpointState) -> str:
+    """sha256 of the weights that are read of a checkpoint: the averaged ones where the run kept them."""
     return state.sha256["ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"]
 
 

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from safetensors.torch import save_file
 
 from cli_fixture import Vitx
+from vitx.cli.export import source_side
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
@@ -22,23 +23,15 @@ from vitx.core.run import ModelSpec
 from vitx.export import SourceRequest, export_bundle
 from vitx.export.graph import _require_dynamic_batch
 from vitx.models import build_model
-from vitx.serve.parity import certify_against
-from vitx.serve.runtimes.torch import TorchSession
+from vitx.serve.parity import certify_sides
+from vitx.serve.parity.sides import bundle_side
 
 REQUEST = SourceRequest("model:deepvit_digits", weights="random", data="digits")
 
 
 def verdict(bundle: Bundle) -> tuple[str, str]:
-    source = REQUEST.load()
-    certificate = certify_against(
-        TorchSession(source.model, source.preprocessing),
-        source.preprocessing,
-        bundle,
-        open_images("digits", "val"),
-        reference_name="the checkpoint",
-        reference_sha256=source.checkpoint_sha256,
-        quiet=True,
-    )
+    sides = source_side(REQUEST.load(), "auto"), bundle_side(bundle)
+    certificate = certify_sides(*sides, open_images("digits", "val"), write=True, quiet=True)
     return certificate.verdict, "; ".join(certificate.reasons)
 
 

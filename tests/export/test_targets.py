@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -10,6 +11,7 @@ import pytest
 import vitx.export.targets as targets
 from cli_fixture import Vitx
 from sandbox_jobs import crash_on_gelu
+from vitx.cli.export import source_side
 from vitx.cli.stand_in import cpu_stand_in
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest
 from vitx.core.errors import EnvironmentMissing
@@ -20,8 +22,8 @@ from vitx.export import SourceRequest
 from vitx.export.dataflow import Dataflow
 from vitx.export.half import HALVES, HalfGraph
 from vitx.serve import load_session
-from vitx.serve.parity import certify_against
-from vitx.serve.runtimes.torch import TorchSession
+from vitx.serve.parity import certify_sides
+from vitx.serve.parity.sides import bundle_side
 
 # Random weights rank near-equal logits: what is tested is the way, so a twentieth of the images may change class.
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--max-flip-rate", "0.05")
@@ -107,14 +109,10 @@ def test_bfloat16_is_certified_by_its_twin_on_a_cpu(
     with pytest.raises(EnvironmentMissing, match="has no bf16 kernels for a CPU"):
         load_session(bundle, device="cpu")
     source = random_source.load()
-    certificate = certify_against(
-        TorchSession(source.model, source.preprocessing, device="cpu"),
-        source.preprocessing,
-        bundle,
+    certificate = certify_sides(
+        source_side(source, "cpu"),
+        bundle_side(bundle, device="cpu", stand_in=partial(cpu_stand_in, device="cpu")),
         open_images("digits", "val"),
-        reference_name="the checkpoint",
-        reference_sha256=source.checkpoint_sha256,
-        candidate=cpu_stand_in(bundle, "cpu"),
         max_flip_rate=0.1,  # near ties of random weights
         quiet=True,
     )

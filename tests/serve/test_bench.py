@@ -1,6 +1,7 @@
 """What the meter measures, on sessions whose speed is known, and on a bundle."""
 
 import json
+import re
 import time
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 
 from bundle_fixture import IMAGE_SIZE, Float32Array, colour_image, png
 from cli_fixture import Vitx
+from vitx.cli.options import batch_sizes as parse_batch_sizes
 from vitx.core.bundle import LATENCY, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import bench, load_session
-from vitx.serve.bench import autotune, bench_bundle, bench_together, device_of, parse_batch_sizes
+from vitx.serve.bench import autotune, bench_bundle, bench_together, device_of
 from vitx.serve.bench.turns import MIN_CALLS
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)
@@ -79,10 +81,10 @@ def test_impossible_settings_are_refused(sizes: tuple[int, ...], seconds: float)
 
 
 def test_batch_sizes_are_read_from_text() -> None:
-    assert parse_batch_sizes("1, 8,32") == (1, 8, 32)
+    assert parse_batch_sizes("--batch", "1, 8,32") == (1, 8, 32)
     for text in ("", "1,,2", "0", "a", "1.5", "-1"):
-        with pytest.raises(InputError, match=r"expected positive whole numbers with commas between, such as 1,8,32"):
-            parse_batch_sizes(text)
+        with pytest.raises(InputError, match=f"--batch {re.escape(text)}: expected batch sizes such as 1,8,32"):
+            parse_batch_sizes("--batch", text)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_bench_command(tiny_bundle: Bundle, tiny_run: RunFolder, tmp_path: Path,
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--batch", "one"), 2, "batch sizes 'one'"),
+        (("--batch", "one"), 2, "--batch one: expected batch sizes such as 1,8,32"),
         (("--runtime", "onnxruntime,cudart"), 2, "unknown runtime 'cudart'"),
         (("--runtime", "torch"), 2, "--run"),
         (("--rate", "0"), 2, "rates '0'"),

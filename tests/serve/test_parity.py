@@ -13,12 +13,13 @@ from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, Certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
-from vitx.core.images import ImageSet
+from vitx.core.images import ImageSet, open_images
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import certify, load_session
-from vitx.serve.parity import WORST, certify_bundle, check_labels, compare
+from vitx.serve.parity import WORST, certify_sides, check_labels, compare
 from vitx.serve.parity.comparison import PROBE_IMAGES
+from vitx.serve.parity.sides import open_side
 
 
 class Altered(NumpySession):
@@ -248,10 +249,11 @@ def test_certificate_that_says_fail_is_refused(uncertified_bundle: Bundle, colou
         uncertified_bundle.require_certificate()
 
 
-def test_certify_bundle_writes_a_certificate_that_the_bundle_accepts(
+def test_a_certificate_that_is_written_is_accepted_by_the_bundle(
     tiny_run: RunFolder, uncertified_bundle: Bundle
 ) -> None:
-    certificate = certify_bundle(tiny_run, uncertified_bundle, device="cpu", quiet=True)
+    before, after = open_side(tiny_run.path, device="cpu"), open_side(uncertified_bundle.path, device="cpu")
+    certificate = certify_sides(before, after, open_images(before.data, "val"), write=True, quiet=True)
     assert uncertified_bundle.require_certificate() == certificate
     ema = tiny_run.checkpoint_path("best") / "ema.safetensors"
     assert certificate.reference_sha256 == sha256_file(ema)

@@ -60,7 +60,7 @@ def test_enough_images_for_the_rate(
     ("arguments", "text"),
     [
         (["--images", "some"], "--images some: expected all, enough or a number"),
-        (["--batch-sizes", "1,b"], "--batch-sizes 1,b: expected sizes such as 1,7,32"),
+        (["--batch-sizes", "1,b"], "--batch-sizes 1,b: expected batch sizes such as 1,8,32"),
         (["--runtime", "tensorflow"], "unknown runtime"),
         (["--reference-runtime", "onnxruntime"], "a run's checkpoint runs in torch"),
     ],

@@ -1,6 +1,8 @@
 """A candidate that fails is told what is wrong with it, by the name of the fault."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from bundle_fixture import (
     BIAS,
+    LABELS,
     PREPROCESSING,
     WEIGHT,
     Fault,
@@ -25,8 +28,9 @@ from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.serve import load_session
-from vitx.serve.parity import bundle_batch_sizes, certify_against, check_engines, check_provider
+from vitx.serve.parity import bundle_batch_sizes, certify_sides, check_engines, check_provider
 from vitx.serve.parity.diagnosis import Diagnosis, diagnose
+from vitx.serve.parity.sides import Side, bundle_side
 from vitx.serve.runtimes import Session
 
 ALLOWED = 1e-4
@@ -182,31 +186,31 @@ def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) 
 def test_a_stale_engine_is_named(tmp_path: Path, colours: ImageSet) -> None:
     bundle = with_plan(tmp_path / "tiny.vitx", onnx_sha256="f" * 64)
     with pytest.raises(CheckFailed, match=r"stale engine: tensorrt\.plan was built from graph ffffffffffffffff…"):
-        certify_against(NumpySession(), PREPROCESSING, bundle, colours, reference_name="", reference_sha256="")
+        certify_sides(numpy_side(), bundle_side(bundle, device="cpu"), colours)
 
 
-class Fallen(NumpySession):
-    """A session that was asked onto a GPU and says where it really is."""
+def numpy_side() -> Side:
+    return Side("numpy", NumpySession(), PREPROCESSING, LABELS, data="", sha256="")
+
+
+class Claims(NumpySession):
+    """A session that says it runs on `provider`."""
+
+    def __init__(self, provider: str) -> None:
+        self.provider = provider
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "provider": "CPUExecutionProvider"}
+        return {**super().describe(), "provider": self.provider}
 
 
 def test_a_cpu_fallback_is_named(uncertified_bundle: Bundle, colours: ImageSet) -> None:
-    check_provider(Fallen(), "auto")
-    check_provider(Fallen(), "cpu")
-    text = "fallback: device cuda was asked for and the candidate runs on CPUExecutionProvider"
-    with pytest.raises(CheckFailed, match=text):
-        certify_against(
-            NumpySession(),
-            PREPROCESSING,
-            uncertified_bundle,
-            colours,
-            reference_name="",
-            reference_sha256="",
-            candidate=Fallen(),
-            device="cuda",
-        )
+    fallen = replace(bundle_side(uncertified_bundle, device="cpu"), session=Claims("CPUExecutionProvider"))
+    check_provider(fallen, "auto")
+    check_provider(fallen, "cpu")
+    on_gpu = replace(numpy_side(), session=Claims("cuda:0"))
+    text = f"fallback: device cuda was asked for and {fallen.name} runs on CPUExecutionProvider"
+    with pytest.raises(CheckFailed, match=re.escape(text)):
+        certify_sides(on_gpu, fallen, colours, device="cuda")
 
 
 @pytest.mark.parametrize(("fault", "name"), [("mean_std", "mean and std are swapped"), ("bgr", "BGR: the candidate")])

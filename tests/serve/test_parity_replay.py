@@ -12,18 +12,21 @@ from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.core.files import write_json
+from vitx.core.images import open_images
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.machine import describe_machine
 from vitx.core.run import RunFolder
 from vitx.serve.loading import open_offers
-from vitx.serve.parity import certify_bundle
+from vitx.serve.parity import certify_sides
 from vitx.serve.parity.replay import verify_files
+from vitx.serve.parity.sides import open_side
 
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory, tiny_run: RunFolder, colours_folder: Path) -> Bundle:
     bundle = write_bundle(tmp_path_factory.mktemp("replay") / "tiny.vitx", data=str(colours_folder))
-    assert certify_bundle(tiny_run, bundle, device="cpu", quiet=True).verdict == "pass"
+    before, after = open_side(tiny_run.path, device="cpu"), open_side(bundle.path, device="cpu")
+    assert certify_sides(before, after, open_images(before.data, "val"), write=True, quiet=True).verdict == "pass"
     points = (LatencyPoint(batch_size=1, median_ms=1.0, p95_ms=1.5, images_per_second=1000.0),)
     bundle.record_latency(Latency(runtime={}, machine=describe_machine(), points=points, created="2026-01-01"))
     return bundle

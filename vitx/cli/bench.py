@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.cli.options import BundleArgument, DeviceOption, Json, Quiet, Threads
+from vitx.cli.options import BundleArgument, DeviceOption, Json, Quiet, Threads, batch_sizes
 
 if TYPE_CHECKING:
     from vitx.core.latency import Latency
@@ -51,10 +51,9 @@ def command(
     """
     from vitx.core.bundle import Bundle
     from vitx.core.errors import InputError
-    from vitx.serve.bench import parse_batch_sizes
     from vitx.serve.bench.choices import Choices
 
-    sizes = parse_batch_sizes(batch)
+    sizes = batch_sizes("--batch", batch)
     choices = Choices(Bundle.open(bundle), run, runtime, device, threads)
     if tune or rate or scenario:
         if plot or image or (tune and (rate or scenario or threads or instances)):

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, Which
+from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, Which, batch_sizes
 
 if TYPE_CHECKING:
     from vitx.core.bundle import Bundle
     from vitx.export import SamplingPlan, Source, SourceRequest
+    from vitx.serve.parity.sides import Side
 
 
 def command(
@@ -88,7 +89,7 @@ def command(
         raise InputError(f"'{source}' brings no images to certify on: give --data, or say --uncertified")
     if arch is not None and not trt_rtx:
         raise InputError(f"--arch {arch} goes with --trt-rtx: --trt builds for this machine's GPU")
-    batches = _numbers("--profiles", profiles)
+    batches = batch_sizes("--profiles", profiles)
     engines: list[EngineRequest] = []
     if trt:
         engines.append(
@@ -112,7 +113,7 @@ def command(
 
     def accept(bundle: "Bundle") -> None:
         if not uncertified:
-            _certify(bundle, request.load(), data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
+            _certify(bundle, request, data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
 
     log(f"export: {source} to {bundle_path}", quiet=quiet)
     options = ExportOptions(
@@ -170,15 +171,6 @@ def _sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: fl
     return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
 
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    from vitx.core.errors import InputError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{option} {text}: expected batch sizes such as 1,8,32") from None
-
-
 def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bool) -> None:
     from dataclasses import asdict
 
@@ -209,37 +201,57 @@ def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bo
 
 
 def _certify(
-    bundle: "Bundle", source: "Source", data: str | None, *, max_flip_rate: float, device: str, quiet: bool
+    bundle: "Bundle", request: "SourceRequest", data: str | None, *, max_flip_rate: float, device: str, quiet: bool
 ) -> None:
+    from functools import partial
+
     from vitx.cli.stand_in import cpu_stand_in
-    from vitx.cli.trace import token_similarity
+    from vitx.cli.trace import failure_notes, token_similarity
     from vitx.core.console import log
     from vitx.core.errors import CheckFailed
     from vitx.core.images import open_images
-    from vitx.serve.parity import certify_against
-    from vitx.serve.runtimes.torch import TorchSession
+    from vitx.serve.parity import certify_sides
+    from vitx.serve.parity.sides import bundle_side
 
     log("export: certifying the graph against the checkpoint", quiet=quiet)
-    images = open_images(data or source.data, "val")
-    tokens = None
-    if bundle.manifest.precision != "fp32":  # rounding alone may collapse tokens
-        tokens = token_similarity(source.model, source.preprocessing, bundle, images, quiet=quiet)
-    certificate = certify_against(
-        TorchSession(source.model, source.preprocessing, device=device),  # type: ignore[arg-type]  # typer checked it
-        source.preprocessing,
-        bundle,
+    before = source_side(request.load(), device)
+    after = bundle_side(bundle, device=device, stand_in=partial(cpu_stand_in, device=device))
+    images = open_images(data or before.data, "val")
+    tokens = partial(token_similarity, before, after, images, quiet=quiet)
+    certificate = certify_sides(
+        before,
+        after,
         images,
-        reference_name=f"{source.name}, checkpoint {source.checkpoint}",
-        reference_sha256=source.checkpoint_sha256,
-        candidate=cpu_stand_in(bundle, device),
-        token_similarity=tokens,
-        max_flip_rate=max_flip_rate,
         device=device,
+        max_flip_rate=max_flip_rate,
+        # Rounding alone may collapse tokens.
+        token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
+        write=True,
         quiet=quiet,
     )
     if certificate.verdict != "pass":
-        reasons = "; ".join(certificate.reasons)
-        raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {reasons}")
+        notes = failure_notes(before, after, images, certificate, request, quiet=quiet)
+        found = "; ".join((*certificate.reasons, *notes))
+        raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {found}")
+
+
+def source_side(source: "Source", device: str) -> "Side":
+    """What is exported, in torch, as the reference of its own bundle."""
+    from vitx.serve.parity.sides import Side
+    from vitx.serve.runtimes import device_name
+    from vitx.serve.runtimes.torch import TorchSession
+
+    session = TorchSession(source.model, source.preprocessing, device=device_name(device))
+    return Side(
+        name=f"{source.name}, checkpoint {source.checkpoint}",
+        session=session,
+        preprocessing=source.preprocessing,
+        labels=source.class_names,
+        data=source.data,
+        sha256=source.checkpoint_sha256,
+        network=session.network,
+        renormalized=session.with_normalization,
+    )
 
 
 def _print(bundle: "Bundle", *, as_json: bool) -> None:

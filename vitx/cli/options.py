@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from vitx.core.errors import InputError
+
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, made by `vitx train`.")]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle, made by `vitx export`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
@@ -32,3 +34,14 @@ AllowUncertified = Annotated[
     bool,
     typer.Option("--allow-uncertified", help="Accept a bundle without a passing certificate; shown wherever it runs."),
 ]
+
+
+def batch_sizes(option: str, text: str) -> tuple[int, ...]:
+    """'1, 8,32' → (1, 8, 32); raise InputError naming the option for anything but positive whole numbers."""
+    try:
+        sizes = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"{option} {text}: expected batch sizes such as 1,8,32")
+    return sizes

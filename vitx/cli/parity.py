@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, SkipBad, Which
+from vitx.cli.options import batch_sizes as parse_batch_sizes
 
 if TYPE_CHECKING:
     from vitx.cli.trace import TraceResult
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from vitx.core.certificate import Certificate
     from vitx.core.images import ImageSet
     from vitx.core.run import Checkpoint
+    from vitx.export import SourceRequest
     from vitx.serve.parity.served import ServedComparison
     from vitx.serve.parity.sides import Side
 
@@ -82,8 +84,8 @@ def command(
     from vitx.core.images import open_images
     from vitx.serve.parity.sides import open_side
 
-    sizes = _numbers(batch_sizes) if batch_sizes else None
-    options = _Options(checkpoint, device, max_flip_rate, sizes, quiet)
+    asked = parse_batch_sizes("--batch-sizes", batch_sizes) if batch_sizes else None
+    options = _Options(checkpoint, device, max_flip_rate, asked, quiet)
     if verify:
         _verify(reference, candidate, data, options, as_json=as_json)
         return
@@ -106,6 +108,9 @@ def command(
 def _measure(
     before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool, served: bool, trace: bool
 ) -> _Outcome:
+    from vitx.cli.trace import diagnosis
+    from vitx.cli.trace import trace as trace_sides
+
     certificate = _certify(before, after, images, options, write=write)
     over_http = _served(before, after, images, certificate, options) if served else None
     failures = certificate.reasons if certificate.verdict != "pass" else ()
@@ -113,75 +118,39 @@ def _measure(
         failures += over_http.failures(options.max_flip_rate)
     notes: tuple[str, ...] = ()
     if certificate.verdict != "pass":
-        notes += (_diagnosis(before, after, images, certificate, trace=trace),)
+        notes += (diagnosis(before, after, images, certificate, traced=trace),)
     traced = None
     if trace:
-        from vitx.cli.trace import trace as trace_sides
-
         repair = certificate.verdict != "pass"
-        traced = trace_sides(before, after, options.which, images, repair=repair, quiet=options.quiet)
+        traced = trace_sides(before, after, _request(before, options), images, repair=repair, quiet=options.quiet)
         notes += traced.notes
     return _Outcome(certificate, write, failures, notes, over_http, traced)
 
 
+def _request(side: "Side", options: _Options) -> "SourceRequest | None":
+    """What a run's bundles are made of."""
+    from vitx.export import SourceRequest
+
+    return SourceRequest(str(side.run.path), which=options.which) if side.run is not None else None
+
+
 def _certify(before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool) -> "Certificate":
-    from vitx.serve.parity import (
-        BATCH_SIZES,
-        bundle_batch_sizes,
-        certify,
-        certify_against,
-        check_engines,
-        check_image_count,
-        check_labels,
-        check_provider,
-        warn_of_other_weights,
-    )
-    from vitx.serve.parity.verdict import coarser
+    from functools import partial
 
-    for side in (before, after):
-        check_labels(images, side.labels)
-        check_provider(side.session, options.device)
-        if side.bundle is not None:
-            check_engines(side.bundle)
-    check_image_count(len(images), options.max_flip_rate)
-    tokens = None
+    from vitx.cli.trace import token_similarity
+    from vitx.serve.parity import certify_sides, warn_of_other_weights
+
     if before.run is not None and after.bundle is not None:
-        from vitx.cli.trace import token_similarity
-        from vitx.models import load_run_model
-
-        model, _ = load_run_model(before.run, options.which)
         warn_of_other_weights(after.bundle, before.sha256, options.which, quiet=options.quiet)
-        tokens = token_similarity(model, before.preprocessing, after.bundle, images, quiet=options.quiet)
-        if write:
-            return certify_against(
-                before.session,
-                before.preprocessing,
-                after.bundle,
-                images,
-                reference_name=before.name,
-                reference_sha256=before.sha256,
-                candidate=after.session,
-                max_flip_rate=options.max_flip_rate,
-                batch_sizes=options.batch_sizes,
-                token_similarity=tokens,
-                device=options.device,
-                quiet=options.quiet,
-            )
-    sizes = options.batch_sizes or (bundle_batch_sizes(after.bundle) if after.bundle else BATCH_SIZES)
-    return certify(
-        before.session,
-        after.session,
+    return certify_sides(
+        before,
+        after,
         images,
-        before.preprocessing,
-        candidate_preprocessing=after.preprocessing,
-        reference_name=before.name,
-        reference_sha256=before.sha256,
-        candidate_name=after.name,
-        subject=after.bundle.subject() if after.bundle else {},
-        batch_sizes=sizes,
+        device=options.device,
         max_flip_rate=options.max_flip_rate,
-        precision=coarser(before.precision, after.precision),
-        token_similarity=tokens,
+        batch_sizes=options.batch_sizes,
+        token_similarity=partial(token_similarity, before, after, images, quiet=options.quiet),
+        write=write,
         quiet=options.quiet,
     )
 
@@ -205,21 +174,6 @@ def _served(
         )
 
 
-def _diagnosis(before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", *, trace: bool) -> str:
-    from vitx.serve.parity.diagnosis import diagnose
-
-    found = diagnose(
-        before.session,
-        after.session,
-        images,
-        before.preprocessing,
-        candidate_preprocessing=after.preprocessing,
-        renormalized=before.renormalized,
-        allowed=certificate.max_logit_error_allowed,
-    )
-    return str(found) if found.fault or not trace else "no usual suspect explains it"
-
-
 def _chosen(images: "ImageSet", wanted: str, max_flip_rate: float) -> "ImageSet":
     """All images, or some of them evenly spaced."""
     from vitx.core.errors import InputError
@@ -235,25 +189,17 @@ def _chosen(images: "ImageSet", wanted: str, max_flip_rate: float) -> "ImageSet"
     return subset(images, images_needed(max_flip_rate) if wanted == "enough" else int(wanted))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    from vitx.core.errors import InputError
-
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"--batch-sizes {text}: expected sizes such as 1,7,32") from None
-
-
 def _verify(reference: Path, candidate: Path | None, data: str | None, options: _Options, *, as_json: bool) -> None:
     """Replay the certificate of the one bundle among the two paths."""
     from dataclasses import asdict
+    from functools import partial
 
     from vitx.cli.stand_in import cpu_stand_in
     from vitx.core.bundle import MANIFEST, Bundle
     from vitx.core.console import log, print_json, print_table
     from vitx.serve.parity import check_provider
     from vitx.serve.parity.replay import certified_images, replay, require_agreement, verify_files
-    from vitx.serve.runtimes import load_session
+    from vitx.serve.parity.sides import bundle_side
 
     swapped = candidate is not None and not (reference / MANIFEST).is_file()
     path, run = (candidate or reference, reference) if swapped else (reference, candidate)
@@ -262,13 +208,13 @@ def _verify(reference: Path, candidate: Path | None, data: str | None, options: 
     images = certified_images(certificate, data)
     side = _certified_reference(bundle, certificate, run, options)
     log("verify: " + ("against " + side.name if side else "no run at hand: the candidate alone"), quiet=options.quiet)
-    session = cpu_stand_in(bundle, options.device) or load_session(bundle, device=options.device)
-    check_provider(session, options.device)
+    own = bundle_side(bundle, device=options.device, stand_in=partial(cpu_stand_in, device=options.device))
+    check_provider(own, options.device)
     numbers = replay(
         bundle,
         certificate,
         images,
-        session,
+        own.session,
         reference=(side.session, side.preprocessing) if side else None,
         quiet=options.quiet,
     )

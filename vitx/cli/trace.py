@@ -1,4 +1,4 @@
-"""What `vitx parity --trace` composes: error by layer, the nodes that add most of it, islands that repair it."""
+"""Why a comparison failed: a usual suspect, error by layer, the nodes that add most, islands that repair it."""
 
 import math
 import tempfile
@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import onnx
-    from torch import nn
 
     from vitx.core.bundle import Bundle
-    from vitx.core.certificate import TokenSimilarity
+    from vitx.core.certificate import Certificate, TokenSimilarity
     from vitx.core.images import ImageSet
     from vitx.core.preprocess import Preprocessing, UInt8Array
-    from vitx.core.run import Checkpoint, RunFolder
+    from vitx.export import SourceRequest
     from vitx.export.divergence import NodeError, Repair, Trace
     from vitx.export.qdq import Target
     from vitx.serve.parity.report import LayerPlot
@@ -28,7 +27,7 @@ TRACE_IMAGES, NODE_IMAGES = 64, 8
 class TraceResult:
     """layers: None between two bundles, which have no network that could run layer by layer.
 
-    exact: the float32 graph that a run's bundle of lower precision was made of.
+    exact: the float32 graph that a bundle of lower precision was made of.
     """
 
     layers: "Trace | None"
@@ -75,18 +74,22 @@ class TraceResult:
 
 
 def token_similarity(
-    model: "nn.Module", preprocessing: "Preprocessing", bundle: "Bundle", images: "ImageSet", *, quiet: bool
+    reference: "Side", candidate: "Side", images: "ImageSet", *, quiet: bool
 ) -> "TokenSimilarity | None":
-    """CosSim by layer of a checkpoint's network and a bundle's graph on 64 images.
+    """CosSim by layer of the reference's network and the candidate's graph on 64 images.
 
-    None for a network without blocks, and, which is logged, for a graph that names none of its layers.
+    None where there is no such network or graph, for a network without blocks, and, which is logged, for a graph that
+    names none of its layers.
     """
+    if reference.network is None or candidate.bundle is None:
+        return None
     import onnx
 
     from vitx.core.console import log
     from vitx.core.errors import InputError
     from vitx.export.divergence import compare_token_similarity, has_blocks, require_names
 
+    model, bundle = reference.network(), candidate.bundle
     if not has_blocks(model):
         return None
     graph = onnx.load(str(bundle.model_path))
@@ -95,16 +98,57 @@ def token_similarity(
     except InputError as reason:
         log(f"parity: CosSim by layer is left out: {reason}", quiet=quiet)
         return None
-    return compare_token_similarity(
-        model, preprocessing, graph, _pixels(images, preprocessing), precision=bundle.manifest.precision
-    )
+    pixels = _pixels(images, reference.preprocessing)
+    return compare_token_similarity(model, reference.preprocessing, graph, pixels, precision=bundle.manifest.precision)
+
+
+def failure_notes(
+    reference: "Side",
+    candidate: "Side",
+    images: "ImageSet",
+    certificate: "Certificate",
+    request: "SourceRequest",
+    *,
+    quiet: bool,
+) -> tuple[str, ...]:
+    """What is wrong with a bundle that failed against a network: the fault, and the layer where it begins.
+
+    The layer is left out for a network without blocks and for a graph that does not name them.
+    """
+    from vitx.core.errors import InputError
+    from vitx.export.divergence import has_blocks
+
+    notes = (diagnosis(reference, candidate, images, certificate, traced=True),)
+    if reference.network is None or not has_blocks(reference.network()):
+        return notes
+    try:
+        return notes + trace(reference, candidate, request, images, repair=False, quiet=quiet).notes
+    except InputError as reason:
+        return (*notes, str(reason))
+
+
+def diagnosis(
+    reference: "Side", candidate: "Side", images: "ImageSet", certificate: "Certificate", *, traced: bool
+) -> str:
+    """The usual suspect that explains a failed certificate, as a sentence; `traced`: the layers are named elsewhere."""
+    from vitx.serve.parity.diagnosis import diagnose_sides
+
+    found = diagnose_sides(reference, candidate, images, allowed=certificate.max_logit_error_allowed)
+    return str(found) if found.fault or not traced else "no usual suspect explains it"
 
 
 def trace(
-    reference: "Side", candidate: "Side", which: "Checkpoint", images: "ImageSet", *, repair: bool, quiet: bool
+    reference: "Side",
+    candidate: "Side",
+    request: "SourceRequest | None",
+    images: "ImageSet",
+    *,
+    repair: bool,
+    quiet: bool,
 ) -> TraceResult:
-    """Compare a bundle's graph layer by layer with a run's network, or node by node with another bundle's graph.
+    """Compare a bundle's graph layer by layer with a network, or node by node with another bundle's graph.
 
+    request: where the reference's network comes from, to make the float32 graph of a bundle of lower precision.
     With `repair` the float32 islands are searched that make a lower precision pass.
 
     Raises InputError when the candidate is no bundle, or names none of its layers.
@@ -117,8 +161,9 @@ def trace(
         raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
     graph = onnx.load(str(candidate.bundle.model_path))
     pixels = _pixels(images, reference.preprocessing)
-    if reference.run is not None:
-        found = _trace_run(reference.run, which, candidate.bundle, graph, pixels)
+    if reference.network is not None:
+        assert request is not None
+        found = _trace_network(reference, request, candidate.bundle, graph, pixels)
         if not repair or found.exact is None:
             return found
         repaired = _repair(found.exact, graph, candidate.bundle, pixels, images, quiet=quiet)
@@ -128,22 +173,21 @@ def trace(
     return _trace_nodes(exact, graph, candidate.bundle, pixels)
 
 
-def _trace_run(
-    run: "RunFolder",
-    which: "Checkpoint",
+def _trace_network(
+    reference: "Side",
+    request: "SourceRequest",
     bundle: "Bundle",
     graph: "onnx.ModelProto",
     pixels: "UInt8Array",
 ) -> TraceResult:
     from vitx.export.divergence import trace_layers
-    from vitx.models import load_run_model
 
+    assert reference.network is not None
     precision = bundle.manifest.precision
-    model, _ = load_run_model(run, which)
-    layers = trace_layers(model, run.info.preprocessing, graph, pixels, precision=precision)
+    layers = trace_layers(reference.network(), reference.preprocessing, graph, pixels, precision=precision)
     if precision == "fp32":
         return TraceResult(layers, (), (str(layers),))
-    exact = _float_graph(run, which, bundle)
+    exact = _float_graph(request, bundle)
     nodes = _trace_nodes(exact, graph, bundle, pixels)
     return TraceResult(layers, nodes.nodes, (str(layers), *nodes.notes), exact)
 
@@ -164,16 +208,15 @@ def _trace_nodes(
     return TraceResult(None, nodes, tuple(notes))
 
 
-def _float_graph(run: "RunFolder", which: "Checkpoint", bundle: "Bundle") -> "onnx.ModelProto":
+def _float_graph(request: "SourceRequest", bundle: "Bundle") -> "onnx.ModelProto":
     """The float32 graph that the bundle's was made of: the same rewrites, so the same names."""
     import onnx
 
     from vitx.export.bundle import trace_to_file
-    from vitx.export.source import SourceRequest
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        trace_to_file(SourceRequest(str(run.path), which=which), bundle.manifest.rewrites, path)
+        trace_to_file(request, bundle.manifest.rewrites, path, bundle.manifest.opset)
         return onnx.load(str(path))
 
 

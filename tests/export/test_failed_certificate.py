@@ -1,0 +1,50 @@
+"""`vitx export` of a graph that is not the checkpoint's equal: no bundle, and the fault by its name."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vitx.export.bundle as vitx_export_bundle
+from cli_fixture import Vitx
+from vitx.export import ImageClassifier, Source
+
+SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--device", "cpu", "--quiet")
+
+
+def head_mix_transposed(source: Source) -> ImageClassifier:
+    weight = source.model.get_parameter("blocks.4.attn.reatten_matrix.weight")
+    weight.data = weight.data.transpose(0, 1).contiguous()
+    return ImageClassifier(source.model, source.preprocessing).eval()
+
+
+def normalization_left_out(source: Source) -> ImageClassifier:
+    other = source.preprocessing.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    return ImageClassifier(source.model, other).eval()
+
+
+@pytest.mark.parametrize(
+    ("fault", "names"),
+    [
+        (
+            head_mix_transposed,
+            ("no usual suspect explains it", "blocks.4 diverges first", "transposed: attn.reatten_matrix.weight"),
+        ),
+        (normalization_left_out, ("normalisation: mean and std are left out", "embedding diverges first")),
+    ],
+)
+def test_the_error_names_fault_and_layer(
+    fault: Callable[[Source], ImageClassifier],
+    names: tuple[str, ...],
+    tmp_path: Path,
+    vitx: Vitx,
+    in_this_process: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vitx_export_bundle, "_classifier", fault)
+    code, out, err = vitx("export", *SOURCE, "--out", tmp_path / "net.vitx")
+    assert (code, out) == (1, "")
+    assert "error: the graph is not the checkpoint's equal, no bundle written: " in err
+    assert "largest logit error" in err
+    assert [name for name in names if name not in err] == []
+    assert list(tmp_path.iterdir()) == []
