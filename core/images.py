@@ -1,8 +1,9 @@
-"""Labelled image sets by name or by folder: `digits`, or PATH/train and PATH/val with one folder a class."""
+"""Labelled image sets by name or by folder; the formats are listed at `open_images`."""
 
 import hashlib
 import importlib.util
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +20,12 @@ from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode
 
 Split = Literal["train", "val"]
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-NAMED_SETS = ("digits",)
+# Beside the digits: found in the folder of their name in $VITX_DATA, or in ./data.
+NAMED_SETS = ("digits", "cifar10", "cifar100", "imagenet")
+# How others call the two splits; the first found is taken.
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid", "test")}
+# A folder with more images than this is not read through before a run begins.
+CHECKED_IMAGES = 20_000
 
 
 @dataclass(frozen=True)
@@ -71,20 +77,39 @@ def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
 
 
 def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
-    """Open a named set, or the folder `data`.
+    """Open a named set, or what lies at `data`: a folder with train/ and val/, each with a folder of images a class;
+    CIFAR's own files; WebDataset shards; a Hugging Face data set. Shards may also be given as a pattern with {split}.
 
-    Raises InputError when the folder is missing or empty, when train/ and val/ hold different classes, or when an
-    image cannot be read; with `skip_bad` unreadable images are left out and listed in `skipped`.
+    Raises InputError when nothing is there, when train/ and val/ hold different classes, or when an image of a folder
+    of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in `skipped`.
     """
+    from vitx.core import cifar, hugging_face, webdataset  # they make an ImageSet, so they import this module
+
     if data == "digits":
         return _digits(split)
-    root = Path(data)
+    if "{split}" in data:
+        return webdataset.open_shards(data, split)
+    root = _root(data)
+    if any(path.is_dir() for path in (root / "train").glob("*")):
+        return _image_folder(root / split, _class_names(root), skip_bad=skip_bad)
+    if (folder := cifar.find(root)) is not None:
+        return cifar.open_cifar(folder, split)
+    if hugging_face.is_dataset(root):
+        return hugging_face.open_dataset(root, split)
+    if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
+        return webdataset.open_shards(str(root), split)
+    return _image_folder(root / split, _class_names(root), skip_bad=skip_bad)
+
+
+def _root(data: str) -> Path:
+    """The folder of a named set or of a path."""
+    root = Path(os.environ.get("VITX_DATA", "data")) / data if data in NAMED_SETS else Path(data)
     if not root.is_dir():
+        hint = ", which are looked for in $VITX_DATA" if data in NAMED_SETS else ""
         raise InputError(
-            f"no data at '{data}': expected a folder with train/ and val/, or one of: {', '.join(NAMED_SETS)}"
+            f"no data at '{root}': expected a folder with train/ and val/, or one of: {', '.join(NAMED_SETS)}{hint}"
         )
-    class_names = _class_names(root)
-    return _image_folder(root / split, class_names, skip_bad=skip_bad)
+    return root
 
 
 def list_images(folder: Path) -> list[Path]:
@@ -124,8 +149,9 @@ def _quoted(names: Sequence[str]) -> str:
 
 def _image_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
+    checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(_problem, [path for path, _ in found]))
+        problems = list(pool.map(_problem, checked)) or [None] * len(found)
     bad = [f"{path}: {problem}" for (path, _), problem in zip(found, problems, strict=True) if problem]
     if bad and not skip_bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -135,15 +161,25 @@ def _image_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool)
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:
         raise InputError(f"{folder} has no readable image of {_quoted(empty)}")
-    paths = [path for path, _ in good]
+    paths = tuple(path for path, _ in good)
     return ImageSet(
         name=str(folder.parent),
         class_names=class_names,
         keys=tuple(str(path.relative_to(folder)) for path in paths),
         labels=np.array([label for _, label in good], dtype=np.int64),
-        read=lambda index: paths[index].read_bytes(),
+        read=_Files(paths),
         skipped=tuple(bad),
     )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Reads file i; unlike a lambda it can be sent to a process."""
+
+    paths: tuple[Path, ...]
+
+    def __call__(self, index: int) -> bytes:
+        return self.paths[index].read_bytes()
 
 
 def _problem(path: Path) -> str | None:
@@ -165,7 +201,7 @@ def _digits(split: Split) -> ImageSet:
         class_names=tuple(str(digit) for digit in range(10)),
         keys=tuple(f"{i:04d}.png" for i in chosen),
         labels=labels[chosen],
-        read=lambda i: pngs[chosen[i]],
+        read=[pngs[i] for i in chosen].__getitem__,
     )
 
 
@@ -176,12 +212,12 @@ def _digits_png() -> tuple[list[bytes], npt.NDArray[np.int64]]:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    return [_png(np.rint(image * (255 / 16)).astype(np.uint8)) for image in digits.images], digits.target.astype(
+    return [encode_png(np.rint(image * (255 / 16)).astype(np.uint8)) for image in digits.images], digits.target.astype(
         np.int64
     )
 
 
-def _png(pixels: UInt8Array) -> bytes:
+def encode_png(pixels: UInt8Array) -> bytes:
     buffer = io.BytesIO()
     # Stored, not compressed: the bytes, and so the digest, do not depend on the version of a compressor.
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=0)

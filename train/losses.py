@@ -33,7 +33,7 @@ def patch_cosine_loss(patches_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     with _full_precision(patches_BnD):
         if absolute:
             return token_similarity(_widened(patches_BnD), absolute=True)
-        similarity: Tensor = _MeanCosine.apply(_widened(patches_BnD))  # type: ignore[no-untyped-call]
+        similarity: Tensor = _MeanCosine.apply(_widened(patches_BnD))
         return similarity
 
 
@@ -107,8 +107,8 @@ def _neighbourhood_mean(h_BnD: Tensor, window: int) -> Tensor:
     if window < 3 or window % 2 == 0:
         raise InputError(f"window {window} of the official contrastive loss: expected an odd number of at least 3")
     area = window**2
-    maps = h_BnD.transpose(1, 2).unflatten(-1, (side, side))
-    means = (F.avg_pool2d(maps, window, stride=1, padding=window // 2) - maps / area) * (area / (area - 1))
+    maps = h_BnD.transpose(1, 2).reshape(len(h_BnD), -1, side, side)
+    means: Tensor = (F.avg_pool2d(maps, window, stride=1, padding=window // 2) - maps / area) * (area / (area - 1))
     return means.flatten(2).transpose(1, 2)
 
 

@@ -1,7 +1,7 @@
 """What is minimised: cross-entropy and the token losses of one batch, by name."""
 
 import random
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
 from vitx.train.attention_similarity import projected_similarity, queries_and_keys
 from vitx.train.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
+from vitx.train.distillation import Teacher
 from vitx.train.losses import patch_contrastive_loss, patch_cosine_loss, patch_mixing_loss, region_mixing_loss
 from vitx.train.randomness import seeded
 from vitx.train.recipe import Recipe
@@ -76,13 +77,15 @@ def mix(
 def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor | None]:
     augmentation, mixup = recipe.augmentation, recipe.mixup
     if augmentation.erasing:
-        erase = RandomErasing(augmentation.erasing, mode=augmentation.erasing_mode, device=str(images.device))
+        erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]  # timm's
+            augmentation.erasing, mode=augmentation.erasing_mode, device=str(images.device)
+        )
         images = erase(images)
     if not mixup.on:
         return images, None
     if len(images) % 2:
         raise InputError(f"mixup pairs the images of a batch, and this one has {len(images)}: set an even batch_size")
-    blend = timm.data.Mixup(
+    blend: Callable[..., tuple[Tensor, Tensor]] = timm.data.Mixup(  # type: ignore[no-untyped-call]  # timm's
         mixup_alpha=mixup.mixup,
         cutmix_alpha=mixup.cutmix,
         prob=mixup.probability,
@@ -91,8 +94,7 @@ def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: in
         label_smoothing=recipe.losses.label_smoothing,
         num_classes=classes,
     )
-    images, targets_BC = blend(images, labels)
-    return images, targets_BC
+    return blend(images, labels)
 
 
 def _boxes(cutmix: CutMix, batch: int) -> int:
@@ -106,11 +108,18 @@ def _sample_box(settings: CutMix, side: int, rng: random.Random) -> Box:
     return sample_box(side, rng.betavariate(settings.alpha, settings.alpha), rng)
 
 
-def losses_of(model: nn.Module, batch: MixedBatch, recipe: Recipe, classes: int) -> dict[str, Tensor]:
-    """Return the unweighted losses by name, and their weighted sum as "total"; scalars."""
+def losses_of(
+    model: nn.Module, batch: MixedBatch, recipe: Recipe, classes: int, *, teacher: Teacher | None = None
+) -> dict[str, Tensor]:
+    """Return the unweighted losses by name, and their weighted sum as "total"; scalars.
+
+    With a `teacher` a network that returns two logits (DeiT's distilled ones) learns the labels with the first and
+    the teacher's predictions with the second; one that returns logits alone learns both with them.
+    """
     weights, smoothing = recipe.losses, recipe.losses.label_smoothing
-    with queries_and_keys(model) if weights.attention else nullcontext([]) as blocks:
-        tokens, logits_BC = _forward(model, batch.images_B3SS, weights)
+    with queries_and_keys(model, compared=bool(weights.attention)) as blocks:
+        tokens, output = _forward(model, batch.images_B3SS, weights)
+    logits_BC, distilled_BC = output if isinstance(output, tuple) else (output, output)
     losses = {"classification": F.cross_entropy(logits_BC.float(), image_targets(batch, classes, smoothing))}
     if tokens is not None:
         losses |= _token_losses(model, tokens, batch, weights, classes)
@@ -120,10 +129,15 @@ def losses_of(model: nn.Module, batch: MixedBatch, recipe: Recipe, classes: int)
     for name, loss in losses.items():
         if name != "classification":
             total = total + getattr(weights, name) * loss
+    if teacher is not None:
+        losses["distillation"] = teacher.loss(distilled_BC, batch.images_B3SS)
+        total = total + teacher.settings.weight * (losses["distillation"] - losses["classification"])
     return {**losses, "total": total}
 
 
-def _forward(model: nn.Module, images: Tensor, weights: Losses) -> tuple[TokenOutputs | None, Tensor]:
+def _forward(
+    model: nn.Module, images: Tensor, weights: Losses
+) -> tuple[TokenOutputs | None, Tensor | tuple[Tensor, Tensor]]:
     if not weights.need_tokens:
         return None, model(images)
     assert isinstance(model, VisionTransformer)

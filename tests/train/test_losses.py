@@ -160,7 +160,12 @@ def test_the_cosine_keeps_no_copy_of_the_tokens() -> None:
     """Saved for the gradient: the tokens themselves, one number a token, and one vector an image."""
     patches = torch.randn(4, 49, 64, requires_grad=True)
     saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         patch_cosine_loss(patches)
     copies = [tensor for tensor in saved if tensor.numel() >= patches.numel() and tensor is not patches]
     assert copies == []
