@@ -1,0 +1,75 @@
+"""Feature maps as signals: how much of high frequencies each layer keeps (Park & Kim, arXiv 2202.06709, §2 and §3).
+
+Shape letters: B batch, C channels, S side of a square map.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from vitx.core.errors import InputError
+
+# Added to amplitudes before the logarithm, as the paper's code does.
+EPS = 1e-6
+
+
+def log_amplitudes(features_BCSS: Tensor) -> Tensor:
+    """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over B and C: (S//2 + 1,).
+
+    Only the diagonal of the transform is computed: one product with a (S², S//2 + 1) basis. Frequencies are k·2π/S; the
+    last is Nyquist's for an even S. Raises InputError for maps that are not square.
+    """
+    *_, height, width = features_BCSS.shape
+    if height != width:
+        raise InputError(f"feature maps of {height} × {width}: the diagonal of the spectrum needs square ones")
+    real, imaginary = (features_BCSS.flatten(-2) @ part.to(features_BCSS) for part in _diagonal_basis(width))
+    return torch.log(torch.hypot(real, imaginary) + EPS).flatten(0, -2).mean(dim=0)
+
+
+@lru_cache(maxsize=8)
+def _diagonal_basis(side: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of 2π·k·(x + y)/S: (S², S//2 + 1), float64."""
+    index = torch.arange(side)
+    diagonal_of_pixel = ((index[:, None] + index) % side).flatten()
+    turns = diagonal_of_pixel[:, None] * torch.arange(side // 2 + 1) % side
+    angle = turns.double() * (2 * math.pi / side)
+    return angle.cos(), angle.sin()
+
+
+def fourier_log_amplitude(features_BCSS: Tensor) -> Tensor:
+    """`log_amplitudes` relative to that of DC: (S//2 + 1,), 0 first. At -2.3 an amplitude is a tenth of DC's.
+
+    Nyquist's frequency is included and the axis is that of `frequencies`: the paper's code drops the one and
+    mislabels the other.
+    """
+    amplitudes = log_amplitudes(features_BCSS)
+    return amplitudes - amplitudes[0]
+
+
+def frequencies(side: int) -> list[float]:
+    """Of `fourier_log_amplitude` of maps of `side`, in radians a pixel over π: 0 … 1."""
+    return [2 * k / side for k in range(side // 2 + 1)]
+
+
+def feature_variance(features_BCSS: Tensor) -> Tensor:
+    """The variance (unbiased) of a map over space, averaged over B and C; a scalar."""
+    return features_BCSS.flatten(-2).var(dim=-1).mean()
+
+
+def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Tensor | None:
+    """The map (B, C, S, S) of tokens (B, N, C), of (B, S, S, C) with `channels_last`, or of (B, C, S, S) itself.
+
+    None for anything else, and for fewer than 2 × 2 places.
+    """
+    if tokens.ndim == 3:
+        patches = tokens[:, prefix_tokens:]
+        side = math.isqrt(patches.shape[1])
+        if side * side != patches.shape[1]:
+            return None
+        tokens, channels_last = patches.unflatten(1, (side, side)), True
+    if tokens.ndim != 4:
+        return None
+    features = tokens.movedim(-1, 1) if channels_last else tokens
+    return features if features.shape[-1] == features.shape[-2] >= 2 else None

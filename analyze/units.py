@@ -1,0 +1,60 @@
+"""The residual units of a network: attention, MLPs and convolutions, each beside a shortcut.
+
+Known: the blocks of vitx, of timm's ViT, DeiT, CaiT, Swin and PiT and of all that share their form, and the units of
+AlterNet, ResNet and ConvNeXt.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+from timm.models.convnext import ConvNeXtBlock
+from timm.models.resnet import BasicBlock, Bottleneck
+from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+from torch import nn
+
+from vitx.models.alternet import AttentionUnit, PreActivationUnit
+
+Kind = Literal["attention", "mlp", "convolution"]
+
+
+class Unit(NamedTuple):
+    """A residual unit. With zeros for what `branch` returns only the shortcut is left.
+
+    What the unit hands on is the output of `at`, or its input; `scale` times as large as in the stream. `layer` is the
+    block whose output that is; None between attention and MLP.
+    """
+
+    name: str
+    kind: Kind
+    branch: nn.Module
+    at: nn.Module | None
+    read: Literal["input", "output"] = "output"
+    layer: str | None = None
+    scale: float = 1.0
+
+
+def residual_units(model: nn.Module) -> list[Unit]:
+    """Every unit, in the order of the modules; empty for a network of another kind."""
+    return [unit for name, module in model.named_modules() for unit in _units_of(name, module)]
+
+
+def first_block(model: nn.Module) -> nn.Module | None:
+    """The first block or unit: what it reads is the embedding."""
+    return next((module for name, module in model.named_modules() if any(_units_of(name, module))), None)
+
+
+def _units_of(name: str, module: Any) -> Iterator[Unit]:
+    if isinstance(module, PreActivationUnit):
+        kind: Kind = "attention" if isinstance(module, AttentionUnit) else "convolution"
+        yield Unit(name, kind, module.drop_path, module, layer=name)
+    elif isinstance(module, BasicBlock | Bottleneck):
+        last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
+        yield Unit(name, "convolution", last, module, layer=name)
+    elif isinstance(module, ConvNeXtBlock):
+        yield Unit(name, "convolution", module.mlp, module, layer=name)
+    elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
+        # A LayerNorm after attention reads the branch, not the stream.
+        at = None if isinstance(module, SwinTransformerV2Block) else module.norm2
+        scale = float(getattr(module, "residual_scale", 1.0))
+        yield Unit(f"{name}.attn", "attention", module.attn, at, "input", scale=scale)
+        yield Unit(f"{name}.mlp", "mlp", module.mlp, module, layer=name)
