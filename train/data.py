@@ -1,33 +1,31 @@
-"""Training images: shuffled, augmented, and the same for any number of threads.
+"""Training images: shuffled, augmented, and the same for any number of worker processes.
 
-All randomness of a sample follows from (seed, epoch, index) and the order of an epoch from (seed, epoch), so nothing
-has to be stored to resume. torchvision's and timm's random transforms draw from global generators, which threads share,
-and cannot promise that.
+All randomness of a sample follows from (seed, epoch, index, repeat) and the order of an epoch from (seed, epoch), so
+nothing has to be stored to resume. timm's and torchvision's transforms draw from the global generators, which threads
+would share: workers are processes, and each sample seeds them (`vitx.train.randomness`).
 """
 
-import math
-from collections import deque
+import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode
-from vitx.train.recipe import Augmentation
+from vitx.train.augment import Augment
+from vitx.train.settings import Augmentation
 from vitx.train.shard import WHOLE, Shard
 
 # Separate streams of one seed. Numbers must stay as they are: they decide every result.
 ORDER, SAMPLE, CUTMIX, WEIGHTS, NETWORK = range(5)
 
-# torchvision's RandomResizedCrop: the range of aspect ratios, and the number of boxes tried before the whole image.
-ASPECTS = (3 / 4, 4 / 3)
-CROP_ATTEMPTS = 10
-BATCHES_AHEAD = 2
+BATCHES_AHEAD = 2  # of each worker
 
 
 def generator(seed: int, stream: int, *place: int) -> np.random.Generator:
@@ -49,16 +47,56 @@ class Batch:
     labels: npt.NDArray[np.int64]
 
 
+class _Part(NamedTuple):
+    """What a worker is asked for: images by index, and how often each was seen before in this epoch."""
+
+    number: int
+    epoch: int
+    indices: npt.NDArray[np.int64]
+    repeats: npt.NDArray[np.int64]
+
+
+class _Samples(Dataset[Any]):
+    """Makes whole batches, in this process or in a worker."""
+
+    def __init__(self, images: ImageSet, augment: Augment, seed: int) -> None:
+        self.images, self.augment, self.seed = images, augment, seed
+
+    def __getitem__(self, part: _Part) -> torch.Tensor | ImageError:
+        """The images of one batch, uint8 (B, S, S, 3), or what is wrong with one of them."""
+        try:
+            places = zip(part.indices.tolist(), part.repeats.tolist(), strict=True)
+            return torch.from_numpy(np.stack([self.sample(part.epoch, index, repeat) for index, repeat in places]))
+        except ImageError as error:  # returned, so that its text crosses the processes unchanged
+            return error
+
+    def sample(self, epoch: int, index: int, repeat: int) -> UInt8Array:
+        try:
+            image = decode(self.images.read(index))
+        except ImageError as error:
+            raise ImageError(f"{self.images.keys[index]}: {error}") from None
+        place = (epoch, index, repeat) if repeat else (epoch, index)
+        return self.augment(image, generator(self.seed, SAMPLE, *place))
+
+
 class TrainingData:
-    """An image set in random order. The last, smaller batch of an epoch is dropped unless it is the only one."""
+    """An image set in random order. The last, smaller batch of an epoch is dropped unless it is the only one.
+
+    With repeated augmentation (Hoffer et al., arXiv 1901.09335) an epoch has as many samples as there are images, but
+    shows only 1/repeats of the images, each `repeats` times in a row with other augmentations.
+    Raises InputError for a set without images and for an `auto_augment` that timm does not know.
+    """
 
     def __init__(
         self, images: ImageSet, preprocessing: Preprocessing, augmentation: Augmentation, *, batch_size: int, seed: int
     ) -> None:
         if not len(images):
             raise InputError(f"'{images.name}' has no images to train on")
-        self.images, self.preprocessing, self.augmentation = images, preprocessing, augmentation
+        self.images, self.augmentation = images, augmentation
         self.batch_size, self.seed = min(batch_size, len(images)), seed
+        self._samples = _Samples(images, Augment(preprocessing, augmentation), seed)
+        self._plan: list[_Part] = []
+        self._loader: DataLoader[Any] | None = None
 
     @property
     def steps(self) -> int:
@@ -66,86 +104,53 @@ class TrainingData:
         return len(self.images) // self.batch_size
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The permutation of the images in `epoch`."""
-        return generator(self.seed, ORDER, epoch).permutation(len(self.images))
+        """The images of `epoch` in their order; without repeats a permutation of all."""
+        shuffled = generator(self.seed, ORDER, epoch).permutation(len(self.images))
+        return np.repeat(shuffled, self.augmentation.repeats)[: len(shuffled)]
 
-    def sample(self, epoch: int, index: int) -> UInt8Array:
-        """Image `index` as it is seen in `epoch`: uint8 (S, S, 3)."""
-        try:
-            image = decode(self.images.read(index))
-        except ImageError as error:
-            raise ImageError(f"{self.images.keys[index]}: {error}") from None
-        return augment(image, self.preprocessing, self.augmentation, generator(self.seed, SAMPLE, epoch, index))
+    def sample(self, epoch: int, index: int, repeat: int = 0) -> UInt8Array:
+        """Image `index` as it is seen in `epoch`, for the `repeat`-th time: uint8 (S, S, 3)."""
+        return self._samples.sample(epoch, index, repeat)
 
     def batches(self, epoch: int, workers: int = 0, *, first: int = 0, shard: Shard = WHOLE) -> Iterator[Batch]:
-        """Yield the batches of `epoch` from number `first`, or a part of each; `workers` threads prepare them ahead."""
-        parts = np.split(self.order(epoch)[: self.steps * self.batch_size], self.steps)
-        parts = [shard.of(part) for part in parts]
-        if not workers:
-            for number, part in enumerate(parts[first:], first):
-                yield self._batch(number, part, [self.sample(epoch, index) for index in part])
-            return
-        with ThreadPoolExecutor(workers, thread_name_prefix="images") as pool:
-            try:
-                yield from self._ahead(epoch, parts, pool, first)
-            finally:
-                pool.shutdown(cancel_futures=True)
+        """Yield the batches of `epoch` from number `first`, or a part of each; `workers` processes prepare them ahead.
 
-    def _ahead(
-        self, epoch: int, parts: list[npt.NDArray[np.int64]], pool: ThreadPoolExecutor, first: int
-    ) -> Iterator[Batch]:
-        waiting: deque[list[Future[UInt8Array]]] = deque()
-        for number in range(first, len(parts) + BATCHES_AHEAD):
-            if number < len(parts):
-                waiting.append([pool.submit(self.sample, epoch, int(index)) for index in parts[number]])
-            if number >= first + BATCHES_AHEAD:
-                done = number - BATCHES_AHEAD
-                yield self._batch(done, parts[done], [future.result() for future in waiting.popleft()])
+        The processes live as long as this object.
+        """
+        parts = self._parts(epoch, shard)[first:]
+        prepared = self._ahead(parts, workers) if workers else map(self._samples.__getitem__, parts)
+        for part, images in zip(parts, prepared, strict=True):
+            if isinstance(images, ImageError):
+                raise images
+            yield Batch(part.number, images.numpy(), self.images.labels[part.indices])
 
-    def _batch(self, number: int, part: npt.NDArray[np.int64], samples: list[UInt8Array]) -> Batch:
-        return Batch(number, np.stack(samples), self.images.labels[part])
+    def _parts(self, epoch: int, shard: Shard) -> list[_Part]:
+        used = self.steps * self.batch_size
+        indices = self.order(epoch)[:used].reshape(self.steps, -1)
+        repeats = (np.arange(used) % self.augmentation.repeats).reshape(self.steps, -1)
+        return [
+            _Part(number, epoch, shard.of(indices[number]), shard.of(repeats[number])) for number in range(self.steps)
+        ]
 
-
-def augment(
-    image: Image.Image, preprocessing: Preprocessing, augmentation: Augmentation, rng: np.random.Generator
-) -> UInt8Array:
-    """Return uint8 (S, S, 3): a random resized crop or the evaluation's own geometry, then affine map, then flip."""
-    size = preprocessing.image_size
-    if augmentation.smallest_crop < 1:
-        box = random_crop(image.width, image.height, augmentation.smallest_crop, rng)
-        image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
-    else:
-        image = Image.fromarray(preprocessing.apply(image))
-    if augmentation.rotation or augmentation.translation or augmentation.scale or augmentation.shear:
-        image = _affine(image, augmentation, rng)
-    if rng.random() < augmentation.flip:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    return np.asarray(image)
+    def _ahead(self, parts: list[_Part], workers: int) -> Iterator[Any]:
+        self._plan[:] = parts
+        if self._loader is None or self._loader.num_workers != workers:
+            self._loader = DataLoader(
+                self._samples,
+                batch_size=None,
+                sampler=self._plan,
+                num_workers=workers,
+                collate_fn=_unchanged,
+                prefetch_factor=BATCHES_AHEAD,
+                worker_init_fn=_start_worker,
+                persistent_workers=True,
+            )
+        return iter(self._loader)
 
 
-def random_crop(width: int, height: int, smallest: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Return (left, top, right, bottom) of `smallest` to all of the area; the whole image when no drawn box fits."""
-    for _ in range(CROP_ATTEMPTS):
-        area = width * height * rng.uniform(smallest, 1.0)
-        aspect = math.exp(rng.uniform(math.log(ASPECTS[0]), math.log(ASPECTS[1])))
-        wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-        if 0 < wide <= width and 0 < high <= height:
-            left, top = int(rng.integers(width - wide + 1)), int(rng.integers(height - high + 1))
-            return left, top, left + wide, top + high
-    return 0, 0, width, height
+def _unchanged(images: Any) -> Any:
+    return images
 
 
-def _affine(image: Image.Image, augmentation: Augmentation, rng: np.random.Generator) -> Image.Image:
-    """Rotate, shear, scale and shift about the centre; what comes from outside the image is black."""
-    angle, along, across, size, shear_x, shear_y = rng.uniform(-1, 1, 6)
-    turn = math.radians(augmentation.rotation * angle)
-    rotation = np.array([[math.cos(turn), -math.sin(turn)], [math.sin(turn), math.cos(turn)]])
-    skew = np.tan(np.radians(augmentation.shear) * np.array([shear_x, shear_y]))
-    shape = (1 + augmentation.scale * size) * rotation @ np.array([[1, skew[0]], [skew[1], 1]])
-    centre = np.array(image.size) / 2
-    shift = augmentation.translation * np.array(image.size) * (along, across)
-    # Pillow wants the inverse: where in the source each output pixel comes from.
-    inverse = np.linalg.inv(shape)
-    origin = centre - inverse @ (centre + shift)
-    coefficients = (*inverse[0], origin[0], *inverse[1], origin[1])
-    return image.transform(image.size, Image.Transform.AFFINE, coefficients, Image.Resampling.BILINEAR)
+def _start_worker(_: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains; it ends its workers

@@ -1,19 +1,34 @@
-"""Training data: the same for any number of threads, and for any starting point."""
+"""Training data: the same for any number of processes, and for any starting point."""
 
 import io
+import multiprocessing
+import random
 from collections import Counter
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageOps
+from timm.data.transforms_factory import transforms_imagenet_train
 
+from vitx.core.errors import InputError
 from vitx.core.images import ImageSet, open_images
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
-from vitx.train.data import TrainingData, augment, generator, random_crop
-from vitx.train.recipe import Augmentation
+from vitx.train.augment import Augment, random_crop
+from vitx.train.data import TrainingData, generator
+from vitx.train.randomness import seeded
+from vitx.train.settings import Augmentation
+from vitx.train.shard import Shard
 
 AFFINE = Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8)
 CROPS = Augmentation(smallest_crop=0.3, flip=0.5)
+TIMMS = {
+    "RandAugment": Augmentation(smallest_crop=0.3, auto_augment="rand-m9-mstd0.5-inc1"),
+    "three-augment": Augmentation(smallest_crop=0.3, flip=0.5, auto_augment="3a", color_jitter=0.3),
+    "AugMix": Augmentation(auto_augment="augmix-m5-w4-d2"),
+    "jitter": Augmentation(padding=4, flip=0.5, color_jitter=0.4),
+    "repeats": Augmentation(smallest_crop=0.3, repeats=3),
+}
 PREPROCESSING = Preprocessing(image_size=32)
 
 
@@ -27,14 +42,54 @@ def picture(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.stack([rows % 256, columns % 256, (rows + columns) % 256], axis=-1).astype(np.uint8))
 
 
-@pytest.mark.parametrize("augmentation", [AFFINE, CROPS], ids=["affine", "crops"])
-def test_batches_do_not_depend_on_threads(augmentation: Augmentation) -> None:
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on fewer cores
+@pytest.mark.parametrize("augmentation", [AFFINE, *TIMMS.values()], ids=["affine", *TIMMS])
+def test_batches_do_not_depend_on_workers(augmentation: Augmentation) -> None:
     alone = list(data(augmentation).batches(4))
     for workers in (1, 3):
         for expected, found in zip(alone, data(augmentation).batches(4, workers), strict=True):
             assert expected.number == found.number
             np.testing.assert_array_equal(expected.images, found.images)
             np.testing.assert_array_equal(expected.labels, found.labels)
+
+
+def test_workers_go_on_from_any_batch_and_epoch() -> None:
+    """The same two processes prepare an epoch that is broken off, part of another, and a shard of a third."""
+    used, fresh = data(CROPS, images=64, batch_size=8), data(CROPS, images=64, batch_size=8)
+    next(used.batches(1, workers=2))
+    for epoch, first, shard in ((1, 5, Shard()), (2, 0, Shard(1, 2))):
+        wanted = list(fresh.batches(epoch, first=first, shard=shard))
+        found = list(used.batches(epoch, workers=2, first=first, shard=shard))
+        assert [batch.number for batch in found] == list(range(first, 8))
+        for one, other in zip(wanted, found, strict=True):
+            np.testing.assert_array_equal(one.images, other.images)
+    assert len(multiprocessing.active_children()) == 2
+    del used
+    assert multiprocessing.active_children() == []
+
+
+def test_global_randomness_is_neither_read_nor_moved() -> None:
+    chosen = data(TIMMS["three-augment"])
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # type: ignore[func-returns-value]
+    before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    first = next(chosen.batches(1)).images
+    assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
+    random.seed(2), np.random.seed(2), torch.manual_seed(2)  # type: ignore[func-returns-value]
+    np.testing.assert_array_equal(first, next(chosen.batches(1)).images)
+
+
+def test_repeats_show_fewer_images_each_with_other_augmentations() -> None:
+    chosen = data(Augmentation(smallest_crop=0.3, repeats=3), images=50, batch_size=12)
+    order = chosen.order(1)
+    counts = Counter(order.tolist())
+    assert len(order) == 50
+    assert sorted(counts.values()) == [2] + [3] * 16
+    batches = list(chosen.batches(1))
+    images = np.concatenate([batch.images for batch in batches])
+    assert len(images) == 48
+    assert len({image.tobytes() for image in images}) > 40
+    assert np.concatenate([batch.labels for batch in batches]).tolist() == chosen.images.labels[order[:48]].tolist()
+    assert set(order.tolist()) != set(chosen.order(2).tolist())
 
 
 def test_an_epoch_does_not_depend_on_what_was_read_before() -> None:
@@ -75,7 +130,7 @@ def test_an_epoch_sees_every_image_once_with_its_label() -> None:
 
 
 def changed(augmentation: Augmentation, image: Image.Image, size: int = 32) -> UInt8Array:
-    return augment(image, Preprocessing(image_size=size), augmentation, generator(0, 1))
+    return Augment(Preprocessing(image_size=size), augmentation)(image, generator(0, 1))
 
 
 def test_without_augmentation_it_is_the_preprocessing() -> None:
@@ -109,6 +164,40 @@ def test_crops_are_within_the_image_and_the_range_of_areas() -> None:
             assert 0 <= top < bottom <= height
             if (width, height) == (64, 48):
                 assert (right - left) * (bottom - top) >= 0.24 * width * height
+
+
+def test_padding_shifts_over_black() -> None:
+    """Every shift of −2 to 2 pixels, and nothing else."""
+    image = picture(16, 16)
+    black = np.asarray(ImageOps.expand(image, 2))
+    wanted = {black[top : top + 16, left : left + 16].tobytes() for top in range(5) for left in range(5)}
+    shift = Augment(Preprocessing(image_size=16), Augmentation(padding=2))
+    assert {shift(image, generator(seed, 0)).tobytes() for seed in range(400)} == wanted
+
+
+@pytest.mark.parametrize("name", ["rand-m9-mstd0.5-inc1", "3a", "augmix-m5-w4-d2", "original-mstd0.5"])
+def test_the_policies_are_those_of_timms_own_pipeline(name: str) -> None:
+    """The same draws from the global generators give the same image as timm's second of three parts."""
+    image, mean = picture(32, 32), (0.485, 0.456, 0.406)
+    ours = Augment(Preprocessing(image_size=32, mean=mean), Augmentation(auto_augment=name, color_jitter=0.2))
+    theirs = transforms_imagenet_train(
+        32, auto_augment=name, color_jitter=0.2, force_color_jitter=True, mean=mean,
+        interpolation="bicubic", separate=True,
+    )[1]  # fmt: skip
+    changed = 0
+    for seed in range(10):
+        found = ours(image, generator(seed, 0))
+        rng = generator(seed, 0)
+        rng.random()  # the flip
+        with seeded(int(rng.integers(2**63))):
+            np.testing.assert_array_equal(found, np.asarray(theirs(image)))
+        changed += not np.array_equal(found, np.asarray(image))
+    assert changed >= 8
+
+
+def test_an_unknown_policy_is_named() -> None:
+    with pytest.raises(InputError, match=r"augmentation\.auto_augment 'rando' is not known to timm .* expected a name"):
+        data(Augmentation(auto_augment="rando"))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 500), (500, 3)])
