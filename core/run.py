@@ -44,6 +44,7 @@ class CheckpointState(Record):
     best_epoch: int
     metrics: dict[str, Any] = Field(default_factory=dict)
     rng: dict[str, Any] = Field(default_factory=dict)
+    trainer: dict[str, Any] = Field(default_factory=dict, description="what training goes on from beside the tensors")
     sha256: dict[str, str]
 
 

@@ -1,6 +1,7 @@
 """`environment.json`: where a run was started, and on which images."""
 
 import hashlib
+import os
 from typing import Self
 
 import torch
@@ -34,22 +35,24 @@ class RunEnvironment(Record):
     versions: dict[str, str]
     device: str
     threads: int = Field(description="threads of one torch operation; another number rounds differently")
+    processes: int = Field(default=1, description="that train together; another number rounds differently")
     data: dict[str, DataRecord]
 
     @classmethod
-    def now(cls, device: torch.device, train: ImageSet, val: ImageSet) -> Self:
+    def now(cls, device: torch.device, train: ImageSet, val: ImageSet, *, processes: int = 1) -> Self:
         return cls(
             machine=describe_machine(),
             versions=installed_versions(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             threads=torch.get_num_threads(),
+            processes=processes,
             data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
         )
 
     def differences(self, other: "RunEnvironment") -> list[str]:
-        """What rounds differently in `other`: device, number of threads, versions of packages."""
-        ours = {"device": self.device, "threads": self.threads, **self.versions}
-        theirs = {"device": other.device, "threads": other.threads, **other.versions}
+        """What rounds differently in `other`: device, numbers of threads and processes, versions of packages."""
+        ours = {"device": self.device, "threads": self.threads, "processes": self.processes, **self.versions}
+        theirs = {"device": other.device, "threads": other.threads, "processes": other.processes, **other.versions}
         return [
             f"with {name} {theirs.get(name)}, begun with {ours[name]}"
             for name in ours
@@ -68,9 +71,15 @@ class RunEnvironment(Record):
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one."""
+    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one (torchrun: one each)."""
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"device '{name}': expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise EnvironmentMissing("no CUDA device is available to torch: pass --device cpu, or install a GPU driver")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device

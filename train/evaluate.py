@@ -1,6 +1,6 @@
 """The evaluation split through a network: accuracy, likelihood, calibration, and how alike its tokens are."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 from vitx.core.calibration import classification_metrics
+from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
 from vitx.models.layer_metrics import layer_metrics
+from vitx.train.distributed import ALONE, Processes
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,50 @@ class Evaluation:
 
 
 def evaluate(
-    model: nn.Module, images: ImageSet, preprocessing: Preprocessing, batch_size: int, device: torch.device
+    model: nn.Module,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    batch_size: int,
+    device: torch.device,
+    *,
+    processes: Processes = ALONE,
 ) -> Evaluation:
-    """Evaluate in evaluation mode and float32; the network's mode and hooks are restored afterwards."""
+    """Evaluate in evaluation mode and float32; the network's mode and hooks are restored afterwards.
+
+    Of several processes each evaluates its share, none twice, and all return the metrics of the whole.
+    """
     logits = []
     was_training = model.training
     model.eval()
+    share = _share(images, processes)
     with torch.inference_mode(), layer_metrics(model) as layers:
-        for pixels in images.batches(preprocessing, batch_size):
+        for pixels in share.batches(preprocessing, batch_size):
             inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
             logits.append(model(inputs).float().cpu().numpy())
     model.train(was_training)
+    parts = processes.gather((np.concatenate(logits), layers.cos_sim.means(), layers.attention_std.means()))
+    weights = [len(part[0]) for part in parts]
     return Evaluation(
-        **classification_metrics(np.concatenate(logits), images.labels),
-        cos_sim=list(layers.cos_sim.means().values()),
-        attention_std=list(layers.attention_std.means().values()),
+        **classification_metrics(np.concatenate([part[0] for part in parts]), images.labels),
+        cos_sim=_weighted([part[1] for part in parts], weights),
+        attention_std=_weighted([part[2] for part in parts], weights),
     )
+
+
+def _share(images: ImageSet, processes: Processes) -> ImageSet:
+    if processes.count == 1:
+        return images
+    if len(images) < processes.count:
+        raise InputError(
+            f"{len(images)} images to evaluate are fewer than the {processes.count} processes: start fewer"
+        )
+    share = processes.share(len(images))
+    keys = tuple(images.keys[index] for index in share)
+    return replace(images, keys=keys, labels=images.labels[share], read=lambda index: images.read(int(share[index])))
+
+
+def _weighted(means: list[dict[str, float]], weights: list[int]) -> list[float]:
+    """Means of each layer over several parts, in the order of the layers."""
+    if len(means) == 1:
+        return list(means[0].values())
+    return [float(np.average([part[layer] for part in means], weights=weights)) for layer in means[0]]

@@ -1,17 +1,17 @@
 """The training loop: one epoch, one evaluation, one checkpoint, until the recipe's epochs are done.
 
-Nothing random is carried from one epoch to the next, so resuming needs the weights, the optimizer's state and the
-number of the epoch, and gives the same bits as never having stopped.
+Nothing random is carried from one step to the next, so resuming needs the weights, the optimizer's state and the
+number of the step, and gives the same bits as never having stopped.
 """
 
-import random
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import timm
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
@@ -20,26 +20,49 @@ from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
-from vitx.core.run import ModelSpec, RunFolder, RunInfo
-from vitx.models import build_model, image_tensor
+from vitx.core.run import CheckpointState, RunFolder, RunInfo
+from vitx.models import image_tensor
 from vitx.models.recalibration import measure_batch_norm
-from vitx.train.checkpoint import Metrics, Tensors, load_last, publish, read_metrics, save, write_metrics
-from vitx.train.data import CUTMIX, NETWORK, WEIGHTS, Batch, TrainingData, seed_of
+from vitx.train.checkpoint import (
+    Metrics,
+    Tensors,
+    best_of,
+    load_last,
+    publish,
+    read_metrics,
+    save,
+    save_within_epoch,
+    write_metrics,
+)
+from vitx.train.data import WEIGHTS, Batch, TrainingData, seed_of
+from vitx.train.distillation import load_teacher
+from vitx.train.distributed import Processes, joined, parallelize, shard_module, unsharded
 from vitx.train.environment import RunEnvironment, choose_device
 from vitx.train.evaluate import evaluate
-from vitx.train.objective import check_model, losses_of, mix, patch_grid
+from vitx.train.faults import naming_a_full_disk, save_failed_batch
+from vitx.train.interruption import StopRequest, TrainingStopped, stop_request
+from vitx.train.network import build_checked, load_initial_weights, model_spec, switch_on
 from vitx.train.optimization import (
+    OptimizerState,
     build_optimizer,
-    learning_rate,
-    optimizer_tensors,
+    build_schedule,
+    optimizer_state,
     restore_optimizer,
-    set_learning_rate,
 )
 from vitx.train.recipe import Recipe, first_difference
+from vitx.train.shard import Shard
+from vitx.train.sharded import load_whole_state, whole_state
+from vitx.train.step import EpochLog, Objective, Stepper, mean_losses
 from vitx.train.tensorboard import scalar_board
+from vitx.train.weights_and_biases import project_board
 
 # Training images that measure the BatchNorm statistics of the averaged weights.
 CALIBRATION_IMAGES = 256
+# Steps between two looks at whether the losses are finite: each look waits for the device.
+STEPS_BETWEEN_CHECKS = 50
+# Steps between two exchanges of several processes on whether one of them was asked to stop.
+STEPS_BETWEEN_SIGNALS = 8
+SECONDS_BETWEEN_UPDATES = 0.1
 
 
 @dataclass(frozen=True)
@@ -58,50 +81,43 @@ def train(
     resume: bool = False,
     skip_bad: bool = False,
     device: str = "auto",
+    wandb: str | None = None,
     quiet: bool = False,
 ) -> TrainingResult:
     """Train `recipe` into the run folder `out`; see docs/run-folder.md for what it holds.
 
-    With `resume` a run that was stopped goes on after its last finished epoch; one that has finished is returned as
-    it is. Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the
-    run, or when the data or a checkpoint cannot be read; CheckFailed when a loss is no longer finite.
+    With `resume` a run that was stopped goes on where it last saved; one that has finished is returned as it is. Under
+    torchrun the processes share every batch. `wandb` names a project of Weights & Biases that the metrics go to.
+
+    Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run, or
+    when the data or a checkpoint cannot be read; CheckFailed when a loss is no longer finite; EnvironmentMissing when
+    the disk is full; TrainingStopped when SIGTERM or SIGINT asked to stop, after all has been saved.
     """
     folder = RunFolder(out)
-    _check_out(folder, recipe, resume=resume)
-    trainer = Trainer(recipe, folder, choose_device(device), skip_bad=skip_bad, quiet=quiet)
-    trainer.open_run()
-    return trainer.train()
-
-
-def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
-    """The network of a recipe, with the arguments that follow from the data, the image size and the losses."""
-    kwargs = dict(recipe.model.kwargs)
-    config = timm.get_pretrained_cfg(recipe.model.name) if timm.is_model(recipe.model.name) else None
-    if config is not None and config.fixed_input_size:
-        kwargs["img_size"] = recipe.preprocessing.image_size
-    if recipe.losses.mixing:
-        kwargs["patch_head"] = True
-    return ModelSpec(name=recipe.model.name, num_classes=num_classes, kwargs=kwargs)
-
-
-def build_checked(recipe: Recipe, spec: ModelSpec) -> nn.Module:
-    """Build the network with fresh weights; raise InputError when it cannot compute the recipe's losses."""
-    try:
-        model = build_model(spec)
-    except InputError:
-        # A network that has no patch head refuses the argument; name the loss that asked for it instead.
-        kwargs = {name: value for name, value in spec.kwargs.items() if name != "patch_head"}
-        check_model(recipe, build_model(spec.model_copy(update={"kwargs": kwargs})))
-        raise
-    check_model(recipe, model)
-    return model
+    chosen = choose_device(device)
+    with joined(chosen) as processes:
+        _check_out(folder, recipe, resume=resume)
+        processes.wait()  # before the first of them makes the folder
+        trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
+        with naming_a_full_disk(folder):
+            trainer.open_run()
+            return trainer.train(wandb)
 
 
 class Trainer:
-    """Everything a run holds in memory between its epochs."""
+    """Everything a run holds in memory between its steps."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, device: torch.device, *, skip_bad: bool, quiet: bool) -> None:
-        self.recipe, self.run, self.device, self.quiet = recipe, run, device, quiet
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        device: torch.device,
+        processes: Processes,
+        *,
+        skip_bad: bool,
+        quiet: bool,
+    ) -> None:
+        self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
         self.train_images = open_images(recipe.data, "train", skip_bad=skip_bad)
         self.val_images = open_images(recipe.data, "val", skip_bad=skip_bad)
         _log_skipped(self.train_images, self.val_images)
@@ -112,29 +128,55 @@ class Trainer:
             batch_size=recipe.batch_size,
             seed=recipe.seed,
         )
-        self.spec = model_spec(recipe, len(self.train_images.class_names))
-        torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
-        self.model = build_checked(recipe, self.spec).to(device)
-        self.grid = patch_grid(self.model)
-        self.ema = ModelEmaV3(self.model, decay=recipe.ema_decay, use_warmup=True)
+        whole_batch = np.arange(self.data.batch_size)
+        Shard(0, processes.count * recipe.optimizer.accumulate).of(whole_batch)  # or say what batch_size fits
+        self._build_network()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
+        self.schedule = build_schedule(self.optimizer, recipe.schedule, epochs=recipe.epochs, steps=self.data.steps)
+        self.stepper = Stepper(
+            self.objective, self.model, self.optimizer, recipe, self.spec.num_classes, device, processes
+        )
         self.history: list[Metrics] = []
+        self.batches_done, self.log = 0, EpochLog(self.data.steps, device)
 
-    @property
-    def total_steps(self) -> int:
-        return self.recipe.epochs * self.data.steps
+    def _build_network(self) -> None:
+        recipe, class_names = self.recipe, self.train_images.class_names
+        self.spec = model_spec(recipe, len(class_names))
+        torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
+        model = build_checked(recipe, self.spec)
+        if recipe.model.initial_checkpoint:
+            load_initial_weights(model, self.spec, recipe.model.initial_checkpoint, quiet=self.quiet)
+        model = model.to(self.device)
+        sharded = recipe.execution.parallel == "fsdp"
+        # Tensors in parts cannot be mixed with whole ones in one fused update.
+        self.ema = ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=True, foreach=not sharded)
+        self.model: nn.Module = switch_on(
+            model, recipe.model.name, recipe.execution, self.device, processes=self.processes.count
+        )
+        teacher = load_teacher(recipe.distillation, recipe.preprocessing, class_names)
+        if teacher is not None:
+            teacher.to(self.device)
+            if hasattr(self.model, "set_distilled_training"):
+                self.model.set_distilled_training(True)
+        objective = Objective(self.model, recipe, self.spec.num_classes, teacher)
+        self.objective = parallelize(objective, recipe.execution.parallel, self.processes, self.device)
+        if sharded:
+            shard_module(self.ema.module, self.device)
 
     def open_run(self) -> None:
         """Make the run folder, or take up the one that is there."""
-        environment = RunEnvironment.now(self.device, self.train_images, self.val_images)
-        if not self.run.info_path.is_file():
+        environment = RunEnvironment.now(
+            self.device, self.train_images, self.val_images, processes=self.processes.count
+        )
+        if self.run.info_path.is_file():
+            begun = read_record(self.run.path / "environment.json", RunEnvironment)
+            begun.check_same_data(environment)
+            for difference in begun.differences(environment):
+                log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
+            self._restore()
+        elif self.processes.writes:
             self._make_folder(environment)
-            return
-        begun = read_record(self.run.path / "environment.json", RunEnvironment)
-        begun.check_same_data(environment)
-        for difference in begun.differences(environment):
-            log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
-        self._restore()
+        self.processes.wait()
 
     def _make_folder(self, environment: RunEnvironment) -> None:
         info = RunInfo(
@@ -153,107 +195,178 @@ class Trainer:
 
     def _restore(self) -> None:
         loaded = load_last(self.run)
+        self.processes.wait()  # all have read before one tidies up
         if loaded is None:
-            write_metrics(self.run, [])
+            if self.processes.writes:
+                write_metrics(self.run, [])
             return
         tensors, state = loaded
         self.history = read_metrics(self.run.metrics_path, state.epoch)
-        write_metrics(self.run, self.history)
-        self.model.load_state_dict(tensors.model)
-        self.ema.module.load_state_dict(tensors.ema)
-        restore_optimizer(self.optimizer, self.model, tensors.optimizer)
-        publish(self.run, state)
+        self._restore_progress(state)
+        load_whole_state(self.model, tensors.model)
+        load_whole_state(self.ema.module, tensors.ema)
+        restore_optimizer(
+            self.optimizer, self.model, OptimizerState(tensors.optimizer, state.trainer.get("optimizer", {}))
+        )
+        if self.stepper.scaler.is_enabled():
+            self.stepper.scaler.load_state_dict(state.trainer["scaler"])
+        self.processes.wait()
+        if self.processes.writes:
+            write_metrics(self.run, self.history)
+            if not self.batches_done:
+                publish(self.run, state)
 
-    def train(self) -> TrainingResult:
-        """Train the epochs that are left."""
+    def _restore_progress(self, state: CheckpointState) -> None:
+        """How far into the next epoch the checkpoint is, and what its batches have cost so far."""
+        self.batches_done = state.trainer.get("batches", 0)
+        sums = state.trainer.get("losses") or [{}]
+        if self.batches_done and len(sums) != self.processes.count:
+            raise InputError(
+                f"'{self.run.path}' was stopped within an epoch of {len(sums)} processes: resume with as many, "
+                f"not with {self.processes.count}"
+            )
+        self.log = EpochLog(self.data.steps, self.device, sums[self.processes.rank] if self.batches_done else None)
+
+    def train(self, wandb: str | None = None) -> TrainingResult:
+        """Train the epochs that are left; see `train`."""
         done = len(self.history)
-        if done < self.recipe.epochs:
-            with scalar_board(self.run.path / "tensorboard", done) as write_scalars:
-                for epoch in range(done + 1, self.recipe.epochs + 1):
-                    self.history.append(self._epoch(epoch))
-                    save(self.run, self._tensors(), self.history, self._rng(epoch))
-                    write_scalars(self.history[-1])
+        if not self._finished():
+            with ExitStack() as stack:
+                boards = [stack.enter_context(board) for board in self._boards(done, wandb)]
+                request = stack.enter_context(stop_request())
+                while not self._finished():
+                    self.history.append(self._epoch(len(self.history) + 1, request))
+                    self._save()
+                    for write in boards:
+                        write(self.history[-1])
                     log(_summary(self.history[-1], self.recipe.epochs), quiet=self.quiet)
+                    signal = self._stop_signal(request)
+                    if signal and not self._finished():
+                        raise TrainingStopped(signal)
         return TrainingResult(self.run, self.history, done)
 
-    def _epoch(self, epoch: int) -> Metrics:
+    def _boards(self, done: int, wandb: str | None) -> Iterator[Any]:
+        if self.processes.writes:
+            yield scalar_board(self.run.path / "tensorboard", done)
+            if wandb is not None:
+                yield project_board(wandb, self.run.path, self.recipe.model_dump(mode="json"))
+
+    def _finished(self) -> bool:
+        """All epochs are done, or as many as the recipe's patience have passed since the best one."""
+        done, selection = len(self.history), self.recipe.selection
+        if done >= self.recipe.epochs:
+            return True
+        stale = done - best_of(self.history, selection.metric)["epoch"] if done else 0
+        return bool(selection.patience and stale >= selection.patience)
+
+    def _stop_signal(self, request: StopRequest) -> int:
+        """The signal that asked any process to stop, or 0; all stop after the same step."""
+        return max(self.processes.gather(request.signal))
+
+    def _epoch(self, epoch: int, request: StopRequest) -> Metrics:
         started = time.perf_counter()
-        losses = self._optimize(epoch)
-        measure_batch_norm([self.ema.module], self._calibration_images())
-        values = evaluate(
-            self.ema.module, self.val_images, self.recipe.preprocessing, self.recipe.batch_size, self.device
-        )
+        losses = self._optimize(epoch, request)
+        with unsharded(self.ema.module):
+            measure_batch_norm([self.ema.module], self._calibration_images())
+            values = evaluate(
+                self.ema.module,
+                self.val_images,
+                self.recipe.preprocessing,
+                self.recipe.batch_size,
+                self.device,
+                processes=self.processes,
+            )
         return {
             "epoch": epoch,
             "step": epoch * self.data.steps,
-            "lr": self.optimizer.param_groups[0]["lr"],
+            "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "losses": losses,
             **values.as_dict(),
             "seconds": round(time.perf_counter() - started, 3),
         }
 
-    def _optimize(self, epoch: int) -> dict[str, float]:
-        """One pass over the training images; returns the mean of every loss."""
+    def _optimize(self, epoch: int, request: StopRequest) -> dict[str, float]:
+        """The rest of one pass over the training images; returns the mean of every loss over the whole pass."""
         self.model.train()
-        torch.manual_seed(seed_of(self.recipe.seed, NETWORK, epoch))
-        sums: dict[str, Tensor] = {}
-        with progress(f"epoch {epoch}/{self.recipe.epochs}", self.data.steps, quiet=self.quiet) as bar:
-            for batch in self.data.batches(epoch, self.recipe.workers):
-                for name, loss in self._step(epoch, batch).items():
-                    sums[name] = sums.get(name, 0) + loss.detach()
-                bar.update(batch.number + 1)
-        means = {name: value.item() / self.data.steps for name, value in sums.items()}
-        self._check_finite(epoch, means["total"])
+        steps, every, shown = self.data.steps, self.recipe.checkpoint_steps, 0.0
+        batches = self.data.batches(epoch, self.recipe.workers, first=self.batches_done, shard=self.processes.shard)
+        with progress(f"epoch {epoch}/{self.recipe.epochs}", steps, quiet=self.quiet) as bar:
+            for batch in batches:
+                self._step(epoch, batch)
+                self.batches_done = done = batch.number + 1
+                if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
+                    shown = time.monotonic()
+                    bar.update(done)
+                if done % STEPS_BETWEEN_CHECKS == 0:
+                    self._check_finite(epoch)
+                if done == steps:
+                    break
+                asked = self.processes.count == 1 or done % STEPS_BETWEEN_SIGNALS == 0
+                signal = self._stop_signal(request) if asked else 0
+                if signal or (every and done % every == 0):
+                    self._save_within_epoch(epoch)
+                if signal:
+                    raise TrainingStopped(signal)
+        self._check_finite(epoch)
+        means = mean_losses(self.processes.gather(self.log.totals()), steps)
+        self.batches_done, self.log = 0, EpochLog(steps, self.device)
         return means
 
-    def _step(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
+    def _step(self, epoch: int, batch: Batch) -> None:
         step = (epoch - 1) * self.data.steps + batch.number
-        settings = self.recipe.optimizer
-        set_learning_rate(self.optimizer, learning_rate(step, self.total_steps, settings.lr, self.recipe.schedule))
-        losses = self._losses(epoch, batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        losses["total"].backward()  # type: ignore[no-untyped-call]
-        if settings.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip)
-        self.optimizer.step()
+        self.schedule.step_update(step)
+        losses, health = self.stepper(epoch, batch)
         self.ema.update(self.model, step=step + 1)
-        return losses
-
-    def _losses(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
-        preprocessing = self.recipe.preprocessing
-        images = image_tensor(batch.images, preprocessing.mean, preprocessing.std).to(self.device)
-        labels = torch.from_numpy(batch.labels).to(self.device)
-        rng = random.Random(seed_of(self.recipe.seed, CUTMIX, epoch, batch.number))
-        mixed = mix(images, labels, self.recipe, self.grid, rng, classes=self.spec.num_classes)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return losses_of(self.model, mixed, self.recipe, self.spec.num_classes)
+        self.log.add(batch.number, losses, health)
 
     def _calibration_images(self) -> Iterator[Tensor]:
-        """Some training images, the same in every epoch, as evaluation sees them."""
-        preprocessing = self.recipe.preprocessing
-        chosen = self.data.order(0)[: max(CALIBRATION_IMAGES, self.data.batch_size)]
-        for start in range(0, len(chosen), self.data.batch_size):
-            part = chosen[start : start + self.data.batch_size]
-            pixels = np.stack([preprocessing.from_bytes(self.train_images.read(int(index))) for index in part])
-            yield image_tensor(pixels, preprocessing.mean, preprocessing.std).to(self.device)
+        """Some training images, the same in every epoch and process, as evaluation sees them."""
+        preprocessing, size = self.recipe.preprocessing, self.data.batch_size
+        chosen = self.data.order(0)[: max(CALIBRATION_IMAGES, size)]
+        for start in range(0, len(chosen), size):
+            pixels = [preprocessing.from_bytes(self.train_images.read(int(i))) for i in chosen[start : start + size]]
+            yield image_tensor(np.stack(pixels), preprocessing.mean, preprocessing.std).to(self.device)
 
-    def _check_finite(self, epoch: int, total: float) -> None:
-        if not torch.isfinite(torch.tensor(total)):
-            raise CheckFailed(
-                f"the loss is {total} in epoch {epoch}: lower optimizer.lr ({self.recipe.optimizer.lr:g}) or "
-                f"optimizer.clip ({self.recipe.optimizer.clip:g}); the checkpoints of earlier epochs are kept"
-            )
-
-    def _tensors(self) -> Tensors:
-        return Tensors(
-            model=self.model.state_dict(),
-            ema=self.ema.module.state_dict(),
-            optimizer=optimizer_tensors(self.optimizer, self.model),
+    def _check_finite(self, epoch: int) -> None:
+        """Stop before anything is saved when a loss or gradient of the epoch so far was not finite."""
+        found = [number for number in self.processes.gather(self.log.first_unsound()) if number is not None]
+        if not found:
+            return
+        where = save_failed_batch(self.run, self.data, epoch, min(found)) if self.processes.writes else ""
+        settings = self.recipe.optimizer
+        raise CheckFailed(
+            f"the loss or its gradient is not finite at batch {min(found)} in epoch {epoch}: lower optimizer.lr "
+            f"({settings.lr:g}) or optimizer.clip ({settings.clip:g}); its images are in '{where}', and the last "
+            "checkpoint is kept"
         )
 
-    def _rng(self, epoch: int) -> dict[str, int]:
-        """All that the generators of the next epoch are derived from."""
-        return {"seed": self.recipe.seed, "next_epoch": epoch + 1}
+    def _save(self) -> None:
+        """Save the epoch that has just ended."""
+        tensors, trainer = self._state()
+        if self.processes.writes:
+            rng = {"seed": self.recipe.seed, "next_epoch": len(self.history) + 1}
+            save(self.run, tensors, self.history, rng, trainer, metric=self.recipe.selection.metric)
+        self.processes.wait()
+
+    def _save_within_epoch(self, epoch: int) -> None:
+        """Save what the rest of `epoch` goes on from."""
+        self._check_finite(epoch)
+        tensors, trainer = self._state()
+        trainer |= {"batches": self.batches_done, "losses": self.processes.gather(self.log.totals())}
+        if self.processes.writes:
+            step = (epoch - 1) * self.data.steps + self.batches_done
+            rng = {"seed": self.recipe.seed, "next_epoch": epoch, "next_batch": self.batches_done}
+            metric = self.recipe.selection.metric
+            save_within_epoch(self.run, tensors, self.history, step, rng, trainer, metric=metric)
+        self.processes.wait()
+
+    def _state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Everything that training goes on from; gathered, so all processes take part."""
+        state = optimizer_state(self.optimizer, self.model)
+        trainer: dict[str, Any] = {"optimizer": state.numbers}
+        if self.stepper.scaler.is_enabled():
+            trainer["scaler"] = self.stepper.scaler.state_dict()
+        return Tensors(whole_state(self.model), whole_state(self.ema.module), state.tensors), trainer
 
 
 def _check_out(run: RunFolder, recipe: Recipe, *, resume: bool) -> None:

@@ -18,7 +18,12 @@ from vitx.train.trainer_settings import Distillation, Execution, Optimizer, Sche
 # What --set cannot change: the name says which recipe it is, and --data adapts the augmentation too.
 FIXED = ("name", "data")
 # Model arguments that follow from the rest of the recipe or from the data.
-DERIVED_ARGUMENTS = {"num_classes": "the data", "img_size": "preprocessing.image_size", "patch_head": "losses.mixing"}
+DERIVED_ARGUMENTS = {
+    "num_classes": "the data",
+    "img_size": "preprocessing.image_size",
+    "patch_head": "losses.mixing",
+    "pretrained": "model.initial_checkpoint=timm",
+}
 
 
 class ModelChoice(Record):
@@ -27,7 +32,7 @@ class ModelChoice(Record):
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
     initial_checkpoint: str = Field(
-        default="", description="weights to begin with: a run folder, a file, or timm:NAME (pretrained); '' is none"
+        default="", description="weights to begin with: a run folder, a file, or timm (published for the name)"
     )
 
 

@@ -19,12 +19,13 @@ def scalar_board(folder: Path, epochs_done: int) -> Iterator[Callable[[dict[str,
 
 
 def _write(board: SummaryWriter, metrics: dict[str, Any]) -> None:
-    for name, value in _scalars(metrics):
+    for name, value in scalars(metrics):
         board.add_scalar(name, value, metrics["epoch"])
     board.flush()
 
 
-def _scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of an epoch by name, such as "losses/total" and "cos_sim/layer-01"."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{part}", number) for part, number in value.items())

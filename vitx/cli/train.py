@@ -1,5 +1,7 @@
 """`vitx train`: from a recipe to a run folder."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +25,10 @@ def command(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")] = False,
     skip_bad: SkipBad = False,
     device: DeviceOption = "auto",
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="PROJECT", help="Log to a project of Weights & Biases too, where installed."),
+    ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -34,21 +40,36 @@ def command(
     resolved = resolve_recipe(recipe, data=data, overrides=settings or [], resumed=folder if resume else None)
 
     from vitx.train import train
+    from vitx.train.interruption import TrainingStopped
 
+    resuming = f"resume with `vitx train {recipe} --out {folder} --resume`"
     try:
-        result = train(resolved, folder, resume=resume, skip_bad=skip_bad, device=device, quiet=quiet)
+        result = train(resolved, folder, resume=resume, skip_bad=skip_bad, device=device, wandb=wandb, quiet=quiet)
+    except TrainingStopped as stopped:
+        _say_once(f"{stopped}, all is saved: {resuming}")
+        raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
     except KeyboardInterrupt:
-        print(f"interrupted: resume with `vitx train {recipe} --out {folder} --resume`", file=sys.stderr)
+        _say_once(f"interrupted: {resuming}")
         raise typer.Exit(130) from None
-    if result.resumed_from == resolved.epochs:
-        log(f"'{folder}' has finished its {resolved.epochs} epochs: nothing is left to train", quiet=quiet)
-    _print_result(_summary(folder, result.history), as_json=as_json)
+    if os.environ.get("RANK", "0") != "0":  # one of torchrun's processes that write nothing
+        return
+    done = len(result.history)
+    if result.resumed_from == done:
+        log(f"'{folder}' has finished its {done} epochs: nothing is left to train", quiet=quiet)
+    elif done < resolved.epochs:
+        log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
+    _print_result(_summary(folder, result.history, resolved.selection.metric), as_json=as_json)
 
 
-def _summary(folder: Path, history: list[dict[str, Any]]) -> dict[str, Any]:
+def _say_once(message: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr)
+
+
+def _summary(folder: Path, history: list[dict[str, Any]], metric: Any) -> dict[str, Any]:
     from vitx.train.checkpoint import best_of
 
-    best = best_of(history)
+    best = best_of(history, metric)
     return {
         "run": str(folder),
         "epochs": len(history),
