@@ -6,10 +6,10 @@ from vitx.export.explain import explain
 from vitx.export.graph import onnx_from_model
 from vitx.export.precision import lower_precision
 from vitx.export.rewrite import ALL, ImageClassifier, rewrite_for_export
-from vitx.export.source import Source, SourceRequest
 from vitx.export.targets import EngineRequest
 from vitx.export.tensorrt import engine_from_onnx
 from vitx.export.triton import triton_repository
+from vitx.models.source import Source, SourceRequest
 
 __all__ = [
     "ALL",

@@ -18,7 +18,6 @@ from vitx.export.graph import INPUT, OUTPUT, onnx_from_model, opset_for, opset_o
 from vitx.export.openvino import IR_FOLDER, openvino_from_onnx
 from vitx.export.qdq import Target
 from vitx.export.rewrite import ALL, ImageClassifier, rewrite_checked
-from vitx.export.source import PREFIX, Source, SourceInfo, SourceRequest, untrained_norms
 from vitx.export.targets import (
     EngineRequest,
     LoweredFile,
@@ -27,6 +26,7 @@ from vitx.export.targets import (
     convert_limited,
     lower_file,
 )
+from vitx.models.source import PREFIX, Source, SourceInfo, SourceRequest, untrained_norms
 
 GRAPH = "model.onnx"
 

@@ -1,4 +1,4 @@
-"""What can be exported: a run's checkpoint, or a network timm knows with weights from a file, published or random."""
+"""Where a network comes from: a run's checkpoint, or a name timm knows with weights of a file, published or random."""
 
 import hashlib
 from dataclasses import dataclass, field, fields
