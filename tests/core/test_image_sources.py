@@ -271,3 +271,57 @@ def test_what_cannot_be_read_is_named(write: Callable[[Path], None], message: st
     with pytest.raises(InputError, match=message):
         open_images(str(tmp_path), "train")
     assert not Path("hacked").exists()
+
+
+def timm_folder(root: Path, split: str, _: pytest.MonkeyPatch) -> Any:
+    import timm.data
+
+    for label, name in enumerate(NAMES):
+        for part, pixels in PIXELS.items():
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            for index in np.flatnonzero(LABELS[part] == label):
+                (folder / f"{index:03d}.png").write_bytes(png(pixels[index]))
+    return timm.data.create_dataset("", str(root), split=split)
+
+
+def timm_cifar(root: Path, split: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    import timm.data
+    from torchvision.datasets import CIFAR10
+
+    cifar_10(root, binary=False)
+    monkeypatch.setattr(CIFAR10, "_check_integrity", lambda self: True)  # it knows the real files' sums
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)
+    return timm.data.create_dataset("torch/cifar10", str(root), split=split)
+
+
+def timm_hugging_face(root: Path, split: str, _: pytest.MonkeyPatch) -> Any:
+    import timm.data
+
+    name = hugging_face(root, saved=False)
+    timm_split = {"train": "train", "val": "validation"}[split]
+    return timm.data.create_dataset(f"hfds/{name}", split=timm_split, input_key="img", target_key="label")
+
+
+def timm_webdataset(root: Path, split: str, _: pytest.MonkeyPatch) -> Any:
+    import timm.data
+
+    pattern = {"train": "set-train-{0000..0010..5}.tar", "val": "set-val-{0000..0005..5}.tar"}[split]
+    return timm.data.create_dataset(
+        "wds/set", str(shards(root)), split=pattern, num_samples=len(PIXELS[split]), is_training=False
+    )
+
+
+# webdataset leaves its files to the garbage collector
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("make", [timm_folder, timm_cifar, timm_hugging_face, timm_webdataset])
+def test_timms_own_readers_give_the_same_images_and_labels(
+    make: Callable[[Path, str, pytest.MonkeyPatch], Any], split: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = [(np.asarray(image), int(label)) for image, label in make(tmp_path, split, monkeypatch)]
+    ours = open_images(str(tmp_path), split)
+    assert [label for _, label in theirs] == ours.labels.tolist()
+    assert len(theirs) == len(ours) == len(PIXELS[split])
+    for index, (image, _) in enumerate(theirs):
+        np.testing.assert_array_equal(np.asarray(decode(ours.read(index))), image)
