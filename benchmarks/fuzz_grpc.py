@@ -75,7 +75,15 @@ def lengths(chance: random.Random, model: str) -> tuple[str, bytes]:
 
 def tensors(chance: random.Random, model: str) -> tuple[str, bytes]:
     """Well formed requests for what there is not: wrong shapes, types, names, sizes, parameters."""
-    shapes = ([], [0, 16, 16, 3], [-1, 16, 16, 3], [2**62, 16, 16, 3], [1, 16, 16], [9, 16, 16, 3], [1] * 3000)
+    shapes: list[list[int]] = [
+        [],
+        [0, 16, 16, 3],
+        [-1, 16, 16, 3],
+        [2**62, 16, 16, 3],
+        [1, 16, 16],
+        [9, 16, 16, 3],
+        [1] * 3000,
+    ]
     request = good_request(model)
     tensor = request.inputs[0]
     match chance.randrange(9):
@@ -237,7 +245,7 @@ def _status_in(connection: socket.socket) -> str:
         data += more
         if found := re.search(rb"grpc-status[\x01\x02](\d+)", data):
             number = int(found[1])
-            return next(code.name for code in grpc.StatusCode if code.value[0] == number)
+            return next(str(code.name) for code in grpc.StatusCode if code.value[0] == number)
     return "closed"
 
 
@@ -251,8 +259,8 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 def _headers(path: str) -> bytes:
     """RFC 7541, 6.2.2: literal fields that nobody need remember."""
-    fields = ((":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "vitx"))
-    fields += (("content-type", "application/grpc"), ("te", "trailers"))
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "vitx")]
+    fields += [("content-type", "application/grpc"), ("te", "trailers")]
     return b"".join(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(of)]) + of.encode() for name, of in fields)
 
 

@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import Case, GenerationMode
 from schemathesis.core.failures import FailureGroup
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi import checks
 
 PATIENCE_SECONDS = 10.0
@@ -44,6 +45,7 @@ def run(url: str, model: str, management_token: str, examples: int) -> Answers:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     with requests.Session() as session:
         for found in schema.get_all_operations():
+            assert isinstance(found, Ok), f"the description is broken: {found}"
             operation = found.ok()
             ask = _asker(operation.label, answers, url, session, management_token)
             named = {"model": model, "version": "1"} if not operation.label.endswith("/unload") else {}
@@ -70,7 +72,7 @@ def _limited(examples: int) -> settings:
 def _asker(label: str, answers: Answers, url: str, session: requests.Session, token: str) -> Any:
     wanted = [checks.status_code_conformance, checks.content_type_conformance, checks.response_schema_conformance]
 
-    def ask(case: Case) -> None:
+    def ask(case: Case[Any]) -> None:
         headers = {"Authorization": f"Bearer {token}"} if "/repository/" in label else {}
         response = case.call(base_url=url, session=session, headers=headers, timeout=PATIENCE_SECONDS)
         answers.counts[label, response.status_code] += 1

@@ -74,7 +74,7 @@ class Watched(Protocol):
     """A model with a canary; `fault` is None while it is itself."""
 
     @property
-    def name(self) -> str: ...
+    def key(self) -> tuple[str, str]: ...
     @property
     def canary(self) -> Canary: ...
 
@@ -85,11 +85,11 @@ async def replay_once(models: Iterable[Watched], metrics: Metrics) -> None:
     """Ask every model's canary, one after another, and note what it says."""
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
-        metrics.canaries.labels(model.name, "pass" if fault is None else "fail").inc()
+        metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()
         if fault is not None and model.fault is None:
-            log(f"vitx: model '{model.name}' is not ready: {fault}")
+            log(f"vitx: model '{model.key[0]}' version {model.key[1]} is not ready: {fault}")
         elif fault is None and model.fault is not None:
-            log(f"vitx: model '{model.name}' is ready again")
+            log(f"vitx: model '{model.key[0]}' version {model.key[1]} is ready again")
         model.fault = fault
 
 

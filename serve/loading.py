@@ -1,6 +1,6 @@
 """From a folder to a model that may be switched to: hashes, certificate, contract, warm-up, canary, latency curve."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from vitx.serve.bench.autotune import tuned_setting
 from vitx.serve.canary import Canary
 from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
+from vitx.serve.protocol import FIRST_VERSION
 from vitx.serve.runtimes import Device, Session
-from vitx.serve.served_model import load_warm
+from vitx.serve.served_model import ModelKey, key_text, load_warm
 from vitx.serve.warm_up import starting_curve
 
 
@@ -24,6 +25,11 @@ class Offer:
 
     bundle: Bundle
     certificate: Certificate | None
+    version: str = FIRST_VERSION
+
+    @property
+    def key(self) -> ModelKey:
+        return self.bundle.manifest.name, self.version
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,15 @@ class Loader:
     threads: int | None = None
     allow_uncertified: bool = False
 
-    def verify(self, path: Path) -> Offer:
-        """Verify every file and the certificate; raise InputError or CheckFailed."""
+    def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
+        """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
         bundle = Bundle.open(path)
         bundle.latency_file()  # carries its own digest
-        return Offer(bundle, _certificate(bundle, allow_uncertified=self.allow_uncertified))
+        name = bundle.manifest.name
+        if key is not None and key[0] != name:
+            raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
+        certificate = _certificate(bundle, allow_uncertified=self.allow_uncertified)
+        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1])
 
     def warm(self, offer: Offer) -> WarmModel:
         """Load a model and run it: this computes. Raises InputError or CheckFailed for one that breaks its promises."""
@@ -71,18 +81,22 @@ class Loader:
         return (tuned.instances, tuned.threads) if tuned else (1, None)
 
 
-def open_offers(paths: Sequence[Path], *, allow_uncertified: bool) -> list[Offer]:
-    """Open and verify bundles and their certificates; raise InputError or CheckFailed."""
-    if not paths:
+def open_offers(
+    paths: Sequence[Path], found: Mapping[ModelKey, Path] | None = None, *, allow_uncertified: bool
+) -> list[Offer]:
+    """Open and verify bundles and their certificates; raise InputError or CheckFailed.
+
+    `paths` are models of one version; `found` those of a repository, which says the names and versions.
+    """
+    if not paths and not found:
         raise InputError("no bundle to serve: give one, or a --repository that has some")
     loader = Loader(Batching(), allow_uncertified=allow_uncertified)
-    offers: dict[str, Offer] = {}
-    for path in paths:
-        offer = loader.verify(path)
-        name = offer.bundle.manifest.name
-        if name in offers:
-            raise InputError(f"two bundles are named '{name}': {offers[name].bundle.path} and {path}")
-        offers[name] = offer
+    offers: dict[ModelKey, Offer] = {}
+    for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
+        offer = loader.verify(path, key)
+        if offer.key in offers:
+            raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
+        offers[offer.key] = offer
     return list(offers.values())
 
 

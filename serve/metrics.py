@@ -11,19 +11,20 @@ from vitx.serve.batcher import BatchTimes
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_MODEL = ("model", "version")
 _RECENT = 1024  # requests whose latency the page's percentiles are of
 
 
 class ModelMetrics:
     """The series of one model, with their labels resolved once: the hot path looks nothing up."""
 
-    def __init__(self, metrics: "Metrics", model: str) -> None:
+    def __init__(self, metrics: "Metrics", model: str, version: str) -> None:
         self.batches = 0
         self.images = 0
-        self._images_total = metrics.images.labels(model)
-        self._batch_size = metrics.batch_size.labels(model)
-        self._compute = metrics.compute_seconds.labels(model)
-        self._queue = metrics.queue_seconds.labels(model)
+        self._images_total = metrics.images.labels(model, version)
+        self._batch_size = metrics.batch_size.labels(model, version)
+        self._compute = metrics.compute_seconds.labels(model, version)
+        self._queue = metrics.queue_seconds.labels(model, version)
         self._latencies = metrics.latencies
 
     def batch(self, times: BatchTimes) -> None:
@@ -52,10 +53,8 @@ class Metrics:
             registry=registry,
         )
         self.rejections = Counter("vitx_rejections", "Requests and images refused.", ("reason",), registry=registry)
-        self.images = Counter("vitx_images", "Images that went through the model.", ("model",), registry=registry)
-        self.batch_size = Histogram(
-            "vitx_batch_size", "Images in a batch.", ("model",), buckets=_ROWS, registry=registry
-        )
+        self.images = Counter("vitx_images", "Images that went through the model.", _MODEL, registry=registry)
+        self.batch_size = Histogram("vitx_batch_size", "Images in a batch.", _MODEL, buckets=_ROWS, registry=registry)
         self.compute_seconds = _seconds("vitx_compute_seconds", "Time of one batch in the runtime.", registry)
         self.queue_seconds = _seconds("vitx_queue_seconds", "Time of a request in the queue.", registry)
         self.decode_seconds = Histogram(
@@ -64,25 +63,25 @@ class Metrics:
         self._replaced = Gauge(
             "vitx_replaced_instances",
             "Instances that died and were replaced.",
-            ("model",),
+            _MODEL,
             registry=registry,
         )
-        self._queue_depth = Gauge("vitx_queue_depth", "Images waiting for a batch.", ("model",), registry=registry)
-        self._running = Gauge("vitx_running_images", "Images in batches that run.", ("model",), registry=registry)
+        self._queue_depth = Gauge("vitx_queue_depth", "Images waiting for a batch.", _MODEL, registry=registry)
+        self._running = Gauge("vitx_running_images", "Images in batches that run.", _MODEL, registry=registry)
         self._model_info = Gauge(
             "vitx_model_info",
             "1 for each model served: what it is, where it runs, and what its certificate says.",
-            ("model", "version", "certificate", "runtime", "provider", "precision"),
+            (*_MODEL, "certificate", "runtime", "provider", "precision"),
             registry=registry,
         )
         self.loads = Counter(
-            "vitx_model_loads", "Loads of a running server: loaded or refused.", ("model", "result"), registry=registry
+            "vitx_model_loads", "Loads of a running server: loaded or refused.", (*_MODEL, "result"), registry=registry
         )
         self.canaries = Counter(
-            "vitx_canaries", "Replays of the canary batch: pass or fail.", ("model", "result"), registry=registry
+            "vitx_canaries", "Replays of the canary batch: pass or fail.", (*_MODEL, "result"), registry=registry
         )
         ProcessCollector(registry=registry)
-        self._models: dict[str, tuple[ModelMetrics, tuple[str, ...]]] = {}
+        self._models: dict[tuple[str, str], tuple[ModelMetrics, tuple[str, ...]]] = {}
         self.gather: Callable[[], Awaitable[bytes]] | None = None  # the exposition of several workers together
         self._counters: dict[tuple[str, int], Counter] = {}  # by their labels: looking these up takes longer than inc()
         self._histograms: dict[str, Histogram] = {}
@@ -93,33 +92,33 @@ class Metrics:
 
     def add_model(
         self,
-        model: str,
+        key: tuple[str, str],
         info: dict[str, str],
         queued: Callable[[], float],
         running: Callable[[], float],
         replaced: Callable[[], float],
     ) -> ModelMetrics:
-        """Begin the series of a model, or go on with those of the model of this name that it replaces.
+        """Begin the series of a model, or go on with those of the model of this name and version that it replaces.
 
-        `info` has the labels version, certificate, runtime, provider, precision, in this order.
+        `key`: name and version. `info` has the labels certificate, runtime, provider, precision, in this order.
         """
-        known, labels = self._models.get(model), (model, *info.values())
+        known, labels = self._models.get(key), (*key, *info.values())
         if known is not None and known[1] != labels:
             self._model_info.remove(*known[1])
         self._model_info.labels(*labels).set(1)
-        self._queue_depth.labels(model).set_function(queued)
-        self._running.labels(model).set_function(running)
-        self._replaced.labels(model).set_function(replaced)
-        series = known[0] if known is not None else ModelMetrics(self, model)
-        self._models[model] = (series, labels)
+        self._queue_depth.labels(*key).set_function(queued)
+        self._running.labels(*key).set_function(running)
+        self._replaced.labels(*key).set_function(replaced)
+        series = known[0] if known is not None else ModelMetrics(self, *key)
+        self._models[key] = (series, labels)
         return series
 
-    def remove_model(self, model: str) -> None:
+    def remove_model(self, key: tuple[str, str]) -> None:
         """End what is said of a model's present; its counters stay."""
-        _, labels = self._models.pop(model)
+        _, labels = self._models.pop(key)
         self._model_info.remove(*labels)
         for gauge in (self._queue_depth, self._running, self._replaced):
-            gauge.remove(model)
+            gauge.remove(*key)
 
     def reject(self, reason: str) -> None:
         self.rejected += 1
@@ -156,7 +155,7 @@ class Metrics:
 
 
 def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, text, ("model",), buckets=_SECONDS, registry=registry)
+    return Histogram(name, text, _MODEL, buckets=_SECONDS, registry=registry)
 
 
 def _percentile(ascending: list[float], share: float) -> float | None:

@@ -32,7 +32,7 @@ from vitx.serve.runtimes import Float32Array
 from vitx.serve.shared_memory import SharedMemory
 
 HEADER_LENGTH = "inference-header-content-length"
-VERSION = "1"  # of every model: a bundle holds one
+FIRST_VERSION = "1"  # of a bundle that stands alone
 
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
@@ -46,17 +46,19 @@ class Contract:
     image_shape: tuple[int, ...]
     output_name: str
     classes: int
+    version: str = FIRST_VERSION
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Contract":
-        image_shape = tuple(side for side in manifest.input.shape[1:] if side != "N")
-        return cls(manifest.name, manifest.input.name, image_shape, manifest.output.name, manifest.model.num_classes)
+    def of(cls, manifest: Manifest, version: str = FIRST_VERSION) -> "Contract":
+        shape = tuple(side for side in manifest.input.shape[1:] if side != "N")
+        classes = manifest.model.num_classes
+        return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version)
 
-    def metadata(self) -> dict[str, Any]:
-        """The body of `GET /v2/models/NAME`."""
+    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
+        """The body of `GET /v2/models/NAME`; `versions` are those of the model that are served."""
         return {
             "name": self.model,
-            "versions": [VERSION],
+            "versions": list(versions),
             "platform": "onnxruntime_onnx",
             "inputs": [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
             "outputs": [{"name": self.output_name, "datatype": "FP32", "shape": [-1, self.classes]}],
@@ -147,7 +149,7 @@ def encode_infer_response(
 ) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON header when the output follows as bytes."""
     output: dict[str, Any] = {"name": contract.output_name, "datatype": "FP32", "shape": logits.shape}
-    reply: dict[str, Any] = {"model_name": contract.model, "model_version": VERSION, "outputs": [output]}
+    reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": [output]}
     texts: list[str] = []
     if request.top_k:
         texts = classification_texts(logits, labels, request.top_k)

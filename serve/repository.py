@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +14,40 @@ from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.loading import Loader, WarmModel
 from vitx.serve.metrics import Metrics
-from vitx.serve.protocol import VERSION, Contract
-from vitx.serve.served_model import ModelSet, ServedModel
+from vitx.serve.protocol import FIRST_VERSION, Contract
+from vitx.serve.served_model import ModelKey, ModelSet, ServedModel, key_text
 
 SUFFIX = ".vitx"
 Signature = tuple[tuple[int, int, int], ...]
 
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _log = logging.getLogger("vitx.serve")
 
 
-def bundles_in(folder: Path) -> list[Path]:
-    """The bundles of a repository folder: NAME.vitx; raise InputError if it is no folder."""
+def bundles_in(folder: Path) -> dict[ModelKey, Path]:
+    """The bundles of a repository folder, by name and version: NAME.vitx, which is version 1, and NAME/VERSION.
+
+    As in Triton a version is a whole number without leading zeros, and folders of other names are ignored. Raises
+    InputError if it is no folder, and when two bundles are the same version.
+    """
     if not folder.is_dir():
         raise InputError(f"no model repository at '{folder}': expected a folder with bundles NAME{SUFFIX}")
-    return sorted(path for path in folder.glob(f"[!.]*{SUFFIX}") if (path / MANIFEST).is_file())
+    found = [((path.name.removesuffix(SUFFIX), FIRST_VERSION), path) for path in folder.glob(f"[!.]*{SUFFIX}")]
+    found += [
+        ((path.parent.name, path.name), path) for path in folder.glob("[!.]*/[1-9]*") if _VERSION.fullmatch(path.name)
+    ]
+    bundles: dict[ModelKey, Path] = {}
+    for key, path in found:
+        if not (path / MANIFEST).is_file():
+            continue
+        if key in bundles:
+            raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
+        bundles[key] = path
+    return {key: bundles[key] for key in sorted(bundles, key=_in_order)}
+
+
+def _in_order(key: ModelKey) -> tuple[str, int]:
+    return key[0], int(key[1])
 
 
 class Repository:
@@ -37,61 +59,81 @@ class Repository:
         loader: Loader,
         metrics: Metrics,
         *,
-        given: Mapping[str, Path],
+        given: Mapping[ModelKey, Path],
         folder: Path | None = None,
         retire_seconds: float = 30.0,
     ) -> None:
-        """`given`: model → bundle. `retire_seconds`: how long a replaced model waits for slow clients."""
+        """`given`: bundles beside the folder. `retire_seconds`: how long a replaced model waits for slow clients."""
         self._models = models
         self._loader = loader
         self._metrics = metrics
         self._given = dict(given)
         self._folder = folder
         self._retire_seconds = retire_seconds
-        self._refusals: dict[str, str] = {}
+        self._refusals: dict[ModelKey, str] = {}
         self._busy = asyncio.Lock()
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Triton's repository index: name, version, state, reason; with `ready` only of models that are served."""
         entries = []
-        for name in sorted({*self._bundles(), *self._models.loaded}):
-            served = name in self._models.loaded
-            reason = self._refusals.get(name, "" if served else "unloaded")
-            entries.append(
-                {"name": name, "version": VERSION, "state": "READY" if served else "UNAVAILABLE", "reason": reason}
-            )
+        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_in_order):
+            served = key in self._models
+            reason = self._refusals.get(key, "" if served else "unloaded")
+            state = "READY" if served else "UNAVAILABLE"
+            entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
         return [entry for entry in entries if entry["state"] == "READY" or not ready]
 
     async def load(self, name: str) -> None:
-        """Load a bundle and switch to it; the model of this name that runs stays until then.
+        """Load every version of a model and switch to it; what runs stays until then.
 
-        Raises RequestError: 404 for a name without a bundle, 400 with the reason for a bundle that is refused.
+        Then the versions that are gone from the disk end. Raises RequestError: 404 for a name without a bundle, 400
+        with the reason for a bundle that is refused; versions before it were switched to.
         """
         async with self._busy:
-            path = self._bundles().get(name)
-            if path is None:
-                raise _unknown(name)
             try:
-                warm = await asyncio.to_thread(self._prepare, name, path)
-            except Exception as error:  # the edge of one load: the server and its model go on
-                raise self._refused(name, error) from error
-            if self._models.draining:
-                raise unavailable("the server is shutting down", "draining")
-            self._switch(name, warm)
+                paths = {key: path for key, path in self._bundles().items() if key[0] == name}
+            except (InputError, OSError) as error:
+                raise self._refused((name, FIRST_VERSION), error) from error
+            if not paths:
+                raise _unknown(name)
+            for key, path in paths.items():
+                await self._load_one(key, path)
+            for version in self._models.versions(name):
+                if (name, version) not in paths:
+                    self._remove((name, version))
 
     async def unload(self, name: str) -> None:
-        """Serve a model no longer, once its requests are answered; raise RequestError 404 if it is not served."""
+        """Serve no version of a model any longer, once its requests are answered; raise RequestError 404 if none is."""
         async with self._busy:
-            if name not in self._models.loaded:
+            versions = self._models.versions(name)
+            if not versions:
                 raise _unknown(name)
-            self._models.remove(name, self._retire_seconds)
-            self._metrics.remove_model(name)
-            self._refusals.pop(name, None)
-            log(f"vitx: model '{name}' unloaded")
+            for version in versions:
+                self._remove((name, version))
+
+    async def _load_one(self, key: ModelKey, path: Path) -> None:
+        try:
+            warm = await asyncio.to_thread(self._prepare, key, path)
+        except Exception as error:  # the edge of one load: the server and its model go on
+            raise self._refused(key, error) from error
+        if self._models.draining:
+            raise unavailable("the server is shutting down", "draining")
+        self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
+        self._refusals.pop(key, None)
+        self._metrics.loads.labels(*key, "loaded").inc()
+        log(f"vitx: model {key_text(key)} loaded from {warm.offer.bundle.path}")
+
+    def _remove(self, key: ModelKey) -> None:
+        self._models.remove(key, self._retire_seconds)
+        self._metrics.remove_model(key)
+        self._refusals.pop(key, None)
+        log(f"vitx: model {key_text(key)} unloaded")
 
     async def load_all(self) -> None:
         """Load every served model again; what is refused is logged and keeps its old model."""
-        await self._load_each(list(self._models.loaded))
+        for name in self._models.names:
+            with suppress(RequestError):  # `load` has logged and counted it
+                await self.load(name)
 
     async def watch(self, seconds: float) -> None:
         """Load what changes on disk, for ever: the bundles that are served, and every one in the folder.
@@ -104,60 +146,52 @@ class Repository:
         while True:
             await asyncio.sleep(seconds)
             now = await asyncio.to_thread(self._signatures)
-            changed = [name for name, state in now.items() if state == before.get(name) and state != loaded.get(name)]
+            changed = [key for key, state in now.items() if state == before.get(key) and state != loaded.get(key)]
             before = now
-            loaded |= {name: now[name] for name in changed}
-            await self._load_each(changed)
+            loaded |= {key: now[key] for key in changed}
+            for key in changed:
+                await self._load_changed(key)
 
-    async def _load_each(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                await self.load(name)
-            except RequestError as error:
-                _log.debug("%s", error)  # `load` has logged and counted it
+    async def _load_changed(self, key: ModelKey) -> None:
+        async with self._busy:
+            if (path := self._seen().get(key)) is not None:
+                with suppress(RequestError):
+                    await self._load_one(key, path)
 
-    def _prepare(self, name: str, path: Path) -> WarmModel:
+    def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """On a thread: everything that can be refused."""
         path = path.resolve()  # a link that is moved meanwhile does not lead us elsewhere
         before = _signature(path)
-        offer = self._loader.verify(path)
-        if offer.bundle.manifest.name != name:
-            raise InputError(
-                f"{path} is the model '{offer.bundle.manifest.name}': to be loaded as '{name}' it must be named so"
-            )
-        served = self._models.loaded.get(name)
-        if served is not None:
+        offer = self._loader.verify(path, key)
+        if (served := self._models.loaded(key)) is not None:
             check_contract(served.bundle, offer.bundle)
         warm = self._loader.warm(offer)
         if _signature(path) != before:
             raise CheckFailed(f"{path} was replaced while it was loaded: load it again")
         return warm
 
-    def _switch(self, name: str, warm: WarmModel) -> None:
-        self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
-        self._refusals.pop(name, None)
-        self._metrics.loads.labels(name, "loaded").inc()
-        log(f"vitx: model '{name}' loaded from {warm.offer.bundle.path}")
-
-    def _refused(self, name: str, error: Exception) -> RequestError:
+    def _refused(self, key: ModelKey, error: Exception) -> RequestError:
         if not isinstance(error, VitxError):
-            _log.exception("loading '%s' failed", name)
-        self._refusals[name] = text = str(error) or type(error).__name__
-        self._metrics.loads.labels(name, "refused").inc()
-        stays = "; the model that runs stays" if name in self._models.loaded else ""
-        log(f"vitx: model '{name}' was not loaded: {text}{stays}")
-        return RequestError(f"failed to load '{name}': {text}{stays}", reason="load_refused")
+            _log.exception("loading %s failed", key_text(key))
+        self._refusals[key] = text = str(error) or type(error).__name__
+        self._metrics.loads.labels(*key, "refused").inc()
+        stays = "; the model that runs stays" if key in self._models else ""
+        log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
+        return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
 
-    def _bundles(self) -> dict[str, Path]:
+    def _bundles(self) -> dict[ModelKey, Path]:
+        return {**({} if self._folder is None else bundles_in(self._folder)), **self._given}
+
+    def _seen(self) -> dict[ModelKey, Path]:
+        """As `_bundles`, also while the folder is gone, perhaps for a moment."""
         try:
-            found = [] if self._folder is None else bundles_in(self._folder)
-        except (InputError, OSError):  # the folder is gone, perhaps for a moment
-            found = []
-        return {**{path.name.removesuffix(SUFFIX): path for path in found}, **self._given}
+            return self._bundles()
+        except (InputError, OSError):
+            return self._given
 
-    def _signatures(self) -> dict[str, Signature]:
+    def _signatures(self) -> dict[ModelKey, Signature]:
         """Of every bundle that is there, whole enough to be one."""
-        return {name: state for name, path in self._bundles().items() if (state := _signature(path)) is not None}
+        return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
 
 
 def _signature(path: Path) -> Signature | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +16,21 @@ from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.instances import load_instances
 from vitx.serve.limits import Batching
 from vitx.serve.metrics import Metrics
-from vitx.serve.protocol import VERSION, Contract
+from vitx.serve.protocol import FIRST_VERSION, Contract
 from vitx.serve.request_log import CURRENT
 from vitx.serve.runtimes import Device, Session, load_session
 
 if TYPE_CHECKING:
     from vitx.serve.loading import WarmModel
+
+
+ModelKey = tuple[str, str]  # name and version: a whole number, written without leading zeros
+
+
+def key_text(key: ModelKey) -> str:
+    """How messages name a model: the first version by its name alone."""
+    name, version = key
+    return f"'{name[:80]}'" if version == FIRST_VERSION else f"'{name[:80]}' version {version[:40]}"
 
 
 class ServedModel:
@@ -32,13 +41,13 @@ class ServedModel:
         self.certificate = warm.offer.certificate
         self.canary = warm.canary
         self.fault: str | None = None
-        self.contract = Contract.of(self.bundle.manifest)
+        self.contract = Contract.of(self.bundle.manifest, warm.offer.version)
         self.runtime = warm.session.describe()
         self.batcher = Batcher(
             warm.session.infer, warm.batching, curve=warm.curve, on_batch=lambda times: self.metrics.batch(times)
         )
         self.metrics = metrics.add_model(
-            self.name,
+            self.key,
             self._info(),
             lambda: self.batcher.queued,
             lambda: self.batcher.running,
@@ -49,8 +58,16 @@ class ServedModel:
     def name(self) -> str:
         return self.bundle.manifest.name
 
-    def metadata(self) -> dict[str, Any]:
-        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`."""
+    @property
+    def version(self) -> str:
+        return self.contract.version
+
+    @property
+    def key(self) -> ModelKey:
+        return self.name, self.version
+
+    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
+        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`; `versions` are all that serve."""
         manifest = self.bundle.manifest
         own = {
             "certified": self.certificate is not None,
@@ -64,16 +81,17 @@ class ServedModel:
             "training_metrics": manifest.training_metrics,
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
-        return {**self.contract.metadata(), "certified": self.certificate is not None, "vitx": own}
+        return {**self.contract.metadata(versions), "certified": self.certificate is not None, "vitx": own}
 
     def statistics(self) -> dict[str, Any]:
         """One entry of Triton's `model_stats`."""
-        return self.batcher.statistics.as_json(self.name, VERSION)
+        return self.batcher.statistics.as_json(*self.key)
 
     def stats(self) -> dict[str, Any]:
         """What the page's charts are drawn from; counters since the start."""
         return {
             "name": self.name,
+            "version": self.version,
             "images": self.metrics.images,
             "batches": self.metrics.batches,
             "queued": self.batcher.queued,
@@ -82,7 +100,6 @@ class ServedModel:
 
     def _info(self) -> dict[str, str]:
         return {
-            "version": VERSION,
             "certificate": self.certificate.verdict if self.certificate else "uncertified",
             "runtime": str(self.runtime["runtime"]),
             "provider": str(self.runtime["provider"]),
@@ -130,28 +147,47 @@ class Generation:
 
 
 class ModelSet:
-    """The models of one server by name, and whether the server takes work. Create it on a running event loop."""
+    """The models of one server by name and version, and whether it takes work. Create it on a running event loop.
 
-    def __init__(self, expected: tuple[str, ...]) -> None:
-        self.expected = expected
+    A request that names no version is answered by the highest one that is loaded.
+    """
+
+    def __init__(self, expected: Iterable[ModelKey]) -> None:
+        self._expected = dict.fromkeys(expected)  # in order
         self.draining = False
         self.leaving = False  # requests are still answered, and their connections closed
-        self._models: dict[str, ServedModel] = {}
+        self._models: dict[ModelKey, ServedModel] = {}
+        self._newest: dict[str, ServedModel] = {}
         self._generation = Generation()
         self._retiring: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """Every version of every model that is loaded."""
+        return iter([*self._models.values()])
+
+    def __contains__(self, key: ModelKey) -> bool:
+        return key in self._models
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The models that are served, or will be."""
+        return tuple(dict.fromkeys(name for name, _ in self._expected))
 
     @property
     def ready(self) -> bool:
         """Whether every model that was asked for is warm and itself, and the server does not drain."""
-        return all(map(self.is_ready, self.expected)) and not self.draining
+        return all(self.is_ready(*key) for key in self._expected) and not self.draining
 
-    @property
-    def loaded(self) -> Mapping[str, ServedModel]:
-        return self._models
+    def versions(self, name: str) -> list[str]:
+        """The versions of a model that are loaded, ascending."""
+        return sorted((version for of, version in self._models if of == name), key=int)
 
-    def is_ready(self, name: str) -> bool:
+    def loaded(self, key: ModelKey) -> ServedModel | None:
+        return self._models.get(key)
+
+    def is_ready(self, name: str, version: str | None = None) -> bool:
         """Whether a model takes requests and its canary found nothing wrong."""
-        model = self._models.get(name)
+        model = self._newest.get(name) if version is None else self._models.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
     def enter(self) -> Generation:
@@ -160,37 +196,56 @@ class ModelSet:
         return self._generation
 
     def switch(self, model: ServedModel, retire_seconds: float) -> None:
-        """Serve this model from now on; one of the same name ends with the last request that holds it."""
-        old = self._models.get(model.name)
-        if model.name not in self.expected:
-            self.expected = (*self.expected, model.name)
-        self._models[model.name] = model
+        """Serve this model from now on; one of the same name and version ends with the last request that holds it."""
+        old = self._models.get(model.key)
+        self._expected[model.key] = None
+        self._models[model.key] = model
+        self._find_newest(model.name)
         if old is not None:
             self._retire(old, retire_seconds)
 
-    def remove(self, name: str, retire_seconds: float) -> None:
+    def remove(self, key: ModelKey, retire_seconds: float) -> None:
         """Serve a model no longer."""
-        self.expected = tuple(expected for expected in self.expected if expected != name)
-        self._retire(self._models.pop(name), retire_seconds)
+        self._expected.pop(key, None)
+        model = self._models.pop(key)
+        self._find_newest(model.name)
+        self._retire(model, retire_seconds)
 
-    def get(self, name: str | None) -> ServedModel:
-        """Return a model, for None the only one; raise RequestError 404, or 503 while it loads or the server drains."""
+    def get(self, name: str | None, version: str | None = None) -> ServedModel:
+        """Return a model: of None the only one, without a version the newest.
+
+        Raises RequestError 404, or 503 while it loads or the server drains.
+        """
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
         if name is None:
-            if not self.expected:
-                raise RequestError("no model is loaded", status=404, reason="unknown_model")
-            if len(self.expected) > 1:
-                raise RequestError(f"several models are served, choose one with ?model=: {', '.join(self.expected)}")
-            name = self.expected[0]
-        model = self._models.get(name)
-        if model is not None:
-            if (record := CURRENT.get()) is not None:
-                record.model = name
-            return model
-        if name in self.expected:
-            raise unavailable(f"model '{name}' is loading", "not_ready")
-        raise RequestError(f"request for unknown model: '{name[:80]}' is not found", status=404, reason="unknown_model")
+            name = self._only_name()
+        model = self._newest.get(name) if version is None else self._models.get((name, version))
+        if model is None:
+            raise self._missing(name, version)
+        if (record := CURRENT.get()) is not None:
+            record.model = name
+        return model
+
+    def _only_name(self) -> str:
+        names = self.names
+        if not names:
+            raise RequestError("no model is loaded", status=404, reason="unknown_model")
+        if len(names) > 1:
+            raise RequestError(f"several models are served, choose one with ?model=: {', '.join(names)}")
+        return names[0]
+
+    def _missing(self, name: str, version: str | None) -> RequestError:
+        if (name, version) in self._expected or (version is None and name in self.names):
+            return unavailable(f"model '{name}' is loading", "not_ready")
+        which = f"'{name[:80]}'" if version is None else f"'{name[:80]}' version {version[:40]}"
+        text = f"request for unknown model: {which} is not found"
+        return RequestError(text, status=404, reason="unknown_model")
+
+    def _find_newest(self, name: str) -> None:
+        self._newest.pop(name, None)
+        if versions := self.versions(name):
+            self._newest[name] = self._models[name, versions[-1]]
 
     async def close(self) -> None:
         """Finish what every model accepted."""

@@ -83,8 +83,8 @@ def serve(options: ServerOptions) -> None:
     Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone, before an image is decoded
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
-        found = [] if options.repository is None else bundles_in(options.repository)
-        offers = open_offers([*options.bundles, *found], allow_uncertified=options.allow_uncertified)
+        found = {} if options.repository is None else bundles_in(options.repository)
+        offers = open_offers(options.bundles, found, allow_uncertified=options.allow_uncertified)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(Server(options, offers, listener, link).run())
 
@@ -100,7 +100,7 @@ class Server:
         self._listener = listener
         self._link = link
         self._metrics = Metrics()
-        self._models = ModelSet(tuple(offer.bundle.manifest.name for offer in offers))
+        self._models = ModelSet(offer.key for offer in offers)
         self._memory = SharedMemory(enabled=options.shared_memory)
         self._tokens = Tokens.read(options.security)
         self._pem = read_pem(options.security)
@@ -113,11 +113,12 @@ class Server:
             threads=options.threads,
             allow_uncertified=options.allow_uncertified,
         )
+        given = {Path(path) for path in options.bundles}
         self._repository = Repository(
             self._models,
             self._loader,
             self._metrics,
-            given={offer.bundle.manifest.name: offer.bundle.path for offer in offers},
+            given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
             folder=options.repository,
             retire_seconds=options.limits.drain_seconds,
         )
@@ -210,7 +211,7 @@ class Server:
         if self._link is not None:
             self._link.announce_ready()
             return
-        print(f"vitx: serving {', '.join(self._models.expected)} on {self._url()}", flush=True)
+        print(f"vitx: serving {', '.join(self._models.names)} on {self._url()}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
 
@@ -220,7 +221,7 @@ class Server:
     async def _replay_canaries(self) -> None:
         while True:
             await asyncio.sleep(self._options.canary_seconds)
-            await replay_once(self._models.loaded.values(), self._metrics)
+            await replay_once(self._models, self._metrics)
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -113,24 +113,26 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
         "cpu_percent": _rate(100 * cpu, seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
         "open_files": int(now.total("process_open_fds")),
-        "models": [_model(str(one["name"]), now, before, seconds) for one in now.stats["models"]],
+        "models": [_model(one, now, before, seconds) for one in now.stats["models"]],
     }
 
 
-def _model(name: str, now: Reading, before: Reading | None, seconds: float) -> dict[str, Any]:
-    images = _gained("vitx_images_total", now, before, model=name)
-    batches = _gained("vitx_batch_size_count", now, before, model=name)
-    info = [dict(labels) for labels in now.samples.get(_NEEDED, {}) if ("model", name) in labels]
+def _model(stats: Mapping[str, Any], now: Reading, before: Reading | None, seconds: float) -> dict[str, Any]:
+    model = {"model": str(stats["name"]), "version": str(stats["version"])}
+    images = _gained("vitx_images_total", now, before, **model)
+    batches = _gained("vitx_batch_size_count", now, before, **model)
+    info = [dict(labels) for labels in now.samples.get(_NEEDED, {}) if model.items() <= labels]
     about = info[0] if info else {}
     return {
-        "name": name,
+        "name": model["model"],
+        "version": model["version"],
         "images_per_second": _rate(images, seconds),
         "batches_per_second": _rate(batches, seconds),
         "mean_batch": round(images / batches, 2) if batches else None,
-        "queued": int(now.total("vitx_queue_depth", model=name)),
-        "running": int(now.total("vitx_running_images", model=name)),
-        "queue_ms": _percentiles("vitx_queue_seconds_bucket", now, before, name),
-        "compute_ms": _percentiles("vitx_compute_seconds_bucket", now, before, name),
+        "queued": int(now.total("vitx_queue_depth", **model)),
+        "running": int(now.total("vitx_running_images", **model)),
+        "queue_ms": _percentiles("vitx_queue_seconds_bucket", now, before, model),
+        "compute_ms": _percentiles("vitx_compute_seconds_bucket", now, before, model),
         **{key: about.get(key, "unknown") for key in ("certificate", "runtime", "provider", "precision")},
     }
 
@@ -144,10 +146,10 @@ def _gained(name: str, now: Reading, before: Reading | None, **labels: str) -> f
     return now.total(name, **labels) - (before.total(name, **labels) if before else 0.0)
 
 
-def _percentiles(name: str, now: Reading, before: Reading | None, model: str) -> dict[str, float | None]:
+def _percentiles(name: str, now: Reading, before: Reading | None, model: Mapping[str, str]) -> dict[str, float | None]:
     """p50 and p99 of a histogram of seconds, in milliseconds."""
-    past = before.by_label(name, "le", model=model) if before else {}
-    buckets = {float(le): value - past.get(le, 0.0) for le, value in now.by_label(name, "le", model=model).items()}
+    past = before.by_label(name, "le", **model) if before else {}
+    buckets = {float(le): value - past.get(le, 0.0) for le, value in now.by_label(name, "le", **model).items()}
     found = {"p50": quantile(buckets, 0.5), "p99": quantile(buckets, 0.99)}
     return {name: None if seconds is None else round(1e3 * seconds, 3) for name, seconds in found.items()}
 

@@ -12,7 +12,7 @@ from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import Limits
 from vitx.serve.parameters import REGION_PARAMETERS
-from vitx.serve.protocol import VERSION, Contract, InferRequest, read_infer_request
+from vitx.serve.protocol import Contract, InferRequest, read_infer_request
 from vitx.serve.runtimes import Float32Array
 from vitx.serve.shared_memory import SharedMemory
 
@@ -54,7 +54,7 @@ def encode_infer_response(
     else:
         datatype, shape = "FP32", logits.shape
         data = logits.astype("<f4", copy=False).tobytes()
-    response = _InferResponse(model_name=contract.model, model_version=VERSION, id=request.id or "")
+    response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
     output = response.outputs.add(name=contract.output_name, datatype=datatype, shape=shape)
     if request.region is None:
         response.raw_output_contents.append(data)

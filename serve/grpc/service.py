@@ -14,9 +14,8 @@ from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.http.repository_routes import NOT_OFFERED
-from vitx.serve.http.routes import versioned
 from vitx.serve.limits import Limits
-from vitx.serve.protocol import EXTENSIONS, VERSION
+from vitx.serve.protocol import EXTENSIONS
 from vitx.serve.repository import Repository, repository_parameters
 from vitx.serve.served_model import ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
@@ -74,9 +73,9 @@ class GrpcService:
 
     async def health(self, request: Any, context: Any) -> Any:
         """`grpc.health.v1.Health/Check` of the server ("") or of a model."""
-        if request.service and request.service not in self._models.expected:
+        if request.service and request.service not in self._models.names:
             raise RequestError(f"unknown service '{request.service[:80]}'", status=404, reason="unknown_model")
-        ready = self._is_ready(request.service) if request.service else self._models.ready
+        ready = self._models.is_ready(request.service) if request.service else self._models.ready
         return message_class("HealthCheckResponse")(status=_SERVING if ready else _NOT_SERVING)
 
     async def _server_live(self, request: Any, context: Any) -> Any:
@@ -95,12 +94,12 @@ class GrpcService:
 
     async def _model_ready(self, request: Any, context: Any) -> Any:
         """False for an unknown model, as in Triton."""
-        return message_class("ModelReadyResponse")(
-            ready=request.version in ("", VERSION) and self._is_ready(request.name)
-        )
+        ready = self._models.is_ready(request.name, request.version or None)
+        return message_class("ModelReadyResponse")(ready=ready)
 
     async def _model_metadata(self, request: Any, context: Any) -> Any:
-        return _from_json("ModelMetadataResponse", self._named(request.name, request.version).contract.metadata())
+        contract = self._named(request.name, request.version).contract
+        return _from_json("ModelMetadataResponse", contract.metadata(self._models.versions(request.name)))
 
     async def _model_config(self, request: Any, context: Any) -> Any:
         model = self._named(request.name, request.version)
@@ -109,8 +108,7 @@ class GrpcService:
 
     async def _model_statistics(self, request: Any, context: Any) -> Any:
         """Of one model, or of all when no name is given."""
-        every = list(self._models.loaded.values())
-        models = [self._named(request.name, request.version)] if request.name else every
+        models = [self._named(request.name, request.version)] if request.name else list(self._models)
         return _from_json("ModelStatisticsResponse", {"model_stats": [model.statistics() for model in models]})
 
     async def _repository_index(self, request: Any, context: Any) -> Any:
@@ -147,10 +145,7 @@ class GrpcService:
         return _Empty()
 
     def _named(self, name: str, version: str) -> ServedModel:
-        return versioned(self._models, name, version or VERSION)
-
-    def _is_ready(self, name: str) -> bool:
-        return self._models.is_ready(name)
+        return self._models.get(name, version or None)
 
 
 def _deadline(remaining: float | None, timeout: float | None) -> float | None:

@@ -26,10 +26,10 @@ from vitx.serve.http.asgi import (
     unless_gone,
 )
 from vitx.serve.http.classify import Classifier
-from vitx.serve.http.routes import other_routes, versioned
+from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
-from vitx.serve.protocol import HEADER_LENGTH, VERSION, decode_infer_request, encode_infer_response, header_length
+from vitx.serve.protocol import HEADER_LENGTH, decode_infer_request, encode_infer_response, header_length
 from vitx.serve.repository import Repository
 from vitx.serve.served_model import ModelSet
 from vitx.serve.shared_memory import SharedMemory
@@ -85,12 +85,12 @@ class App:
         if parts[:3] != ["", "v2", "models"] or parts[-1] != "infer":
             return None
         if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions"):
-            return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else VERSION)
+            return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else None)
         return None
 
-    async def _infer(self, name: str, version: str, scope: Scope, receive: Receive) -> Reply:
+    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
         started = time.monotonic()
-        model = versioned(self._models, name, version)
+        model = self._models.get(name, version)
         body = await read_body(scope, receive, self._limits.body_bytes)
         length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)

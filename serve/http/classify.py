@@ -25,7 +25,7 @@ from vitx.serve.runtimes import Float32Array
 from vitx.serve.served_model import ModelSet, ServedModel
 
 _TOP_K = 5
-_PARAMETERS = ("model", "top_k", "priority", "timeout_ms")
+_PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms")
 _TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
 # The last is what `curl --data-binary @image.png` says of any bytes.
@@ -81,7 +81,7 @@ class Classifier:
     def _ask(self, scope: Scope) -> _Ask:
         started = time.monotonic()
         query = _query(scope)
-        model = self._models.get(query.get("model"))
+        model = self._models.get(query.get("model"), query.get("version"))
         top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         milliseconds = _timeout_ms(query.get("timeout_ms"), header(scope, _TIMEOUT_HEADER))

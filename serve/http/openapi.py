@@ -198,6 +198,7 @@ def _classify() -> Json:
         "summary": "Image bytes in, labels out",
         "parameters": [
             _option("model", "query", _TEXT),
+            _option("version", "query", _TEXT),
             _option("top_k", "query", count),
             _option("priority", "query", {"type": "integer", "minimum": 0, "maximum": 3}),
             _option("timeout_ms", "query", count),

@@ -18,7 +18,7 @@ from vitx.serve.http.repository_routes import repository_routes
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
 from vitx.serve.parameters import parse_json_object
-from vitx.serve.protocol import EXTENSIONS, VERSION
+from vitx.serve.protocol import EXTENSIONS
 from vitx.serve.repository import Repository
 from vitx.serve.served_model import ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
@@ -28,17 +28,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 # The pages need nothing but themselves and this server.
 _PAGE_POLICY = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:"
 _CUDA = "CUDA shared memory is not offered: use system shared memory"
-
-
-def versioned(models: ModelSet, name: str, version: str) -> ServedModel:
-    model = models.get(name)
-    if version != VERSION:
-        raise RequestError(
-            f"request for unknown model: '{name}' version {version[:40]} is not found",
-            status=404,
-            reason="unknown_model",
-        )
-    return model
 
 
 def other_routes(
@@ -64,7 +53,7 @@ def _page_routes(models: ModelSet, metrics: Metrics) -> list[Route]:
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def stats(request: Request) -> Response:
-        loaded = [model.stats() for model in models.loaded.values()]
+        loaded = [model.stats() for model in models]
         return JSONResponse({**metrics.summary(), "ready": models.ready, "models": loaded})
 
     async def openapi(request: Request) -> Response:
@@ -111,10 +100,11 @@ def _server_routes(models: ModelSet, memory: SharedMemory, repository: Repositor
 
 def _model_routes(models: ModelSet) -> list[Route]:
     def named(request: Request) -> ServedModel:
-        return versioned(models, request.path_params["model"], request.path_params.get("version", VERSION))
+        return models.get(request.path_params["model"], request.path_params.get("version"))
 
     async def model_metadata(request: Request) -> Response:
-        return JSONResponse(named(request).metadata())
+        model = named(request)
+        return JSONResponse(model.metadata(models.versions(model.name)))
 
     async def model_ready(request: Request) -> Response:
         return Response(status_code=200 if named(request).fault is None else 503)
@@ -127,7 +117,7 @@ def _model_routes(models: ModelSet) -> list[Route]:
         return JSONResponse({"model_stats": [named(request).statistics()]})
 
     async def every_statistics(request: Request) -> Response:
-        return JSONResponse({"model_stats": [model.statistics() for model in models.loaded.values()]})
+        return JSONResponse({"model_stats": [model.statistics() for model in models]})
 
     model = "/v2/models/{model}"
     endpoints = {"": model_metadata, "/ready": model_ready, "/config": model_config, "/stats": model_statistics}

@@ -129,7 +129,7 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
         ("model=mine", {}, 404, "request for unknown model: 'mine' is not found"),
         ("model=tiny&top_k=0", {}, 400, "top_k is '0': expected 1 to 4, the number of classes"),
         ("model=tiny&top_k=5", {}, 400, "top_k is '5': expected 1 to 4, the number of classes"),
-        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, top_k, priority, timeout_ms"),
+        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms"),
         ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
         (
             "model=tiny",
@@ -250,17 +250,17 @@ def test_metrics_count_what_happened(server: ServerProcess, pngs: list[bytes]) -
         'vitx_requests_total{route="classify",status="200"}': 2,
         'vitx_requests_total{route="classify",status="400"}': 1,
         'vitx_rejections_total{reason="bad_image"}': 2,
-        'vitx_images_total{model="other"}': 3,
+        'vitx_images_total{model="other",version="1"}': 3,
         "vitx_decode_seconds_count": 3,
-        'vitx_queue_seconds_count{model="other"}': 2,
-        'vitx_batch_size_sum{model="other"}': 3,
+        'vitx_queue_seconds_count{model="other",version="1"}': 2,
+        'vitx_batch_size_sum{model="other",version="1"}': 3,
     }
     before = {name: server.metric(name) for name in names}
     assert classify(server, pngs[0], query="model=other")[0] == 200
     assert classify(server, pngs[0][:50], query="model=other")[0] == 400
     assert classify(server, form(pngs[0], b"x", pngs[1]), FORM, query="model=other")[0] == 200
     assert {name: server.metric(name) - before[name] for name in names} == names
-    assert server.metric('vitx_queue_depth{model="other"}') == 0
+    assert server.metric('vitx_queue_depth{model="other",version="1"}') == 0
     text = server.request("GET", "/metrics")[1].decode()
     assert 'vitx_model_info{certificate="uncertified",model="tiny",precision="fp32",provider="' in text
 

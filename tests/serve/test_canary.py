@@ -91,12 +91,12 @@ def test_readiness_follows_the_canary(tmp_path: Path) -> None:
     arguments = (bundle.path, "--allow-uncertified", "--canary-seconds", "0.1")
     program = DRIFTING.replace("DRIFT", str(drift))
     with running_server(*arguments, program=program) as server:
-        wait_until(lambda: server.metric('vitx_canaries_total{model="tiny",result="pass"}') >= 2)
+        wait_until(lambda: server.metric('vitx_canaries_total{model="tiny",result="pass",version="1"}') >= 2)
         drift.write_text("0.5")
         wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 503)
         assert server.request("GET", "/v2/models/tiny/ready")[0] == 503
         assert server.request("GET", "/v2/health/live")[0] == 200
         assert "moved by 0.5" in server.json("/v2/models/tiny")["vitx"]["fault"]
-        assert server.metric('vitx_canaries_total{model="tiny",result="fail"}') >= 1
+        assert server.metric('vitx_canaries_total{model="tiny",result="fail",version="1"}') >= 1
         drift.unlink()
         wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)

@@ -119,14 +119,14 @@ def test_classes_are_asked_for_in_an_outputs_parameters(client: Any) -> None:
 def test_concurrent_calls_share_batches_and_every_reply_is_its_own(server: ServerProcess, client: Any) -> None:
     images = random_images(256, seed=1)
     logits = NumpySession().infer(images)
-    batches = server.metric('vitx_batch_size_count{model="tiny"}')
+    batches = server.metric('vitx_batch_size_count{model="tiny",version="1"}')
     counted = server.metric('vitx_requests_total{route="grpc.ModelInfer",status="200"}')
     with ThreadPoolExecutor(32) as pool:
         results = list(
             pool.map(lambda at: infer(client, images[at : at + 1]).as_numpy("logits")[0], range(len(images)))
         )
     np.testing.assert_allclose(results, logits, rtol=1e-4, atol=1e-4)
-    assert server.metric('vitx_batch_size_count{model="tiny"}') - batches < len(images)
+    assert server.metric('vitx_batch_size_count{model="tiny",version="1"}') - batches < len(images)
     assert server.metric('vitx_requests_total{route="grpc.ModelInfer",status="200"}') - counted == len(images)
 
 
@@ -169,7 +169,7 @@ def test_a_stream_that_is_cancelled_leaves_nothing_behind(server: ServerProcess,
         client.async_stream_infer("tiny", [tensor(random_images(1))])
     client.stop_stream(cancel_requests=True)
     client.close()
-    assert server.metric('vitx_queue_depth{model="tiny"}') < 300
+    assert server.metric('vitx_queue_depth{model="tiny",version="1"}') < 300
     again = triton.InferenceServerClient(address)
     assert infer(again, random_images(1)).as_numpy("logits").shape == (1, 4)
     again.close()

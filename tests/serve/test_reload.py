@@ -52,7 +52,7 @@ def test_reloads_under_load_lose_no_request(tiny_bundle: Bundle, managed: list[s
             before = answered()
             assert manage(server, "models/tiny/load") == (200, None)
             wait_until(lambda before=before: answered() > before)
-        assert server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 20
+        assert server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 20
         assert server.metric("vitx_rejections_total") == 0
 
 
@@ -69,7 +69,7 @@ def test_a_tampered_bundle_is_refused_and_the_old_one_serves(tiny_bundle: Bundle
         assert answer["error"].endswith("; the model that runs stays")
         assert logits(server) == before
         assert server.request("GET", "/v2/health/ready")[0] == 200
-        assert server.metric('vitx_model_loads_total{model="tiny",result="refused"}') == 1
+        assert server.metric('vitx_model_loads_total{model="tiny",result="refused",version="1"}') == 1
         (entry,) = manage(server, "index")[1]
         assert (entry["name"], entry["version"], entry["state"]) == ("tiny", "1", "READY")
         assert "is corrupt" in entry["reason"]
@@ -118,7 +118,7 @@ def test_a_watched_bundle_is_loaded_when_it_is_replaced(tmp_path: Path) -> None:
     with running_server(bundle.path, "--allow-uncertified", "--watch") as server, load_on(server, 4):
         before = logits(server)
         replace_bundle(bundle.path, fault="drift")  # another model: its logits are 3e-4 higher
-        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 1)
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
         assert np.subtract(logits(server), before) == pytest.approx([3e-4] * 4, abs=5e-5)
 
 

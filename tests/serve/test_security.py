@@ -127,7 +127,7 @@ def test_tls_for_both_protocols_and_a_hangup_that_renews_it(folder: Path, tmp_pa
         assert certificate.read_bytes() != root
         server.process.send_signal(signal.SIGHUP)
         wait_until(lambda: peer_certificate(server) == certificate.read_text())
-        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded"}') == 1)
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
 
 
 class TlsServer(ServerProcess):

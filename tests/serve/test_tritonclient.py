@@ -82,8 +82,8 @@ def test_a_version_is_accepted(client: Any) -> None:
 
 
 def test_concurrent_requests_share_batches_and_every_reply_is_its_own(server: ServerProcess) -> None:
-    batches = server.metric('vitx_batch_size_count{model="tiny"}')
-    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny"}')
+    batches = server.metric('vitx_batch_size_count{model="tiny",version="1"}')
+    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny",version="1"}')
     images = random_images(32 * 8, seed=1)
     expected = NumpySession().infer(images)
 
@@ -96,8 +96,8 @@ def test_concurrent_requests_share_batches_and_every_reply_is_its_own(server: Se
 
     with ThreadPoolExecutor(32) as pool:
         list(pool.map(one_client, range(32)))
-    batches = server.metric('vitx_batch_size_count{model="tiny"}') - batches
-    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny"}') - single
+    batches = server.metric('vitx_batch_size_count{model="tiny",version="1"}') - batches
+    single = server.metric('vitx_batch_size_bucket{le="1.0",model="tiny",version="1"}') - single
     assert batches < len(images)
     assert batches > single  # some batch held more than one image
 
