@@ -5,7 +5,8 @@ images whose class is known.
 """
 
 import io
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
-from vitx.core.files import sha256_file, staged_folder, write_json
+from vitx.core.files import sha256_bytes, sha256_file, staged_folder, write_json
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import ModelSpec
@@ -124,6 +125,39 @@ def _manifest(model: Path, data: str, name: str) -> Manifest:
         files={"model.onnx": FileEntry(sha256=sha256_file(model), size=model.stat().st_size)},
         provenance=Provenance(source="tests", checkpoint="numpy", checkpoint_sha256="0" * 64, created=timestamp()),
     )
+
+
+def add_files(bundle: Bundle, files: Mapping[str, bytes]) -> Bundle:
+    """Put files into a bundle and into its manifest."""
+    plain = bundle.manifest.model_dump(mode="json")
+    for name, content in files.items():
+        path = bundle.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        plain["files"][name] = {"sha256": sha256_file(path), "size": len(content)}
+    write_json(bundle.path / MANIFEST, plain)
+    return Bundle.open(bundle.path)
+
+
+def plan_files(plan: bytes, onnx_sha256: str) -> dict[str, bytes]:
+    """A TensorRT plan and its sidecar, which says: built from that graph, for batches of 1, 2..8 and 9..32."""
+    profiles = [{"minimum": low, "optimum": high, "maximum": high} for low, high in ((1, 1), (2, 8), (9, 32))]
+    options = {"builder_level": 3, "version_compatible": False, "hardware_compatible": False, "weight_stripped": False}
+    sidecar = {
+        "flavor": "tensorrt",
+        "version": "10.9.0.34",
+        "architectures": ["sm89"],
+        "profiles": profiles,
+        "precision": "fp32",
+        "options": options,
+        "onnx_sha256": onnx_sha256,
+        "sha256": sha256_bytes(plan),
+        "size": len(plan),
+        "build_seconds": 1.0,
+        "layers": 1,
+        "created": "2026-11-21",
+    }
+    return {"engines/tensorrt.plan": plan, "engines/tensorrt.plan.json": json.dumps(sidecar).encode()}
 
 
 def colour_image(label: int, rng: np.random.Generator, size: int = IMAGE_SIZE) -> UInt8Array:

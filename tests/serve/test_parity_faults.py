@@ -1,6 +1,5 @@
 """A candidate that fails is told what is wrong with it, by the name of the fault."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +16,15 @@ from bundle_fixture import (
     Fault,
     Float32Array,
     NumpySession,
+    add_files,
     colour_images,
+    plan_files,
     write_bundle,
 )
 from cli_fixture import Vitx
-from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed
-from vitx.core.files import sha256_file, write_json
+from vitx.core.files import sha256_file
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
@@ -144,37 +145,8 @@ def test_what_no_suspect_explains_is_left_to_the_trace(colours: ImageSet) -> Non
 
 
 def with_plan(path: Path, onnx_sha256: str | None = None) -> Bundle:
-    """A bundle that names a plan's sidecar; the plan itself is not looked at here."""
     bundle = write_bundle(path)
-    sidecar = bundle.path / "engines" / "tensorrt.plan.json"
-    sidecar.parent.mkdir()
-    profile = [{"minimum": low, "optimum": high, "maximum": high} for low, high in ((1, 1), (2, 8), (9, 32))]
-    options = {
-        "builder_level": 3,
-        "version_compatible": False,
-        "hardware_compatible": False,
-        "weight_stripped": False,
-    }
-    info = {
-        "flavor": "tensorrt",
-        "version": "10.9.0.34",
-        "architectures": ["sm89"],
-        "profiles": profile,
-        "precision": "fp32",
-        "options": options,
-        "onnx_sha256": onnx_sha256 or sha256_file(bundle.model_path),
-        "sha256": "0" * 64,
-        "size": 1,
-        "build_seconds": 1.0,
-        "layers": 1,
-        "created": "2026-11-21",
-    }
-    sidecar.write_text(json.dumps(info))
-    entry = {"sha256": sha256_file(sidecar), "size": sidecar.stat().st_size}
-    plain = bundle.manifest.model_dump(mode="json")
-    plain["files"]["engines/tensorrt.plan.json"] = entry
-    write_json(bundle.path / MANIFEST, plain)
-    return Bundle.open(bundle.path)
+    return add_files(bundle, plan_files(b"plan", onnx_sha256 or sha256_file(bundle.model_path)))
 
 
 def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) -> None:
@@ -213,7 +185,17 @@ def test_a_cpu_fallback_is_named(uncertified_bundle: Bundle, colours: ImageSet) 
         certify_sides(on_gpu, fallen, colours, device="cuda")
 
 
-@pytest.mark.parametrize(("fault", "name"), [("mean_std", "mean and std are swapped"), ("bgr", "BGR: the candidate")])
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("mean_std", "normalisation: mean and std are swapped"),
+        ("bgr", "BGR: the candidate reads the colour channels in reverse"),
+        ("class_off_by_one", "labels are off by +1"),
+        ("batch_mean", "batch-dependent graph: rows move by"),
+        ("drift", "bias of the classifier dropped or changed"),
+        ("nan", "overflow: logits are NaN or infinite"),
+    ],
+)
 def test_the_command_names_the_fault(
     tiny_run: RunFolder, colours_folder: Path, tmp_path: Path, vitx: Vitx, fault: Fault, name: str
 ) -> None:

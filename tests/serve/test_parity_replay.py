@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bundle_fixture import write_bundle
+from bundle_fixture import add_files, plan_files, write_bundle
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, VitxError
-from vitx.core.files import write_json
+from vitx.core.files import sha256_file, write_json
 from vitx.core.images import open_images
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.machine import describe_machine
@@ -25,6 +25,8 @@ from vitx.serve.parity.sides import open_side
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory, tiny_run: RunFolder, colours_folder: Path) -> Bundle:
     bundle = write_bundle(tmp_path_factory.mktemp("replay") / "tiny.vitx", data=str(colours_folder))
+    openvino = {"openvino/model.xml": b"<net/>", "openvino/model.bin": b"weights"}
+    add_files(bundle, plan_files(b"plan" * 20, sha256_file(bundle.model_path)) | openvino)
     before, after = open_side(tiny_run.path, device="cpu"), open_side(bundle.path, device="cpu")
     assert certify_sides(before, after, open_images(before.data, "val"), write=True, quiet=True).verdict == "pass"
     points = (LatencyPoint(batch_size=1, median_ms=1.0, p95_ms=1.5, images_per_second=1000.0),)
@@ -37,7 +39,39 @@ def bundle(certified: Bundle, tmp_path: Path) -> Bundle:
     return Bundle.open(shutil.copytree(certified.path, tmp_path / "tiny.vitx"))
 
 
-@pytest.mark.parametrize("name", ["model.onnx", MANIFEST, CERTIFICATE, LATENCY])
+EVERY_FILE = (
+    "model.onnx",
+    "engines/tensorrt.plan",
+    "engines/tensorrt.plan.json",
+    "openvino/model.xml",
+    "openvino/model.bin",
+    MANIFEST,
+    CERTIFICATE,
+    LATENCY,
+)
+
+
+def test_every_file_of_the_bundle_is_tampered_with_below(certified: Bundle) -> None:
+    there = {path.relative_to(certified.path).as_posix() for path in certified.path.rglob("*") if path.is_file()}
+    assert there == set(EVERY_FILE)
+
+
+@pytest.mark.parametrize("name", EVERY_FILE)
+@pytest.mark.parametrize("change", ["flipped", "appended", "cut"])
+def test_verify_refuses_one_byte(bundle: Bundle, vitx: Vitx, name: str, change: str) -> None:
+    path = bundle.path / name
+    content = path.read_bytes()
+    middle = len(content) // 2
+    flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+    path.write_bytes({"flipped": flipped, "appended": content + b" ", "cut": content[:-1]}[change])
+    code, out, err = vitx("parity", "--verify", bundle.path, "--device", "cpu", "--quiet")
+    assert code in (1, 2), out
+    assert err.startswith("error: ")
+    with pytest.raises(VitxError):
+        open_offers([bundle.path], allow_uncertified=False)
+
+
+@pytest.mark.parametrize("name", EVERY_FILE)
 def test_one_changed_byte_anywhere_is_refused(bundle: Bundle, name: str) -> None:
     path = bundle.path / name
     original = path.read_bytes()
@@ -65,9 +99,8 @@ def test_a_certificate_that_was_made_better_is_refused(bundle: Bundle) -> None:
 
 
 def test_a_stranger_in_the_folder_is_named(bundle: Bundle) -> None:
-    (bundle.path / "engines").mkdir()
-    (bundle.path / "engines" / "tensorrt.plan").write_bytes(b"plan")
-    with pytest.raises(CheckFailed, match=r"holds 'engines/tensorrt\.plan', which its manifest does not name"):
+    (bundle.path / "engines" / "other.plan").write_bytes(b"plan")
+    with pytest.raises(CheckFailed, match=r"holds 'engines/other\.plan', which its manifest does not name"):
         verify_files(Bundle.open(bundle.path))
 
 
