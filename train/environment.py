@@ -1,13 +1,12 @@
 """`environment.json`: where a run was started, and on which images."""
 
 import hashlib
-import os
 from typing import Self
 
 import torch
 from pydantic import Field
 
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.images import ImageSet
 from vitx.core.machine import describe_machine, installed_versions
@@ -68,18 +67,3 @@ class RunEnvironment(Record):
                     f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
                     "restore them, or train into another --out"
                 )
-
-
-def choose_device(name: str = "auto") -> torch.device:
-    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one (torchrun: one each)."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"device '{name}': expected auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentMissing("no CUDA device is available to torch: pass --device cpu, or install a GPU driver")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if "LOCAL_RANK" not in os.environ:
-        return torch.device("cuda")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device

@@ -1,0 +1,22 @@
+"""Which device a network runs on."""
+
+import os
+
+import torch
+
+from vitx.core.errors import EnvironmentMissing, InputError
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one (torchrun: one each)."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device '{name}': expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissing("no CUDA device is available to torch: pass --device cpu, or install a GPU driver")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        return torch.device("cuda")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
