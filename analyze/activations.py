@@ -1,7 +1,7 @@
 """One pass over the images that every metric of activations shares: memory is that of one batch."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -66,12 +66,10 @@ def stream_activations(
     The tensors are those the network goes on with: they are read, never written. Modes and hooks are as before
     afterwards, also when the loop is left early.
     """
-    modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
     found: dict[str, Tensor] = {}
     with ExitStack() as restore:
-        restore.callback(_set_modes, modes)
-        model.eval()
+        restore.enter_context(in_evaluation_mode(model))
         if streams:
             _watch_streams(model, found, restore)
         watched = restore.enter_context(attention_maps(model)) if maps and attention_layers(model) else {}
@@ -80,6 +78,18 @@ def stream_activations(
             with torch.inference_mode():
                 logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
             yield Activations(len(pixels), _as_float(found), _as_float(watched), logits.float())
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; afterwards every module's mode is what it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def stream_order(model: nn.Module) -> list[str]:
@@ -116,8 +126,3 @@ def _keeper(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
 
 def _as_float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.float() for name, value in tensors.items()}
-
-
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training

@@ -66,9 +66,17 @@ class ImageSet:
 
     def first(self, count: int | None) -> "ImageSet":
         """The first `count` images (all of them for None)."""
-        if count is None or count >= len(self):
-            return self
-        return ImageSet(self.name, self.class_names, self.keys[:count], self.labels[:count], self.read, self.skipped)
+        return self if count is None or count >= len(self) else self.subset(np.arange(count))
+
+    def subset(self, indices: npt.NDArray[np.int64]) -> "ImageSet":
+        """The images of `indices`, in that order."""
+        keys = tuple(self.keys[index] for index in indices)
+        read = self.read
+        return ImageSet(
+            *(self.name, self.class_names, keys, self.labels[indices]),
+            read=lambda index: read(int(indices[index])),
+            skipped=self.skipped,
+        )
 
 
 def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:

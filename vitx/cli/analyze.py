@@ -1,49 +1,80 @@
-"""`vitx analyze`: what the training did to the network."""
+"""`vitx analyze`: what the training did to a network, or to two."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from vitx.cli.options import Data, Json, RunArgument, SkipBad, Which
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, Which
 
 
 def command(
-    run: RunArgument,
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A run folder, model:NAME or model:timm/NAME.")],
+    other: Annotated[str | None, typer.Argument(metavar="[OTHER]", help="Another one, to be set beside it.")] = None,
     data: Data = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write report.json into this folder.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write index.html, report.json and figures into this folder.")
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="A,B", help="These metrics; 'all' adds those that take long.")
+    ] = None,
+    images: Annotated[int, typer.Option("--images", min=1, help="At most so many images, evenly spaced.")] = 512,
+    batch_size: Annotated[int, typer.Option("--batch", min=1, help="Images at a time.")] = 16,
+    weights: Annotated[
+        str, typer.Option("--weights", help="Of a model: a checkpoint file, 'pretrained' (timm's) or 'random'.")
+    ] = "pretrained",
     checkpoint: Which = "best",
+    device: DeviceOption = "auto",
     skip_bad: SkipBad = False,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Measure, layer by layer, how alike the tokens are and how peaked the attention is."""
-    from vitx.analyze import over_smoothing
-    from vitx.core.console import print_json, print_table
-    from vitx.core.files import write_json
-    from vitx.core.images import open_images
-    from vitx.core.run import RunFolder
-    from vitx.models import load_run_model
+    """Measure a network layer by layer: over-smoothing, attention, spectra, similarity, lesions and more.
 
-    source = RunFolder.open(run)
-    info = source.info
-    model, state = load_run_model(source, checkpoint)
-    images = open_images(data or info.data, "val", skip_bad=skip_bad)
-    result = over_smoothing(model, images, info.preprocessing)
-    report = {
-        "run": str(source.path),
-        "checkpoint": checkpoint,
-        "epoch": state.epoch,
-        "data": images.name,
-        **result.model_dump(),
-    }
+    With --out, results are kept: a second call measures only what is new. A metric that does not apply is listed.
+    """
+    from vitx.analyze.activation_metrics import NotApplicable
+    from vitx.analyze.analysis import analyze, chosen_metrics, compare_representations
+    from vitx.analyze.images import open_analysis_images
+    from vitx.analyze.metrics import METRICS, Options
+    from vitx.analyze.report import network_names, report_json, write_report
+    from vitx.core.console import log, print_json, print_table
+    from vitx.core.errors import InputError
+    from vitx.models.device import choose_device
+    from vitx.models.source import SourceRequest
+
+    names = chosen_metrics([name.strip() for name in only.split(",")] if only else None)
+    place = choose_device(device)
+    sources = [SourceRequest(target, checkpoint, weights, data).load() for target in (source, other) if target]
+    chosen = data or sources[0].data
+    if not chosen:
+        raise InputError(f"'{source}' brings no images: give --data")
+    shown = open_analysis_images(chosen, images, skip_bad=skip_bad)
+    options = Options(batch_size=batch_size)
+    analyses = []
+    for one in sources:
+        one.model.to(place)
+        log(f"analyze: {one.name}, {len(shown)} images of {shown.name}", quiet=quiet)
+        analyses.append(analyze(one, shown, names, options, cache=out / "metrics" if out else None, quiet=quiet))
+    between = None
+    if len(sources) == 2 and "cka" in names:
+        try:
+            between = compare_representations(*sources, shown, options, quiet=quiet)
+        except NotApplicable as reason:
+            log(f"analyze: no CKA between the two: {reason}", quiet=quiet)
     if out is not None:
-        write_json(out / "report.json", report)
+        log(f"analyze: {write_report(out, analyses, between)}", quiet=quiet)
     if as_json:
-        print_json(report)
+        print_json(report_json(analyses, between))
         return
-    spreads = result.attention_std
-    rows = [
-        (layer, similarity, spreads.get(f"{layer}.attn", "not observable"))
-        for layer, similarity in result.cos_sim.items()
-    ]
-    print_table(f"over-smoothing of {source.path}, {len(images)} images", ("layer", "CosSim", "attention std"), rows)
+    columns = network_names(analyses)
+    rows = []
+    for name in names:
+        cells = [
+            METRICS[name].line(analysis.results[name])
+            if name in analysis.results
+            else f"not applicable: {analysis.not_applicable[name]}"
+            for analysis in analyses
+        ]
+        rows.append((name, *cells))
+    print_table(f"{len(shown)} images of {shown.name}", ("metric", *columns), rows)

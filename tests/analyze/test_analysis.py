@@ -1,0 +1,221 @@
+"""`vitx analyze`: any metrics of one network or two, kept, reported, and nothing changed in the network."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from browser import PROGRAM, Browser, running_browser
+from cli_fixture import Vitx
+from vitx.analyze import METRICS, NotApplicable, Options, analyze, chosen_metrics, compare_representations
+from vitx.analyze.images import open_analysis_images
+from vitx.analyze.lesions import lesion_study
+from vitx.analyze.plots import draw
+from vitx.core.errors import InputError
+from vitx.core.images import ImageSet
+from vitx.core.run import ModelSpec
+from vitx.models.source import Source, SourceRequest
+
+FAST = ("over-smoothing", "attention-collapse", "feature-similarity", "fourier", "variance", "cka", "lesions")
+Runs = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="module")
+def run(make_run: Runs) -> Path:
+    return make_run("first", 0)
+
+
+@pytest.fixture(scope="module")
+def images() -> ImageSet:
+    return open_analysis_images("digits", 24)
+
+
+def resnet(classes: int = 10) -> Source:
+    torch.manual_seed(0)
+    return Source(
+        name="resnet",
+        model=timm.create_model("resnet18", num_classes=classes),
+        spec=ModelSpec(name="resnet18", num_classes=classes),
+        class_names=tuple(map(str, range(classes))),
+        preprocessing=SourceRequest("model:resnet18", weights="random")
+        .load()
+        .preprocessing.model_copy(update={"image_size": 32}),
+        data="",
+        checkpoint="random",
+        checkpoint_sha256="0" * 64,
+    )
+
+
+def test_the_network_is_left_as_it_was(run: Path, images: ImageSet) -> None:
+    source = SourceRequest(str(run)).load()
+    model = source.model.train()
+    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    found = analyze(source, images, FAST, Options(), quiet=True)
+    assert set(found.results) == set(FAST)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(next(model.parameters()).grad, torch.ones_like(next(model.parameters())))
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+
+
+def test_lesions_are_those_of_networks_without_the_unit(run: Path, images: ImageSet) -> None:
+    source = SourceRequest(str(run)).load()
+    found = lesion_study(source.model, images, source.preprocessing, batch_size=7, quiet=True)
+
+    def accuracy(model: Any) -> float:
+        correct = 0
+        with torch.inference_mode():
+            for index, pixels in enumerate(images.batches(source.preprocessing, 1)):
+                inputs = torch.as_tensor(pixels).permute(0, 3, 1, 2).float() / 255
+                mean, std = (
+                    torch.tensor(v).view(1, 3, 1, 1) for v in (source.preprocessing.mean, source.preprocessing.std)
+                )
+                correct += int(model((inputs - mean) / std).argmax() == images.labels[index])
+        return correct / len(images)
+
+    assert found.accuracy == accuracy(source.model)
+    for name, unit in found.units.items():
+        lesioned: Any = SourceRequest(str(run)).load().model
+        branch = lesioned.get_submodule(name)
+        last = branch.proj if unit.kind == "attention" else branch.fc2
+        torch.nn.init.zeros_(last.weight)
+        torch.nn.init.zeros_(last.bias)
+        assert unit.accuracy == accuracy(lesioned), name
+
+
+def test_results_are_kept_and_measured_again_when_anything_changes(
+    run: Path, images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceRequest(str(run)).load()
+    names = ("over-smoothing", "attention-collapse", "lesions")
+    first = analyze(source, images, names, Options(), cache=tmp_path, quiet=True)
+    calls: list[int] = []
+    source.model.register_forward_hook(lambda *_: calls.append(1))
+    again = analyze(source, images, names, Options(), cache=tmp_path, quiet=True)
+    assert not calls
+    assert again.results == first.results
+    assert again.seconds == first.seconds
+    other_threshold = Options(similar_above=0.1)
+    third = analyze(source, images, names, other_threshold, cache=tmp_path, quiet=True)
+    assert calls
+    assert len(list(tmp_path.iterdir())) == 4  # of the three only attention-collapse depends on the threshold
+    assert third.results["attention-collapse"] != first.results["attention-collapse"]
+    calls.clear()
+    analyze(source, images.first(12), names, Options(), cache=tmp_path, quiet=True)
+    assert calls
+    kept = {path: path.write_text("{}") for path in tmp_path.glob("lesions-*.json")}
+    with pytest.raises(InputError, match=r"lesions-\w+\.json is not a valid"):
+        analyze(source, images, ("lesions",), Options(), cache=tmp_path, quiet=True)
+    assert len(kept) == 2
+
+
+def test_what_does_not_apply_is_listed_with_its_reason(images: ImageSet) -> None:
+    found = analyze(resnet(7), images, FAST, Options(), quiet=True)
+    assert "no attention" in found.not_applicable["attention-collapse"]
+    assert "10 classes, the network knows 7" in found.not_applicable["lesions"]
+    assert {"fourier", "variance", "cka"} <= set(found.results)
+
+
+def test_a_folder_without_labels(run: Path, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    for index in range(5):
+        Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
+    images = open_analysis_images(str(tmp_path))
+    found = analyze(SourceRequest(str(run)).load(), images, FAST, Options(), quiet=True)
+    assert found.not_applicable == {"lesions": "the images have no labels"}
+    assert "over-smoothing" in found.results
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no image below"):
+        open_analysis_images(str(tmp_path / "empty"))
+
+
+def test_limits_take_images_evenly() -> None:
+    images = open_analysis_images("digits", 10)
+    assert len(images) == 10
+    assert len(set(images.labels.tolist())) > 4
+    assert images.read(3) == open_analysis_images("digits").read(int(np.linspace(0, 359, 10)[3]))
+
+
+def test_cka_between_a_network_and_itself_is_its_own(run: Path, images: ImageSet) -> None:
+    source = SourceRequest(str(run)).load()
+    own = analyze(source, images, ("cka",), Options(), quiet=True).results["cka"]
+    between = compare_representations(source, SourceRequest(str(run)).load(), images, Options(), quiet=True)
+    assert np.allclose(np.array(between.matrix), np.array(own.matrix), atol=1e-5)  # type: ignore[attr-defined]
+    other = compare_representations(source, resnet(), images, Options(), quiet=True)
+    assert (len(other.layers), len(other.columns)) == (7, 9)
+    linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))
+    blank = Source(**{**vars(resnet()), "model": linear})
+    with pytest.raises(NotApplicable):
+        compare_representations(source, blank, images, Options(), quiet=True)
+
+
+def test_unknown_metrics_are_refused() -> None:
+    with pytest.raises(InputError, match="did you mean fourier"):
+        chosen_metrics(["furier"])
+    assert chosen_metrics(["cka", "over-smoothing"]) == ("over-smoothing", "cka")
+    assert chosen_metrics(["all"]) == tuple(METRICS)
+
+
+def test_every_metric_can_be_drawn_or_is_a_table(run: Path, images: ImageSet) -> None:
+    found = analyze(SourceRequest(str(run)).load(), images, FAST, Options(), quiet=True)
+    for name, record in found.results.items():
+        figure = draw(name, {"one": record, "other": record})
+        assert figure is not None
+        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes if not axes.get_label())
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if PROGRAM is None:
+        pytest.skip("no Chromium on this machine")
+    with running_browser(tmp_path_factory.mktemp("profile")) as started:
+        yield started
+
+
+def test_the_report_opens_in_a_browser(vitx: Vitx, run: Path, make_run: Runs, tmp_path: Path, browser: Browser) -> None:
+    out = tmp_path / "report"
+    arguments = ("analyze", run, make_run("second", 1), "--images", 24, "--out", out)
+    code, printed, said = vitx(*arguments, "--json")
+    assert code == 0, said
+    report = json.loads(printed)
+    assert [network["images"] for network in report["networks"]] == [24, 24]
+    assert set(report["networks"][0]["metrics"]) >= set(FAST)
+    assert report == json.loads((out / "report.json").read_text())
+    browser.open(f"file://{out / 'index.html'}")
+    figures = browser.run("[...document.images].map((image) => image.naturalWidth)")
+    assert len(figures) == len(list((out / "figures").glob("*.png"))) >= len(FAST) + 1
+    assert min(figures) > 300
+    assert "first and second" in browser.run("document.body.innerText")
+    assert browser.complaints == []
+    code, printed, _ = vitx(*arguments)
+    assert code == 0
+    assert "over-smoothing" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("model:vit_tiny_patch16_224", "--weights", "random"), "give --data"),
+        (("model:vit_tony", "--data", "digits"), "unknown model"),
+        (("nowhere",), "no run at 'nowhere'"),
+        (
+            ("model:vit_tiny_patch16_224", "--weights", "random", "--data", "digits", "--only", "hesian"),
+            "unknown metric",
+        ),
+    ],
+)
+def test_bad_input_is_one_clear_error(vitx: Vitx, arguments: tuple[str, ...], expected: str) -> None:
+    code, _, said = vitx("analyze", *arguments)
+    assert code == 2
+    assert expected in said
+    assert "Traceback" not in said
