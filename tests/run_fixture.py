@@ -1,6 +1,7 @@
 """Run folders: one whose network is the function of bundle_fixture's graph, and one that has learned the digits."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,8 @@ def write_run(path: Path, data: str, *, bias_change: float = 0.0) -> RunFolder:
     return _written(path, info, files)
 
 
-def write_trained_run(path: Path) -> RunFolder:
-    """Write a run of a small DeepViT that is right on some 85 % of the digits' evaluation split."""
+def write_trained_run(path: Path, change: Callable[[Any], None] = lambda model: None) -> RunFolder:
+    """Write a run of a small DeepViT, right on some 85 % of the digits' evaluation split before it is changed."""
     info = RunInfo(
         name=path.name,
         recipe="digits-deepvit",
@@ -87,7 +88,9 @@ def write_trained_run(path: Path) -> RunFolder:
         data="digits",
         seed=0,
     )
-    weights = {name: value.contiguous() for name, value in trained_deepvit().state_dict().items()}
+    model = deepcopy(trained_deepvit())
+    change(model)
+    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
     return _written(path, info, {"model.safetensors": weights})
 
 
