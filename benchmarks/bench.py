@@ -1,6 +1,6 @@
 """The meter measured: what it adds to a call, how well its shares repeat, and what it says of some networks.
 
-    python benchmarks/bench.py BUNDLE... [--parts a,b,c,d] [--runs 5] [--json FILE]
+    python benchmarks/bench.py BUNDLE... [--parts a,b,c,d] [--runs 5] [--threads 1,2] [--json FILE]
 
 (a) Overhead: the meter's loop against a bare loop of the same session, at a batch whose call takes about 1 ms, of the
     first bundle. Both call the session equally often; the two of a pair take turns, and the order within a pair
@@ -8,10 +8,11 @@
 (b) Repeatability: the whole of `vitx bench` --runs times for each bundle, each with sessions and probes of its own. The
     spread of a share is its largest less its smallest value over the median, and beside it the spread of the time;
     `between_two_runs` is the largest change of the share of the named limit from one run to the next.
-(c) The batch sweep of each bundle on one thread and on all cores.
+(c) The batch sweep of each bundle on one thread and on all cores, or on --threads.
 (d) `--tune` of each bundle.
 
-Exit code 1 when a target is missed. With --json the parts that were run replace those in FILE.
+Exit code 1 when a target is missed. With --json what was run replaces the same in FILE: a part, of it a bundle, of a
+sweep a number of threads. So it can be run in pieces.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -121,12 +122,15 @@ def main() -> int:
     parser.add_argument("bundles", nargs="+", type=Path)
     parser.add_argument("--parts", default="a,b,c,d")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--threads", default=",".join(str(threads) for threads in sorted({1, usable_cores()})))
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
+    command = "python benchmarks/bench.py " + " ".join(Path(word).name for word in sys.argv[1:])
     report: dict[str, Any] = {
         "machine": describe_machine(),
         "versions": installed_versions(),
-        "command": "python benchmarks/bench.py " + " ".join(Path(word).name for word in sys.argv[1:]),
+        "commands": [*known.get("commands", []), command],
     }
     parts = arguments.parts.split(",")
     if "a" in parts:
@@ -134,7 +138,7 @@ def main() -> int:
         print(json.dumps(report["overhead"]), flush=True)
     for part, title, measure in (
         ("b", "repeatability", lambda path: repeatability(path, arguments.runs)),
-        ("c", "sweep", measure_sweeps),
+        ("c", "sweep", lambda path: measure_sweeps(path, map(int, arguments.threads.split(",")))),
         ("d", "tuning", measure_tuning),
     ):
         if part in parts:
@@ -142,20 +146,32 @@ def main() -> int:
             for path in arguments.bundles:
                 report[title][path.stem] = measure(path)
                 print(title, path.stem, json.dumps(report[title][path.stem]), flush=True)
-    if arguments.json:
-        known = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
-        report["commands"] = [*known.get("commands", []), report.pop("command")]
-        arguments.json.write_text(json.dumps({**known, **report}, indent=2) + "\n")
+                save(arguments.json, known, report)
+    save(arguments.json, known, report)
     return 0 if targets_met(report) else 1
 
 
-def measure_sweeps(path: Path) -> dict[str, Any]:
+def save(path: Path | None, known: dict[str, Any], report: dict[str, Any]) -> None:
+    if path:
+        path.write_text(json.dumps(merged(known, report), indent=2) + "\n")
+
+
+def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """`known` with what is new in place of what was measured before."""
+    result = {**known, **new}
+    for part in {"repeatability", "sweep", "tuning"} & result.keys():
+        before, after = known.get(part, {}), new.get(part, {})
+        result[part] = {name: {**before.get(name, {}), **after.get(name, {})} for name in {**before, **after}}
+    return result
+
+
+def measure_sweeps(path: Path, threads: Iterable[int]) -> dict[str, Any]:
     """(c)"""
     return {
-        f"{threads} threads": sweep(path, threads, (1, 8, 32), 1.0).model_dump(
+        f"{count} threads": sweep(path, count, (1, 8, 32), 1.0).model_dump(
             mode="json", include={"runtime", "cost", "roof", "points"}
         )
-        for threads in sorted({1, usable_cores()})
+        for count in threads
     }
 
 

@@ -91,6 +91,7 @@ def compare(
     *,
     candidate_preprocessing: Preprocessing | None = None,
     batch_sizes: Sequence[int] = BATCH_SIZES,
+    probe_images: int = PROBE_IMAGES,
     quiet: bool = False,
 ) -> Comparison:
     """Run both sessions over all images, block by block, so that memory does not grow with the split.
@@ -98,6 +99,7 @@ def compare(
     All images: the reference once, the candidate once at the largest of `batch_sizes` up to 32. Then the candidate over
     the probe images at every batch size in the images' order, at the largest sizes in a shuffled order (other
     neighbours, another place), and at one size with each batch reversed (the same neighbours, another place).
+    `probe_images`: how many those are; as many as the largest batch size if that is more.
     Raises InputError for impossible batch sizes, a reference that is not finite, and another number of classes.
     """
     sizes = tuple(sorted(set(batch_sizes)))
@@ -105,7 +107,7 @@ def compare(
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
     main = max((size for size in sizes if size <= REFERENCE_BATCH), default=sizes[0])
     tally = _Tally(images, main)
-    probe = _Probe(evenly_spaced(len(images), max(PROBE_IMAGES, sizes[-1])))
+    probe = _Probe(evenly_spaced(len(images), max(probe_images, sizes[-1])))
     steps = _probe_steps(sizes, main)
     with progress("parity", len(images) + len(probe.rows) * len(steps), quiet=quiet) as bar:
         for block in _blocks(images, preprocessing, candidate_preprocessing or preprocessing, _block_size(main)):
