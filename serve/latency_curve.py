@@ -13,8 +13,10 @@ _LEARNING_RATE = 0.05
 _SHARED = 0.5
 # A live batch counts for at most this much more than was expected: one that was descheduled teaches little.
 _OUTLIER = 2.0
-# A smaller batch must be this much faster an image: below it lies noise, and every batch has its own overhead.
-_WORTH_CUTTING = 1.05
+# What a batch costs beside its computation: hand-over between threads, gathering, the wake-up of the event loop.
+_HAND_OVER_SECONDS = 0.0002
+# A larger batch must be this much faster an image: below it lies noise, and a smaller one answers sooner.
+_WORTH_GROWING = 1.03
 # The planner allows for this many mean deviations above the mean, as TCP does for its timeout (RFC 6298 takes 4).
 _DEVIATIONS = 2.0
 
@@ -24,7 +26,8 @@ class LatencyCurve:
 
     def __init__(self, seconds_by_rows: Mapping[int, float] | None = None) -> None:
         points = sorted((seconds_by_rows or {}).items())
-        self._rows = [rows for rows, _ in points]
+        self._measured = tuple(rows for rows, _ in points)
+        self._rows = list(self._measured)
         self._seconds = [seconds for _, seconds in points]
         self._deviation = 0.0  # mean of |measured / expected − 1|
 
@@ -48,15 +51,18 @@ class LatencyCurve:
         return self.seconds(rows) * (1 + _DEVIATIONS * self._deviation)
 
     def best_size(self, rows: int, preferred: Sequence[int] = ()) -> int:
-        """The largest size up to `rows` that has nearly the most images a second of them all.
+        """The smallest size up to `rows` that has nearly the most images a second of all that were measured.
 
-        preferred: the only sizes to cut to, such as the optima of an engine's profiles; by default the curve's points.
+        preferred: the only sizes to choose from, such as the optima of an engine's profiles. A size beyond the largest
+        measured one is never chosen. Without a measurement: the largest preferred size, else `rows`.
         """
-        if not self._rows:
+        if not self._measured:
             return max((size for size in preferred if size <= rows), default=rows)
-        rates = {size: size / self.seconds(size) for size in (*(preferred or self._rows), rows) if size <= rows}
-        fast_enough = max(rates.values()) / _WORTH_CUTTING
-        return max(size for size, rate in rates.items() if rate >= fast_enough)
+        largest = min(rows, self._measured[-1])
+        sizes = [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]
+        rates = {size: size / (self.seconds(size) + _HAND_OVER_SECONDS) for size in sizes}
+        fast_enough = max(rates.values(), default=0.0) / _WORTH_GROWING
+        return min((size for size, rate in rates.items() if rate >= fast_enough), default=rows)
 
     def observe(self, rows: int, seconds: float) -> None:
         """Learn from a batch that ran live."""

@@ -110,12 +110,15 @@ class ServedModel:
 def load_warm(
     bundle: Bundle, batching: Batching, *, device: Device, threads: int | None, runtime: str = "onnxruntime"
 ) -> Session:
-    """Load a bundle and run real batches of one and of `max_batch`; raise InputError if the model cannot do them."""
+    """Load a bundle and run real batches of one and of two images; raise InputError if the model cannot do them.
+
+    Larger ones run in the warm-up, up to the size that the batcher will aim at.
+    """
     session = load_instances(
         lambda: load_session(bundle, runtime, device=device, threads=threads), batching.instances, threads
     )
     contract = Contract.of(bundle.manifest)
-    for rows in {1, batching.max_batch}:
+    for rows in {1, min(2, batching.max_batch)}:
         logits = session.infer(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
         if logits.shape != (rows, contract.classes):
             raise InputError(

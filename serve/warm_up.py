@@ -13,47 +13,55 @@ from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 from vitx.serve.runtimes import Session, image_shape
 
-# A start must stay short: a size whose calls would take longer than what is left of this is not measured.
-_SECONDS = 0.6
-_CALLS = 5
+# A start must stay short: a size whose calls would take longer than what is left of this is not measured, or not as
+# often.
+_SECONDS = 0.5
+_CALLS = 4
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
     """The bundle's `latency.json` if it is of this runtime, alone on this machine; else `measure_curve`.
 
-    Several instances slow one another down, which a measurement of one session does not know.
+    Several instances slow one another down, which a measurement of one session does not know. Either way a batch of the
+    size that the batcher will aim at has been run.
     """
     known = bundle.latency()
     measured = known is not None and known.points and batching.instances == 1
     if known and measured and _same_setting(known.runtime, session.describe()):
-        return LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
+        curve = LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
+        full = curve.best_size(batching.max_batch, batching.preferred)
+        session.infer(np.zeros((full, *image_shape(bundle)), dtype=np.uint8))
+        return curve
     return measure_curve(session, image_shape(bundle), batching)
 
 
 def measure_curve(
     session: Session, shape: Sequence[int], batching: Batching, seconds: float = _SECONDS
 ) -> LatencyCurve:
-    """Time batches of 1, 2, 4, … images, every instance at once, until `seconds` have passed.
+    """Time batches of 1, 2, 4, … images, every instance at once, for about `seconds`.
 
-    The sizes are measured from the smallest up, so that a slow model is known by what it can do in the time.
+    The sizes are measured from the smallest up, so that a slow model is known by what it can do in the time. The first
+    call of a size, which allocates, compiles or chooses algorithms, does not count.
     """
     images = np.zeros((batching.max_batch, *shape), dtype=np.uint8)
     points: dict[int, float] = {}
-    end = time.perf_counter() + seconds
+    left = seconds
     with ThreadPoolExecutor(batching.instances) as callers:
         for rows in _sizes(batching):
-            expected = points[max(points)] * rows / max(points) * _CALLS if points else 0.0
-            if time.perf_counter() + expected > end:
+            expected = points[max(points)] * rows / max(points) if points else 0.0
+            calls = _CALLS if not points else min(_CALLS, int(left / expected) - 1)
+            if calls < 1:
                 break
-            jobs = [callers.submit(_times, session, images[:rows]) for _ in range(batching.instances)]
-            points[rows] = statistics.median(seconds for job in jobs for seconds in job.result())
+            jobs = [callers.submit(_times, session, images[:rows], calls) for _ in range(batching.instances)]
+            points[rows] = statistics.median(taken for job in jobs for taken in job.result())
+            left -= (1 + calls) * points[rows]
     return LatencyCurve(points)
 
 
-def _times(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]") -> list[float]:
-    """Seconds of each call but the first, which allocates."""
+def _times(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]", calls: int) -> list[float]:
+    """Seconds of so many calls after a first one."""
     stamps = []
-    for _ in range(_CALLS):
+    for _ in range(1 + calls):
         session.infer(images)
         stamps.append(time.perf_counter())
     return list(np.diff(stamps))

@@ -253,9 +253,9 @@ def test_every_instance_works_at_once_and_every_reply_is_its_own() -> None:
     run(test)
 
 
-def curve(seconds: float) -> LatencyCurve:
-    """Each image takes the same time, whatever the size."""
-    return LatencyCurve({1: seconds, 64: 64 * seconds})
+def curve(seconds: float, full: int) -> LatencyCurve:
+    """Each image takes the same time, and in a batch of `full` images a little less."""
+    return LatencyCurve({1: 1.1 * seconds, full: full * seconds})
 
 
 def test_a_higher_priority_leaves_first_and_the_default_is_the_middle() -> None:
@@ -302,14 +302,14 @@ def test_a_low_priority_is_not_starved() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=4), curve=curve(0.5))
+        batcher = Batcher(model, Batching(max_batch=4), curve=curve(0.5, 4))
         first = await busy(model, batcher)
         others = await submitted(batcher, images(1, 2, 3, 4), images(5, 6, 7, 8))
         now = time.monotonic()
-        with pytest.raises(DeadlineMissed) as refusal:  # .5 s run, 4 s are queued, and its own .5 s
+        with pytest.raises(DeadlineMissed) as refusal:  # .55 s run, 4 s are queued, and its own batch of 2 s
             await batcher.submit(images(9), deadline=now + 4.5)
         assert time.monotonic() - now < 0.2
-        assert (refusal.value.status, refusal.value.reason, refusal.value.retry_after) == (503, "deadline", 1)
+        assert (refusal.value.status, refusal.value.reason, refusal.value.retry_after) == (503, "deadline", 3)
         assert str(refusal.value).startswith("the deadline is in 4")
         urgent = asyncio.create_task(batcher.submit(images(9), priority=1, deadline=now + 4.5))  # passes the queue
         model.gate.set()
@@ -345,7 +345,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
 def test_a_batch_leaves_early_enough_for_its_deadline() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8, max_delay=15), curve=curve(0.001))
+        batcher = Batcher(model, Batching(max_batch=8, max_delay=15), curve=curve(0.001, 8))
         first = await busy(model, batcher)
         rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
         model.gate.set()
@@ -375,7 +375,7 @@ def test_a_batch_is_cut_to_the_size_that_is_fastest_an_image() -> None:
 def test_a_batch_is_cut_where_a_larger_one_would_miss_a_deadline() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8), curve=curve(0.2))
+        batcher = Batcher(model, Batching(max_batch=8), curve=curve(0.2, 8))
         first = await busy(model, batcher)
         standing_by = await submitted(batcher, images(*range(8)))
         tasks = await submitted(batcher, *(images(number) for number in range(1, 8)))
@@ -426,12 +426,50 @@ def test_the_curve_interpolates_and_follows_what_is_measured() -> None:
     assert fresh.seconds(8) == pytest.approx(0.2)
 
 
-def test_the_best_size_is_the_largest_that_is_nearly_the_fastest() -> None:
-    known = LatencyCurve({1: 1.0, 4: 3.0, 8: 6.1, 32: 30.0})
-    assert known.best_size(32) == 8
-    assert known.best_size(6) == 6
-    assert known.best_size(32, preferred=(4,)) == 4
+def test_the_best_size_is_the_smallest_measured_one_that_is_nearly_the_fastest() -> None:
+    known = LatencyCurve({1: 1.0, 4: 3.1, 8: 6.1, 32: 24.2})
+    assert known.best_size(32) == 4  # 32 is 2.4 % faster an image
+    assert known.best_size(3) == 1
+    assert known.best_size(32, preferred=(8, 32)) == 8
+    assert known.best_size(256, preferred=(64, 8)) == 8  # 64 was not measured
+    assert known.best_size(256, preferred=(64,)) == 4
+    assert LatencyCurve({1: 0.0002, 2: 0.0004, 4: 0.0008}).best_size(4) == 4  # every batch costs a hand-over
+    assert LatencyCurve({4: 1.0}).best_size(2) == 2
     assert LatencyCurve().best_size(32, preferred=(8, 16, 64)) == 16
+
+
+def test_idle_instances_share_what_is_queued() -> None:
+    async def test() -> None:
+        model = Model()
+        model.gate.clear()
+        batcher = Batcher(model, Batching(max_batch=8, instances=2))
+        whole = asyncio.create_task(batcher.submit(images(*range(1, 7))))
+        for _ in range(2):
+            await asyncio.to_thread(model.started.acquire)
+        model.gate.set()
+        assert await answer(whole) == [1, 2, 3, 4, 5, 6]
+        assert model.batches == [3, 3]
+        await batcher.close()
+
+    run(test)
+
+
+def test_a_request_that_cannot_be_computed_in_time_any_more_is_told_so_before_its_deadline() -> None:
+    async def test() -> None:
+        model = Model()
+        known = LatencyCurve({1: 0.1})
+        batcher = Batcher(model, Batching(max_batch=1), curve=known)
+        first = await busy(model, batcher)  # it was to take .1 s, and takes longer
+        started = time.monotonic()
+        with pytest.raises(DeadlineMissed, match=r"^the deadline is in \d+ ms, and the answer is expected in \d+ ms"):
+            await batcher.submit(images(1), deadline=started + 2)
+        assert time.monotonic() - started < 2
+        model.gate.set()
+        await first
+        await batcher.close()
+        assert model.batches == [1]
+
+    run(test)
 
 
 def test_a_delay_below_the_grain_of_the_loop_is_waited_for_too() -> None:

@@ -216,7 +216,7 @@ def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
         assert time.monotonic() - started < 3
 
 
-def test_warm_up_runs_one_image_and_a_full_batch(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     session = load_session(tiny_bundle)
     sizes: list[int] = []
 
@@ -229,4 +229,4 @@ def test_warm_up_runs_one_image_and_a_full_batch(tiny_bundle: Bundle, monkeypatc
 
     monkeypatch.setattr("vitx.serve.served_model.load_session", lambda *args, **options: Recording())
     load_warm(tiny_bundle, Batching(max_batch=6), device="cpu", threads=1)
-    assert sorted(sizes) == [1, 6]
+    assert sorted(sizes) == [1, 2]
