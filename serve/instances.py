@@ -13,6 +13,7 @@ class SessionPool:
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         self._first, self._count = sessions[0], len(sessions)
+        self.profiles = getattr(sessions[0], "profiles", ())  # TensorRT's
         self._free: SimpleQueue[Session] = SimpleQueue()
         for session in sessions:
             self._free.put(session)

@@ -9,6 +9,7 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.machine import local_gpus
+from vitx.core.plan import Profile
 from vitx.serve.bench.autotune import tuned_setting
 from vitx.serve.canary import Canary
 from vitx.serve.latency_curve import LatencyCurve
@@ -69,6 +70,8 @@ class Loader:
         instances, threads = self._setting(offer.bundle)
         batching = replace(self.batching, instances=instances)
         session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=self.runtime)
+        profiles: Sequence[Profile] = getattr(session, "profiles", ())  # TensorRT's sessions alone have some
+        batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in profiles})))
         canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
         return WarmModel(offer, session, batching, starting_curve(offer.bundle, session, batching), canary)
 

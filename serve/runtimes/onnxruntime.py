@@ -69,7 +69,7 @@ class OnnxRuntimeSession:
                 self._temporary = tempfile.TemporaryDirectory(prefix="vitx-engines-")
                 engine_cache = Path(self._temporary.name)
             providers.insert(0, self._tensorrt_provider(engine_cache))
-        self._profiles = (TENSORRT_BATCHES,) if tensorrt else ()
+        self.profiles = (TENSORRT_BATCHES,) if tensorrt else ()
         self._session = self._load(graph or bundle.model_path, providers)
         self.provider: str = self._session.get_providers()[0]
         self._check_provider(providers[0][0])
@@ -85,7 +85,7 @@ class OnnxRuntimeSession:
             options.add_session_config_entry("session.disable_quant_qdq", "1")
         if providers[0] != _CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
-            _preload_libraries(tensorrt=self._profiles != ())
+            _preload_libraries(tensorrt=self.profiles != ())
         try:
             # Without enable_fallback=0 a provider that fails is dropped, with a note on standard output.
             return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
@@ -142,8 +142,8 @@ class OnnxRuntimeSession:
         Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
         """
         check_images(images, self._shape)
-        if self._profiles and len(images) > TENSORRT_BATCHES.maximum:
-            chunks = split_batch(len(images), self._profiles)
+        if self.profiles and len(images) > TENSORRT_BATCHES.maximum:
+            chunks = split_batch(len(images), self.profiles)
             return np.concatenate([self._run(images[chunk.start : chunk.stop]) for chunk in chunks])
         return self._run(images)
 
@@ -165,7 +165,7 @@ class OnnxRuntimeSession:
             "precision": self._manifest.precision,
             "threads": self._threads or "all cores",
             **({"graph": self._graph.name} if self._graph else {}),
-            **({"profiles": [str(profile) for profile in self._profiles]} if self._profiles else {}),
+            **({"profiles": [str(profile) for profile in self.profiles]} if self.profiles else {}),
         }
 
 

@@ -54,7 +54,8 @@ class TensorRTSession:
         self._logger = self._make_logger()
         self._engine = self._open()
         self._check_engine()
-        rows = largest_batch(self._info.profiles)
+        self.profiles = self._info.profiles
+        rows = largest_batch(self.profiles)
         self._images = MirroredArray(self._stream, (rows, *self._shape), np.uint8)
         self._logits = MirroredArray(self._stream, (rows, self._classes), np.float32)
         self._contexts = [self._context(index) for index in range(len(self._info.profiles))]

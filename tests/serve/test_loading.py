@@ -7,6 +7,8 @@ from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
+from vitx.core.plan import Profile
+from vitx.serve import load_session
 from vitx.serve.limits import Batching
 from vitx.serve.loading import Loader
 from vitx.serve.repository import check_contract
@@ -36,6 +38,20 @@ def test_what_was_asked_for_comes_first(
 ) -> None:
     loader = Loader(Batching(max_batch=2), device="cpu", instances=instances, threads=threads)
     assert loader.warm(loader.verify(tuned_bundle.path)).batching.instances == expected
+
+
+def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = load_session(tiny_bundle, device="cpu", threads=1)
+
+    class WithProfiles:
+        infer, describe = session.infer, session.describe
+        profiles = (Profile(minimum=1, optimum=6, maximum=8), Profile(minimum=1, optimum=3, maximum=4))
+
+    monkeypatch.setattr("vitx.serve.served_model.load_session", lambda *args, **options: WithProfiles())
+    loader = Loader(Batching(max_batch=8), device="cpu", instances=1)
+    warm = loader.warm(loader.verify(tiny_bundle.path))
+    assert warm.batching.preferred == (3, 6)
+    assert warm.curve.best_size(8, warm.batching.preferred) in (3, 6)
 
 
 def test_another_contract_is_refused(tiny_bundle: Bundle) -> None:
