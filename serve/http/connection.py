@@ -1,8 +1,9 @@
 """HTTP/1.1 on one connection: uvicorn's httptools protocol with what it lacks, limits on slow, large and many clients.
 
-A request that arrives whole in one piece sets no timer. One that does not has `header_seconds` for its head, and for
-its body `body_seconds` and a second more for every `body_rate` bytes, as Apache's mod_reqtimeout counts: slow networks
-are served, and a client that trickles holds its place for a limited time.
+A request that arrives whole in one piece sets no timer, and the one that ends an idle connection is not set anew with
+each reply: it looks at the clock when it fires. A request that comes in pieces has `header_seconds` for its head, and
+for its body `body_seconds` and a second more for every `body_rate` bytes, as Apache's mod_reqtimeout counts: slow
+networks are served, and a client that trickles holds its place for a limited time.
 """
 
 import asyncio
@@ -11,7 +12,9 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import unquote
 
+import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,6 +22,7 @@ from uvicorn.server import ServerState
 
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http.asgi import CONNECTION, error_reply, send_reply
+from vitx.serve.http.cycle import Cycle
 from vitx.serve.limits import Limits
 
 # What a connection beyond the limit has to send its request in, to be told that it is one too many.
@@ -43,14 +47,15 @@ class HttpProtocol(HttpToolsProtocol):
         self.lost = False
         self.slow = False
         self.on_lost: Callable[[], object] | None = None
-        self._serve = self.app
         self._surplus = False
         self._in_head = True  # between two requests too
         self._in_body = False
         self._received = 0  # bytes of the head, then of the body
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._replied = 0.0  # when the last reply was written
 
+    # asyncio's protocols are called with transports of any kind, which its stubs say; TCP's is the only one here.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._surplus = len(self.connections) > self.limits.connections
@@ -58,6 +63,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
         self.lost = True
         super().connection_lost(exc)
         if self.on_lost is not None:
@@ -80,15 +87,80 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(RequestError("the request is not valid HTTP/1.1"))
 
     def on_headers_complete(self) -> None:
+        """Begin to answer, behind what the connection has asked before. No WebSockets: an upgrade is not made."""
         self._stop_timer()
         self._in_head, self._in_body, self._received = False, True, 0
-        self.scope[CONNECTION] = self  # type: ignore[literal-required]
-        self.app = self._serve
+        version = self._describe()
+        previous = self.cycle
+        self.cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if previous is None or previous.response_complete:
+            self._start_asgi_task(self.cycle, self._answering())
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((self.cycle, self._answering()))
+
+    def _describe(self) -> str:
+        """Write into the scope what the request line says; return the version of HTTP."""
+        scope: Any = self.scope  # its type knows no key of ours
+        version: str = self.parser.get_http_version()
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii")
+        scope["method"] = self.parser.get_method().decode("ascii")
+        scope["http_version"] = version
+        scope["path"] = unquote(path) if "%" in path else path
+        scope["raw_path"] = url.path
+        scope["query_string"] = url.query or b""
+        scope[CONNECTION] = self
+        return version
+
+    def _answering(self) -> Any:
+        """The application for this request, or what refuses it."""
         if self._surplus:
-            self.app = _refusing(unavailable(f"{self.limits.connections} connections are open", "connections"), self)
-        elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
-            self.app = _refusing(_head_too_large(self.limits), self)
-        super().on_headers_complete()
+            return _refusing(unavailable(f"{self.limits.connections} connections are open", "connections"), self)
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
+            return _refusing(_head_too_large(self.limits), self)
+        return self.app
+
+    def on_response_complete(self) -> None:
+        """Begin with the next request of the connection if one waits, else with its idle time."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._replied = time.monotonic()
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+        elif self.timeout_keep_alive_task is None:
+            self._wait_for_request(self.timeout_keep_alive)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Called by uvicorn when data comes: `timeout_keep_alive_handler` finds that out by itself."""
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End a connection on which nothing was asked for so long, else look again when that could be."""
+        if self.transport.is_closing():
+            return
+        idle = self.cycle.response_complete and not self._received
+        left = self._replied + self.timeout_keep_alive - time.monotonic() if idle else self.timeout_keep_alive
+        if left > 0:
+            self._wait_for_request(left)
+        else:
+            self.transport.close()
+
+    def _wait_for_request(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def on_body(self, body: bytes) -> None:
         self._received += len(body)

@@ -1,0 +1,52 @@
+"""One request and its reply: uvicorn's, but a reply that is known whole leaves in one write."""
+
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+
+class Cycle(RequestResponseCycle):
+    """Keeps the head of a reply back until the body comes: two writes are two system calls, and two packets."""
+
+    _start: Any = None  # the ASGI message that begins the reply
+
+    async def send(self, message: Any) -> None:
+        """ASGI's send. What is no whole reply on a connection that stays open is left to uvicorn."""
+        if message["type"] == "http.response.start" and not self.response_started:
+            self._start = message
+            return
+        start, self._start = self._start, None
+        if start is not None:
+            if (whole := self._whole(start, message)) is not None:
+                self._finish(whole)
+                return
+            await super().send(start)
+        await super().send(message)
+
+    def _whole(self, start: Any, message: Any) -> bytes | None:
+        """Head and body, if they are all of the reply and there is nothing to do but to write them."""
+        if self.disconnected or self.flow.write_paused or not self.keep_alive or self.scope["method"] == "HEAD":
+            return None
+        if message["type"] != "http.response.body" or message.get("more_body", False):
+            return None
+        body, length = message.get("body", b""), None
+        lines = [STATUS_LINE[start["status"]]]
+        for name, value in (*self.default_headers, *start["headers"]):
+            if name == b"content-length":
+                length = int(value)
+            elif name in (b"connection", b"transfer-encoding"):
+                return None
+            lines += (name, b": ", value, b"\r\n")
+        if length != len(body):
+            return None
+        head = b"".join(lines)
+        if head.count(b"\n") != len(lines) // 4 + 1:  # a line break in a header: uvicorn refuses it
+            return None
+        return head + b"\r\n" + body
+
+    def _finish(self, whole: bytes) -> None:
+        self.transport.write(whole)
+        self.waiting_for_100_continue = False
+        self.response_started = self.response_complete = True
+        self.message_event.set()
+        self.on_response()
