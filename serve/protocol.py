@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from vitx.serve.limits import Limits
 from vitx.serve.parameters import (
     REGION_PARAMETERS,
     Region,
+    RequestedOutput,
+    RequestParameters,
     expected_bytes,
     known_parameters,
     parse_json_object,
@@ -33,6 +36,10 @@ from vitx.serve.shared_memory import SharedMemory
 
 HEADER_LENGTH = "inference-header-content-length"
 FIRST_VERSION = "1"  # of a bundle that stands alone
+
+# A client sends the same JSON with every request, but for the pixels behind it: so many short ones are kept as read.
+_KNOWN_HEADERS, _SHORT_BYTES = 256, 512
+_NOT_KEPT = (b"shared_memory", b"\\")  # regions come and go; a backslash could spell their name otherwise
 
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
@@ -117,37 +124,87 @@ def decode_infer_request(
     if length == 0:  # Triton's raw binary request: nothing but the tensor
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
-        return InferRequest(_from_bytes(memoryview(body), shape, contract, limits.images), binary_output=True)
-    header = parse_json_object(body if length is None else body[:length], limits.json_depth)
+        _check_count(shape[0], limits.images)
+        return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
+    text = body if length is None else body[:length]
+    if length is not None and length <= _SHORT_BYTES and not any(word in text for word in _NOT_KEPT):
+        form = _known_form(text, contract, limits.images, limits.json_depth)
+    else:
+        form = _Form.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
-    return read_infer_request(header, rest, contract, limits, memory)
+    return form.request(rest, contract, memory)
 
 
 def read_infer_request(
     header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
 ) -> InferRequest:
     """Read a request from its JSON header and the bytes behind it; raises what `decode_infer_request` does."""
-    tensor = _only_input(header, contract)
-    shape = _image_shape(tensor, contract)
-    _check_count(shape[0], limits.images)
-    images = _images(tensor, shape, rest, contract, limits.images, memory)
-    parameters = request_parameters(header)
-    output = requested_output(header, contract, parameters.binary_output, shape[0], memory)
-    return InferRequest(
-        images,
-        _request_id(header),
-        output.binary,
-        parameters.priority,
-        parameters.timeout,
-        output.top_k,
-        output.region,
-    )
+    return _Form.of(header, contract, limits.images, memory).request(rest, contract, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the JSON of a request says: all but the pixels, unless they are in its `tensor`."""
+
+    tensor: Mapping[str, Any]
+    shape: tuple[int, ...]
+    size: object  # the input's binary_data_size
+    region: Region | None
+    id: str | None
+    parameters: RequestParameters
+    output: RequestedOutput
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "_Form":
+        tensor = _only_input(header, contract)
+        shape = _image_shape(tensor, contract)
+        _check_count(shape[0], max_images)
+        places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
+        parameters = request_parameters(header)
+        output = requested_output(header, contract, parameters.binary_output, shape[0], memory)
+        size, region = places.get("binary_data_size"), Region.of(places)
+        return cls(tensor, shape, size, region, _request_id(header), parameters, output)
+
+    def request(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> InferRequest:
+        """The request with the bytes `rest` behind its JSON."""
+        parameters, output = self.parameters, self.output
+        images = self._images(rest, contract, memory)
+        return InferRequest(
+            images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region
+        )
+
+    def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> UInt8Array:
+        """The input's pixels: from shared memory, from the bytes behind the JSON, or from the JSON."""
+        if (region := self.region) is not None:
+            if self.size is not None or "data" in self.tensor:
+                raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
+            expected_bytes(contract.input_name, region.byte_size, self.shape)
+            pixels = memory.read(region.name, region.offset, region.byte_size)
+            return _from_bytes(pixels, self.shape, contract)
+        if self.size is not None:
+            _check_binary(self.tensor, self.size, rest)
+            return _from_bytes(rest, self.shape, contract)
+        if rest:
+            raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
+        return _from_json(self.tensor, self.shape, contract)
+
+
+_NO_MEMORY = SharedMemory(enabled=False)
+
+
+@lru_cache(_KNOWN_HEADERS)
+def _known_form(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _Form:
+    """The form of a JSON header that names no shared memory."""
+    return _Form.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
 def encode_infer_response(
     logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON header when the output follows as bytes."""
+    if request.binary_output and request.id is None and not request.top_k and request.region is None:
+        header = _binary_header(contract, len(logits))
+        return header + logits.astype("<f4", copy=False).tobytes(), len(header)
     output: dict[str, Any] = {"name": contract.output_name, "datatype": "FP32", "shape": logits.shape}
     reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": [output]}
     texts: list[str] = []
@@ -166,6 +223,15 @@ def encode_infer_response(
     output["parameters"] = {"binary_data_size": len(data)}
     header = _to_json(reply)
     return header + data, len(header)
+
+
+@lru_cache(_KNOWN_HEADERS)
+def _binary_header(contract: Contract, rows: int) -> bytes:
+    """The JSON before the logits of so many images, for a request without an id."""
+    size = {"binary_data_size": 4 * rows * contract.classes}
+    shape = (rows, contract.classes)
+    output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
+    return _to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
 
 
 def _to_json(value: Any) -> bytes:
@@ -208,31 +274,6 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     return tuple(shape)
 
 
-def _images(
-    tensor: Mapping[str, Any],
-    shape: tuple[int, ...],
-    rest: memoryview,
-    contract: Contract,
-    max_images: int,
-    memory: SharedMemory,
-) -> UInt8Array:
-    """The input's pixels: from the JSON, from the bytes behind it, or from shared memory."""
-    parameters = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
-    region = Region.of(parameters)
-    size = parameters.get("binary_data_size")
-    if region is not None:
-        if size is not None or "data" in tensor:
-            raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
-        expected_bytes(contract.input_name, region.byte_size, shape)
-        return _from_bytes(memory.read(region.name, region.offset, region.byte_size), shape, contract, max_images)
-    if size is not None:
-        _check_binary(tensor, size, rest)
-        return _from_bytes(rest, shape, contract, max_images)
-    if rest:
-        raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
-    return _from_json(tensor, shape, contract, max_images)
-
-
 def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> None:
     if type(size) is not int or size < 0:
         raise RequestError(f"'binary_data_size' is {quoted(size)}: expected a number of bytes")
@@ -242,14 +283,12 @@ def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> 
         raise RequestError(f"'binary_data_size' is {size}, but {len(rest)} bytes follow the JSON header")
 
 
-def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract, max_images: int) -> UInt8Array:
-    _check_count(shape[0], max_images)
+def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     expected_bytes(contract.input_name, len(data), shape)
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
-def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Contract, max_images: int) -> UInt8Array:
-    _check_count(shape[0], max_images)
+def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     data = tensor.get("data")
     if not isinstance(data, list):
         raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,26 @@ def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
     assert request.images.ravel().tolist() == list(range(12))
     assert request.images.base is not None
     assert request.binary_output
+
+
+def test_a_header_that_comes_again_brings_its_own_pixels() -> None:
+    header = {"id": "7", "inputs": [tensor(data=None, parameters={"binary_data_size": 6})]}
+    for _ in range(2):
+        assert decode(header, bytes(ROW)).images.ravel().tolist() == ROW
+        assert decode(header, bytes(ROW[::-1])).images.ravel().tolist() == ROW[::-1]
+        assert refusal(header, bytes(5)) == (400, "'binary_data_size' is 6, but 5 bytes follow the JSON header")
+    assert decode({**header, "id": "8"}, bytes(ROW)).id == "8"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
+@pytest.mark.parametrize("name", ["shared_memory_region", "shared\\u005fmemory_region"])
+def test_what_is_in_shared_memory_is_looked_up_each_time(name: str) -> None:
+    places = {"REGION": "gone", "shared_memory_byte_size": 6}
+    text = json.dumps({"inputs": [tensor(data=None, parameters=places)]}).replace("REGION", name).encode()
+    for memory, status in ((NO_MEMORY, 403), (SharedMemory(enabled=True), 404)):
+        with pytest.raises(RequestError) as error:
+            decode_infer_request(text, len(text), CONTRACT, LIMITS, memory)
+        assert error.value.status == status
 
 
 def test_a_raw_binary_request_is_nothing_but_the_tensor() -> None:
