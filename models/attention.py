@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import InputError
+from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, reattention
 
 HeadNorm = Literal["batch", "layer", "none"]
 MixInit = Literal["random", "identity"]
@@ -37,11 +38,12 @@ def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None
 class HeadMixAttention(nn.Module):
     """Self-attention whose maps a subclass may mix over heads, which no fused kernel offers.
 
-    `attn_drop` sees the softmax maps (B, H, N, N), so a hook on it reads them. `value_scale` multiplies V, which is
-    cheaper than multiplying the maps by it.
+    `attn_drop` sees the softmax maps (B, H, N, N), so a hook on it reads them, with `fused_attn = False` wherever the
+    network runs. `value_scale` multiplies V, which is cheaper than multiplying the maps by it.
     """
 
     value_scale = 1.0
+    fused_attn = True
 
     def __init__(
         self,
@@ -73,6 +75,10 @@ class HeadMixAttention(nn.Module):
         """What is done to the maps between dropout and the product with V; nothing unless a subclass mixes them."""
         return maps_BHNN
 
+    def linear_mixes(self) -> Mixes | None:
+        """The mixes of a forward pass as it would be now, `value_scale` left out; None if one is not linear."""
+        return None
+
     def softmax_maps(self, q_BHNK: Tensor, k_BHNK: Tensor) -> Tensor:
         """The attention maps (B, H, N, N) before dropout and before they are mixed."""
         return self.before_softmax((q_BHNK * self.scale) @ k_BHNK.transpose(-2, -1)).softmax(dim=-1)
@@ -85,12 +91,24 @@ class HeadMixAttention(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
         q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
-        maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
         if self.value_scale != 1.0:
             v_BHNK = v_BHNK * self.value_scale
-        out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
+        mixes = self._flash_mixes(q_BHNK)
+        if mixes is not None:
+            out_BHNK = reattention(q_BHNK, k_BHNK, v_BHNK, mixes, self.scale, impl="flash")
+        else:
+            maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
+            out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
+
+    def _flash_mixes(self, q_BHNK: Tensor) -> Mixes | None:
+        """The mixes for the kernels that write no maps; None where the maps are written out."""
+        dropped = self.training and self.attn_drop.p > 0
+        if not self.fused_attn or dropped or (q_BHNK.device.type == "cpu" and not INTERPRETED):
+            return None
+        mixes = self.linear_mixes()
+        return mixes if mixes is not None and choose_impl(q_BHNK) == "flash" else None
 
 
 class ReAttention(HeadMixAttention):
@@ -146,6 +164,10 @@ class ReAttention(HeadMixAttention):
         normed: Tensor = self.var_norm(mixed_BHNN.movedim(1, -1) if over_heads else mixed_BHNN)
         return normed.movedim(-1, 1) if over_heads else normed
 
+    def linear_mixes(self) -> Mixes | None:
+        linear = not self.var_norm.training or isinstance(self.var_norm, nn.Identity)
+        return Mixes(*self.head_mix()) if linear and not isinstance(self.var_norm, nn.LayerNorm) else None
+
     def head_mix(self) -> tuple[Tensor, Tensor]:
         """The mix in evaluation mode, BatchNorm folded in, without `reatten_scale`: weight (H, H), bias (H,)."""
         assert self.reatten_matrix.bias is not None
@@ -200,6 +222,9 @@ class TalkingHeadsAttention(HeadMixAttention):
                 nn.init.trunc_normal_(mix.weight, std=0.02)
             if mix.bias is not None:
                 nn.init.zeros_(mix.bias)
+
+    def linear_mixes(self) -> Mixes | None:
+        return Mixes(self.proj_post.weight, self.proj_post.bias, self.proj_pre.weight, self.proj_pre.bias)
 
     def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
         return mix_heads(scores_BHNN, self.proj_pre.weight, self.proj_pre.bias)

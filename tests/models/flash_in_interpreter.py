@@ -1,0 +1,202 @@
+"""The kernels of Re-Attention in Triton's interpreter, against float64.
+
+test_flash_reattention.py runs this in a process of its own: Triton chooses its interpreter when it is imported.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import interpreter
+
+from reference import randomize, randomize_like_trained
+from vitx.core.errors import InputError
+from vitx.models import flash_reattention
+from vitx.models.attention import ReAttention, TalkingHeadsAttention
+from vitx.models.attention_maps import attention_maps
+from vitx.models.flash_reattention import INTERPRETED, Mixes, Tiles, choose_impl, plain_reattention, reattention
+
+assert INTERPRETED, "set TRITON_INTERPRET=1"
+_multiply = interpreter.InterpreterBuilder.create_dot
+
+
+def _in_float32(operand: Any) -> Any:
+    if operand.dtype.scalar is not tl.bfloat16:
+        return operand
+    return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as bits, and multiplies those."""
+    return _multiply(self, _in_float32(a), _in_float32(b), *rest)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What nobody has written is NaN."""
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def operands(
+    heads: int, tokens: int, width: int, dtype: torch.dtype, *, batch: int = 2, before: bool = False, bias: bool = True
+) -> tuple[Tensor, Mixes]:
+    """(3, B, H, N, K) as a Linear makes it, and mixes with negative weights."""
+    generator = torch.Generator().manual_seed(heads * tokens + width)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    qkv = draw(batch, tokens, 3, heads, width).to(dtype).permute(2, 0, 3, 1, 4)
+    mixes = Mixes(
+        draw(heads, heads),
+        draw(heads) / tokens if bias else None,
+        draw(heads, heads) / heads**0.5 if before else None,
+        draw(heads) if before else None,
+    )
+    return qkv, mixes
+
+
+def in_float64(mixes: Mixes) -> Mixes:
+    return Mixes(*(None if part is None else part.detach().double() for part in mixes))
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    assert found.isfinite().all()
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["re-attention", "talking-heads"])
+@pytest.mark.parametrize(
+    ("heads", "tokens", "width", "tiles"),
+    [
+        (1, 1, 64, Tiles()),
+        (3, 7, 33, Tiles()),
+        (16, 65, 35, Tiles()),
+        (12, 65, 32, Tiles(16, 32)),
+        (12, 197, 32, Tiles(64, 64)),
+        (3, 577, 64, Tiles(64, 128)),
+    ],
+)
+def test_output_equals_float64(
+    heads: int, tokens: int, width: int, tiles: Tiles, before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_reattention, "TILES", tiles)
+    (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=1 if tokens > 100 else 2)
+    found = reattention(q, k, v, mixes, width**-0.5, impl="flash")
+    assert found.dtype == torch.float16
+    expected = plain_reattention(q.double(), k.double(), v.double(), mixes, width**-0.5)
+    assert relative_error(found, expected) < 2e-3
+    assert (found.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "before", "bias"),
+    [
+        (torch.float16, False, True),
+        (torch.float16, True, True),
+        (torch.float16, False, False),
+        (torch.bfloat16, True, False),
+    ],
+)
+def test_gradients_equal_float64(dtype: torch.dtype, before: bool, bias: bool) -> None:
+    heads, tokens, width = 3, 21, 35
+    qkv, mixes = operands(heads, tokens, width, dtype, before=before, bias=bias)
+    qkv = qkv.clone().requires_grad_()
+    mixes = Mixes(*(None if part is None else part.requires_grad_() for part in mixes))
+    exact_qkv = qkv.detach().double().requires_grad_()
+    exact = Mixes(*(None if part is None else part.requires_grad_() for part in in_float64(mixes)))
+    weight = torch.randn(2, heads, tokens, width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    out = reattention(*qkv, mixes, width**-0.5, impl="flash")
+    out.backward(weight)
+    plain_reattention(*exact_qkv, exact, width**-0.5).backward(weight.double())
+    tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
+    assert qkv.grad is not None
+    assert exact_qkv.grad is not None
+    for found, expected in zip(qkv.grad, exact_qkv.grad, strict=True):
+        assert relative_error(found, expected) < tolerance
+    for name, mine, theirs in zip(Mixes._fields[:3], mixes, exact, strict=False):
+        if mine is not None:
+            assert relative_error(mine.grad, theirs.grad) < tolerance, name  # type: ignore[union-attr]
+    if mixes.before_bias is not None and exact.before_bias is not None:
+        assert mixes.before_bias.grad is not None
+        assert not mixes.before_bias.grad.any()
+        assert exact.before_bias.grad is not None
+        assert exact.before_bias.grad.abs().max() < 1e-12  # constant along a row
+
+
+def test_large_scores_do_not_overflow() -> None:
+    (q, k, v), mixes = operands(3, 20, 32, torch.float16)
+    found = reattention(30 * q, 30 * k, v, mixes, 1.0, impl="flash")
+    expected = plain_reattention((30 * q).double(), (30 * k).double(), v.double(), mixes, 1.0)
+    assert relative_error(found, expected) < 2e-3
+
+
+def test_any_layout_is_read() -> None:
+    (q, k, v), mixes = operands(3, 20, 32, torch.float16)
+    first = reattention(q, k, v, mixes, 1.0, impl="flash")
+    again = reattention(q.contiguous(), k, v.clone(), mixes, 1.0, impl="flash")
+    assert torch.equal(first, again)
+    backwards = reattention(*(part.flip(2) for part in (q, k, v)), mixes, 1.0, impl="flash").flip(2)
+    assert relative_error(backwards, first.double()) < 2e-3
+
+
+@pytest.mark.parametrize("make", [ReAttention, TalkingHeadsAttention])
+def test_the_layers_take_the_kernels(make: Callable[..., Any]) -> None:
+    layer = randomize_like_trained(make(48, 3)).half().eval()
+    x = torch.randn(2, 17, 48, generator=torch.Generator().manual_seed(0)).half()
+    with torch.no_grad():
+        fused = layer(x)
+        layer.fused_attn = False
+        plain = layer.double()(x.double())
+    assert relative_error(fused, plain) < 4e-3  # the Linears are in half too
+
+
+def test_maps_are_observed_in_spite_of_the_kernels() -> None:
+    model = randomize(timm.create_model("deepvit_digits", depth=2, attention="re-attention")).half().eval()
+    images = torch.zeros(1, 3, 32, 32).half()
+    with torch.no_grad(), attention_maps(model) as maps:
+        model(images)
+    assert [value.shape[-1] for value in maps.values()] == [model.num_tokens] * 2
+    assert all(block.attn.fused_attn for block in model.blocks)
+
+
+def test_batch_norm_in_training_keeps_the_plain_form() -> None:
+    layer = ReAttention(48, 3).half().train()
+    assert layer.linear_mixes() is None
+    layer.var_norm.eval()
+    assert layer.linear_mixes() is not None
+    assert ReAttention(48, 3, norm="layer").eval().linear_mixes() is None
+    assert ReAttention(48, 3, norm="none").train().linear_mixes() is not None
+
+
+def test_operator_checks_of_torch() -> None:
+    """Schema, fake tensors and autograd registration, as torch.compile will rely on them."""
+    (q, k, v), mixes = operands(3, 5, 32, torch.float16, batch=1)
+    arguments = (q, k, v, mixes.weight, mixes.bias, None, None, 0.2)
+    torch.library.opcheck(torch.ops.vitx.reattention.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "width", "dtype", "expected"),
+    [
+        (3, 8, 32, torch.float32, "float32, not float16 or bfloat16"),
+        (17, 8, 32, torch.float16, "heads is 17, above 16"),
+        (3, 1026, 32, torch.float16, "tokens is 1026, above 1025"),
+        (3, 8, 72, torch.bfloat16, "head width is 72, above 64"),
+    ],
+)
+def test_what_the_kernels_cannot_do_is_named(
+    heads: int, tokens: int, width: int, dtype: torch.dtype, expected: str
+) -> None:
+    q = torch.empty(1, heads, tokens, width, dtype=dtype)
+    assert choose_impl(q) == "plain"
+    with pytest.raises(InputError, match=expected):
+        choose_impl(q, "flash")
