@@ -7,7 +7,7 @@ import sys
 from vitx.core.errors import EnvironmentMissing, InputError
 
 
-def claim_port(host: str, port: int) -> socket.socket:
+def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
     """Return a listening socket; raise EnvironmentMissing when the address is taken or not allowed."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -23,14 +23,37 @@ def claim_port(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise EnvironmentMissing(
-                f"port {port} on {host} is in use: stop what listens there, or choose another with --port (0: any)"
+                f"port {port} on {host} is in use: stop what listens there, or choose another with {option} (0: any)"
             ) from None
         raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
     listener.setblocking(False)
     return listener
 
 
+def hold_shared_port(host: str, port: int) -> socket.socket:
+    """Return a socket that holds a port, 0 for any, for workers that each listen on it with SO_REUSEPORT.
+
+    It does not listen, so no connection comes to it; and it keeps others from the port, who could join with the same
+    option and take connections. Raises as `claim_port`.
+    """
+    with claim_port(
+        host, port, "--grpc-port"
+    ) as first:  # fails where anybody has the port, with that option or without
+        address, family = first.getsockname(), first.family
+    holder = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(address)
+    except OSError as error:
+        holder.close()
+        raise EnvironmentMissing(f"cannot listen on {host} port {port}: {error.strerror}") from None
+    return holder
+
+
 def url_of(listener: socket.socket, *, tls: bool = False) -> str:
+    return f"{'https' if tls else 'http'}://{address_of(listener)}"
+
+
+def address_of(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    scheme = "https" if tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import uvicorn
 from PIL import Image
@@ -32,8 +33,10 @@ from vitx.serve.runtimes import Device
 from vitx.serve.security import Guarded, Security, Tokens, read_pem
 from vitx.serve.served_model import ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
+from vitx.serve.shared_repository import SharedRepository
+from vitx.serve.siblings import Siblings, starting, unloaded
 from vitx.serve.supervisor import WorkerLink, worker_link
-from vitx.serve.worker_metrics import WorkerMetrics
+from vitx.serve.worker_metrics import QUESTION, gather
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
@@ -83,24 +86,33 @@ def serve(options: ServerOptions) -> None:
     Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone, before an image is decoded
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
+        held = None if link is None else starting(link.folder)
         found = {} if options.repository is None else bundles_in(options.repository)
         offers = open_offers(options.bundles, found, allow_uncertified=options.allow_uncertified)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(Server(options, offers, listener, link).run())
+            runner.run(Server(options, offers, listener, link, held).run())
 
 
 class Server:
     """Runs one application on one listening socket until a signal comes."""
 
     def __init__(
-        self, options: ServerOptions, offers: Sequence[Offer], listener: socket.socket, link: WorkerLink | None = None
+        self,
+        options: ServerOptions,
+        offers: Sequence[Offer],
+        listener: socket.socket,
+        link: WorkerLink | None = None,
+        held: IO[str] | None = None,
     ) -> None:
+        """As a worker it has a `link`, and ends what is `held` when its models are loaded."""
         self._options = options
-        self._offers = offers
+        gone = unloaded(link.folder) if link is not None else set()
+        self._offers = [offer for offer in offers if offer.bundle.manifest.name not in gone]
+        self._held = held
         self._listener = listener
         self._link = link
         self._metrics = Metrics()
-        self._models = ModelSet(offer.key for offer in offers)
+        self._models = ModelSet(offer.key for offer in self._offers)
         self._memory = SharedMemory(enabled=options.shared_memory)
         self._tokens = Tokens.read(options.security)
         self._pem = read_pem(options.security)
@@ -114,7 +126,9 @@ class Server:
             allow_uncertified=options.allow_uncertified,
         )
         given = {Path(path) for path in options.bundles}
-        self._repository = Repository(
+        self._siblings = None if link is None else Siblings(link.folder, link.index)
+        kind = Repository if self._siblings is None else partial(SharedRepository, siblings=self._siblings)
+        self._repository = kind(
             self._models,
             self._loader,
             self._metrics,
@@ -136,12 +150,13 @@ class Server:
         protocol = limited_protocol(limits, self._metrics.reject)
         self._uvicorn = _Uvicorn(_uvicorn_config(self._outermost(), protocol, self._options.security))
         self._uvicorn.config.load()
-        if self._options.grpc_port is not None:
-            self._grpc = await self._start_grpc(self._options.grpc_port, limits, offered)
+        if self._link is None:
+            self._grpc = await self._start_grpc(limits, offered)
         self._take_signals()
-        workers = await self._join_workers() if self._link is not None else None
         if self._link is not None:
+            await self._join_workers(self._link)
             await self._load()
+            self._grpc = await self._start_grpc(limits, offered)  # from now on calls come
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             if self._link is None:
@@ -155,8 +170,8 @@ class Server:
             await self._end_tasks()
             if self._grpc is not None:
                 await self._grpc.stop()
-            if workers is not None:
-                workers.close()
+            if self._siblings is not None:
+                self._siblings.close()
             decoder.close()
             self._memory.close()
             if self._access_log is not None:
@@ -169,7 +184,10 @@ class Server:
             app = Guarded(app, self._tokens, self._metrics.reject)
         return app if self._access_log is None else AccessLogged(app, self._access_log)
 
-    async def _start_grpc(self, port: int, limits: Limits, offered: Repository | None) -> "GrpcServer":
+    async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
+        port = self._options.grpc_port
+        if port is None:
+            return None
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its warnings let a client fill the log
         try:
             from vitx.serve.grpc.server import GrpcServer, server_credentials
@@ -178,7 +196,8 @@ class Server:
         server = GrpcServer(
             *(self._models, limits, self._metrics, self._memory),
             host=self._options.host,
-            port=port,
+            port=port if self._link is None else self._link.grpc_port,
+            shared_port=self._link is not None,
             credentials=server_credentials(self._pem),
             repository=offered,
             tokens=self._tokens,
@@ -187,18 +206,22 @@ class Server:
         await server.start()
         return server
 
-    async def _join_workers(self) -> WorkerMetrics:
-        assert self._link is not None
-        asyncio.get_running_loop().add_reader(self._link.parent, self._on_parent)
-        workers = WorkerMetrics(self._link.folder, self._link.index, os.getpid(), self._metrics.exposition)
-        await workers.start()
-        self._metrics.gather = workers.gather
-        return workers
+    async def _join_workers(self, link: WorkerLink) -> None:
+        assert isinstance(self._repository, SharedRepository)
+        assert self._siblings is not None
+        asyncio.get_running_loop().add_reader(link.parent, self._on_parent)
+        await self._siblings.start({QUESTION: self._exposition, **self._repository.answers()})
+        self._metrics.gather = partial(gather, self._siblings)
+
+    async def _exposition(self, text: str) -> bytes:
+        return self._metrics.exposition()
 
     async def _load(self) -> None:
         for offer in self._offers:
             warm = await asyncio.to_thread(self._loader.warm, offer)
             self._models.switch(ServedModel(warm, self._metrics), 0)
+        if self._held is not None:
+            self._held.close()
 
     def _announce(self) -> None:
         """Begin what runs beside the requests, and say that the models are warm."""

@@ -28,11 +28,12 @@ _EXIT_SECONDS = 10.0  # for a process that has closed its link
 
 @dataclass(frozen=True)
 class WorkerLink:
-    """A worker's side. `folder` is where the workers of one parent find one another."""
+    """A worker's side. `folder` is where the workers of one parent find one another; grpc_port 0: no gRPC."""
 
     index: int
     listener: socket.socket
     parent: socket.socket
+    grpc_port: int
     folder: Path
 
     def announce_ready(self) -> None:
@@ -44,10 +45,10 @@ def worker_link() -> WorkerLink | None:
     given = os.environ.pop(ENVIRONMENT, None)
     if given is None:
         return None
-    index, listener, parent, folder = given.split(" ", 3)
+    index, listener, parent, grpc_port, folder = given.split(" ", 4)
     listening = socket.socket(fileno=int(listener))
     listening.setblocking(False)
-    return WorkerLink(int(index), listening, socket.socket(fileno=int(parent)), Path(folder))
+    return WorkerLink(int(index), listening, socket.socket(fileno=int(parent)), int(grpc_port), Path(folder))
 
 
 @dataclass(eq=False)
@@ -64,21 +65,23 @@ class _Worker:
         self.link.shutdown(socket.SHUT_WR)
 
 
-def supervise(listener: socket.socket, workers: int, serving: str) -> int:
+def supervise(listener: socket.socket, workers: int, serving: str, grpc_port: int = 0) -> int:
     """Keep `workers` processes of this program's own command line on `listener`; return the exit code.
 
-    `serving` is printed when all of them are warm. SIGTERM and SIGINT drain them, a second one kills them; SIGHUP
-    replaces them one after another, without a gap; SIGUSR1 is passed on.
+    `grpc_port` is one that they share, held by the caller, or 0. `serving` is printed when all of them are warm.
+    SIGTERM and SIGINT drain them, a second one kills them; SIGHUP replaces them one after another, without a gap, or
+    with gRPC is passed on, as SIGUSR1 is.
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
     with tempfile.TemporaryDirectory(prefix="vitx-") as folder:
-        return _Supervisor(listener, workers, serving, Path(folder)).run()
+        return _Supervisor(listener, workers, serving, grpc_port, Path(folder)).run()
 
 
 class _Supervisor:
-    def __init__(self, listener: socket.socket, workers: int, serving: str, folder: Path) -> None:
+    def __init__(self, listener: socket.socket, workers: int, serving: str, grpc_port: int, folder: Path) -> None:
         self._listener = listener
+        self._grpc_port = grpc_port
         self._count = workers
         self._serving = serving
         self._folder = folder
@@ -113,7 +116,7 @@ class _Supervisor:
 
     def _start(self, index: int, replaces: _Worker | None = None) -> None:
         ours, theirs = socket.socketpair()
-        given = f"{index} {self._listener.fileno()} {theirs.fileno()} {self._folder}"
+        given = f"{index} {self._listener.fileno()} {theirs.fileno()} {self._grpc_port} {self._folder}"
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:]],
@@ -184,9 +187,10 @@ class _Supervisor:
 
     def _on_signal(self, number: int) -> None:
         if number == signal.SIGUSR1:
-            for worker in self._workers:
-                if worker.ready:
-                    worker.process.send_signal(number)
+            self._pass_on(number)
+        elif number == signal.SIGHUP and self._grpc_port:
+            # gRPC's library drops calls on connections that it ends, so these workers stay, and load again in place.
+            self._pass_on(number)
         elif number == signal.SIGHUP:
             if self._announced and not self._stopping and not self._to_replace:
                 log("vitx: every worker is replaced, one after another")
@@ -200,6 +204,11 @@ class _Supervisor:
         else:
             log("vitx: draining; a second signal stops at once")
             self._drain()
+
+    def _pass_on(self, number: int) -> None:
+        for worker in self._workers:
+            if worker.ready:
+                worker.process.send_signal(number)
 
     def _replace_next(self) -> None:
         while self._to_replace:

@@ -65,8 +65,12 @@ class GrpcServer:
         repository: Repository | None = None,
         tokens: Tokens | None = None,
         access_log: AccessLog | None = None,
+        shared_port: bool = False,
     ) -> None:
-        """Claim the port, 0 for any; raise EnvironmentMissing when it cannot be had. Without credentials: no TLS."""
+        """Claim the port, 0 for any; raise EnvironmentMissing when it cannot be had. Without credentials: no TLS.
+
+        shared_port: other workers of the same parent listen on it too.
+        """
         self._models = models
         self._metrics = metrics
         self._service = GrpcService(models, limits, memory, repository)
@@ -77,7 +81,7 @@ class GrpcServer:
         self._idle.set()
         self.active = 0  # calls that run, streams included
         self._server = grpc.aio.server(
-            handlers=self._handlers(), options=_options(limits), maximum_concurrent_rpcs=_CALLS
+            handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
         )
         host = f"[{host}]" if ":" in host else host
         try:
@@ -235,9 +239,9 @@ def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredential
     return None if pem is None else grpc.ssl_server_credentials([pem])
 
 
-def _options(limits: Limits) -> list[tuple[str, int]]:
+def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # else two servers share a port, and neither says so
+        ("grpc.so_reuseport", int(shared_port)),  # else two servers share a port, and neither says so
         ("grpc.max_receive_message_length", limits.body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", _CALLS),

@@ -59,7 +59,7 @@ def expected(*, mirrored: bool) -> Any:
     first = NumpySession().infer(GREY)[0]
     if not mirrored:
         return pytest.approx(first, rel=1e-4)
-    normal = (np.float64(7 / 255) - PREPROCESSING.mean) / PREPROCESSING.std
+    normal = (7 / 255 - np.array(PREPROCESSING.mean)) / PREPROCESSING.std
     return pytest.approx(normal @ WEIGHT[::-1] + BIAS, rel=1e-4)
 
 

@@ -95,10 +95,10 @@ def test_a_bundle_that_is_refused_is_refused_once(tmp_path: Path, tiny_bundle: B
     uncertified = write_bundle(tmp_path / "uncertified.vitx")
     refused = run_serve(uncertified.path, "--workers", "2", "--port", "0")
     assert (refused.returncode, refused.stdout, refused.stderr.count("has no certificate")) == (1, "", 1)
-    refused = run_serve(tiny_bundle.path, "--workers", "2", "--grpc-port", "0", "--port", "0")
+    refused = run_serve(tiny_bundle.path, "--workers", "2", "--shared-memory", "--port", "0")
     assert refused.returncode == 2
     assert refused.stderr == (
-        "error: --grpc-port reaches one process, and --workers makes several: use --instances instead of --workers\n"
+        "error: --shared-memory reaches one process, and --workers makes several: use --instances\n"
     )
 
 

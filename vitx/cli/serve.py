@@ -1,7 +1,7 @@
 """`vitx serve`: answer requests over HTTP."""
 
 import os
-from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -36,9 +36,7 @@ def command(
         int | None,
         typer.Option(min=1, help="Threads of an instance. Default: what `vitx bench --tune` found, else all cores."),
     ] = None,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Server processes on the port; one that dies is replaced. HTTP only.")
-    ] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Server processes on the port; one that dies is replaced.")] = 1,
     device: DeviceOption = "auto",
     runtime: RuntimeOption = "onnxruntime",
     timeout_ms: Annotated[
@@ -71,20 +69,15 @@ def command(
     allow_uncertified: AllowUncertified = False,
 ) -> None:
     """Serve bundles: Open Inference Protocol v2, image classification, metrics and a web page."""
-    from vitx.core.errors import missing_package
+    from vitx.core.errors import InputError, missing_package
 
     if workers > 1:
-        _refuse_with_workers(
-            {"--grpc-port": grpc_port is not None, "--shared-memory": shared_memory, "--management": management}
-        )
-        from vitx.serve.supervisor import ENVIRONMENT, supervise
+        from vitx.serve.supervisor import ENVIRONMENT
 
+        if shared_memory:
+            raise InputError("--shared-memory reaches one process, and --workers makes several: use --instances")
         if ENVIRONMENT not in os.environ:  # else this is one of the workers
-            from vitx.serve.port import claim_port, url_of
-
-            with claim_port(host, port) as listener:
-                url = url_of(listener, tls=tls_cert is not None)
-                raise typer.Exit(supervise(listener, workers, f"vitx: serving with {workers} workers on {url}"))
+            raise typer.Exit(_supervise(workers, host, port, grpc_port, tls=tls_cert is not None))
     try:
         from vitx.serve.server import ServerOptions, serve
     except ModuleNotFoundError as error:
@@ -130,11 +123,15 @@ def command(
     )
 
 
-def _refuse_with_workers(given: Mapping[str, bool]) -> None:
-    """Raise InputError for options that reach one process only."""
-    from vitx.core.errors import InputError
+def _supervise(workers: int, host: str, port: int, grpc_port: int | None, *, tls: bool) -> int:
+    """Claim the ports and keep the workers; return the exit code."""
+    from vitx.serve.port import address_of, claim_port, hold_shared_port, url_of
+    from vitx.serve.supervisor import supervise
 
-    if refused := [name for name, is_given in given.items() if is_given]:
-        raise InputError(
-            f"{refused[0]} reaches one process, and --workers makes several: use --instances instead of --workers"
-        )
+    with claim_port(host, port) as listener, ExitStack() as held:
+        serving = f"vitx: serving with {workers} workers on {url_of(listener, tls=tls)}"
+        if grpc_port is None:
+            return supervise(listener, workers, serving)
+        holder = held.enter_context(hold_shared_port(host, grpc_port))
+        serving += f"\nvitx: gRPC on {address_of(holder)}"
+        return supervise(listener, workers, serving, holder.getsockname()[1])

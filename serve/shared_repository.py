@@ -1,0 +1,76 @@
+"""A worker's model repository: what a client asks of one worker happens in all of them."""
+
+import json
+from contextlib import suppress
+from typing import Any
+
+from vitx.serve.errors import RequestError
+from vitx.serve.loading import Loader
+from vitx.serve.metrics import Metrics
+from vitx.serve.repository import Repository
+from vitx.serve.served_model import ModelSet
+from vitx.serve.siblings import Answer, Siblings, note_unloaded
+
+_SECONDS = 600.0  # for a sibling to load a model; one that dies meanwhile ends the wait
+
+
+class SharedRepository(Repository):
+    """A Repository whose `load` and `unload` are of every worker.
+
+    The asked worker goes first, alone: what it refuses changes nothing anywhere. Then the others follow, one after
+    another. Workers that start later leave out what was unloaded.
+    """
+
+    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, *, siblings: Siblings, **given: Any) -> None:
+        """As `Repository`, and the worker's way to the others."""
+        super().__init__(models, loader, metrics, **given)
+        self._siblings = siblings
+
+    def answers(self) -> dict[str, Answer]:
+        """What other workers may ask of this one: the same, here."""
+        return {"load": self._answer_load, "unload": self._answer_unload}
+
+    async def load(self, name: str) -> None:
+        """Raises what `Repository.load` does; 503 when another worker refuses what this one has loaded."""
+        async with self._siblings.alone():
+            await super().load(name)
+            note_unloaded(self._siblings.folder, name, is_unloaded=False)
+            await self._repeat("load", name)
+
+    async def unload(self, name: str) -> None:
+        async with self._siblings.alone():
+            await super().unload(name)
+            note_unloaded(self._siblings.folder, name, is_unloaded=True)
+            await self._repeat("unload", name)
+
+    async def load_all(self) -> None:
+        """As `Repository.load_all`, in this worker: the signal for it goes to each."""
+        for name in self._models.names:
+            with suppress(RequestError):
+                await super().load(name)
+
+    async def _repeat(self, what: str, name: str) -> None:
+        for index, data in (await self._siblings.ask_others(what, name, seconds=_SECONDS)).items():
+            if error := json.loads(data)["error"]:
+                raise RequestError(
+                    f"worker {index}: {error}; other workers did {what} '{name[:80]}': ask again",
+                    status=503,
+                    reason="load_refused",
+                    retry_after=1,
+                )
+
+    async def _answer_load(self, name: str) -> bytes:
+        return await _outcome(super().load(name))
+
+    async def _answer_unload(self, name: str) -> bytes:
+        return await _outcome(super().unload(name))
+
+
+async def _outcome(work: Any) -> bytes:
+    """What became of it, for the worker that asked; one that leaves, or does not serve the model, has done its part."""
+    try:
+        await work
+    except RequestError as error:
+        settled = error.reason in ("draining", "unknown_model")
+        return json.dumps({"error": None if settled else str(error)}).encode()
+    return json.dumps({"error": None}).encode()

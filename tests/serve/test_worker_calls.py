@@ -1,0 +1,158 @@
+"""`vitx serve --workers` with gRPC on a shared port, and with models that clients load and unload in all workers."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from bundle_fixture import IMAGE_SIZE, write_bundle
+from server_process import (
+    INFER_BODY,
+    ServerProcess,
+    end_under_load,
+    grpc_address,
+    load_on,
+    run_serve,
+    running_server,
+    wait_until,
+)
+from vitx.core.files import replace_folder
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="SO_REUSEPORT, and /proc")
+
+TOKEN = "a-token-of-management"
+
+
+def workers_of(server: ServerProcess) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    """Two workers over a repository with tiny and other."""
+    for name in ("tiny", "other"):
+        write_bundle(tmp_path / "models" / f"{name}.vitx", name=name)
+    (tmp_path / "token").write_text(TOKEN)
+    managed = ("--management", "--management-token-file", tmp_path / "token")
+    workers = ("--workers", "2", "--threads", "1", "--grpc-port", "0", "--allow-uncertified")
+    with running_server("--repository", tmp_path / "models", *workers, *managed) as started:
+        yield started
+
+
+def grpc_client(server: ServerProcess, opened: ExitStack) -> Callable[[], str]:
+    """A client with a connection of its own that asks once on each call: the status of the answer."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    client = opened.enter_context(triton.InferenceServerClient(grpc_address(server), channel_args=options))
+    tensor = triton.InferInput("images", [1, IMAGE_SIZE, IMAGE_SIZE, 3], "UINT8")
+    tensor.set_data_from_numpy(np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8))
+
+    def ask() -> str:
+        try:
+            client.infer("tiny", [tensor])
+        except InferenceServerException as error:
+            refused = error.message() == "the server is shutting down"
+            return "refused" if refused else str(error.status()).removeprefix("StatusCode.")
+        return "OK"
+
+    return ask
+
+
+def test_calls_reach_every_worker_and_the_port_is_theirs_alone(server: ServerProcess) -> None:
+    with ExitStack() as opened:
+        asked = [grpc_client(server, opened)() for _ in range(24)]  # each on a connection of its own
+    assert asked == ["OK"] * 24
+    by_worker = [server.metric(f'vitx_requests_total{{worker="{index}",route="grpc.ModelInfer"') for index in (0, 1)]
+    assert sum(by_worker) == 24
+    assert min(by_worker) > 0  # with 24 connections a worker is left out once in eight million
+    port = int(grpc_address(server).rpartition(":")[2])
+    taken = ("--allow-uncertified", "--port", "0", "--grpc-port", str(port))
+    with socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with pytest.raises(OSError, match="in use"):
+            thief.bind(("127.0.0.1", port))
+    refused = run_serve("nothing.vitx", "--workers", "2", *taken)
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert f"error: port {port} on 127.0.0.1 is in use" in refused.stderr
+    assert "choose another with --grpc-port" in refused.stderr
+
+
+def test_hangup_loads_in_place_and_loses_no_call(server: ServerProcess) -> None:
+    before, outcomes, stop = set(workers_of(server)), Counter[str](), list[bool]()
+    with ExitStack() as opened, ThreadPoolExecutor(4) as pool:
+
+        def load(ask: Callable[[], str]) -> None:
+            while not stop:
+                outcomes[ask()] += 1
+
+        jobs = [pool.submit(load, grpc_client(server, opened)) for _ in range(4)]
+        wait_until(lambda: outcomes["OK"] > 50)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: server.metric('vitx_model_loads_total{worker="') == 4)  # two models, two workers
+        at = outcomes["OK"]
+        wait_until(lambda: outcomes["OK"] > at + 50)
+        stop.append(True)
+        for job in jobs:
+            job.result(20)
+    assert outcomes.keys() == {"OK"}
+    assert set(workers_of(server)) == before
+
+
+def test_a_signal_loses_no_accepted_call(server: ServerProcess) -> None:
+    with ExitStack() as opened:
+        new_client = lambda: grpc_client(server, opened)  # noqa: E731 - the same for each of the clients
+        end_under_load(server, signal.SIGTERM, new_client, good="OK", refused="refused", gone="UNAVAILABLE", clients=8)
+
+
+def manage(server: ServerProcess, path: str) -> tuple[int, Any]:
+    status, text, _ = server.request("POST", f"/v2/repository/{path}", b"", {"Authorization": f"Bearer {TOKEN}"})
+    return status, json.loads(text) if text else None
+
+
+def statuses(server: ServerProcess, model: str) -> set[int]:
+    """Of many requests, each on a connection of its own: they reach both workers."""
+    return {server.request("POST", f"/v2/models/{model}/infer", INFER_BODY)[0] for _ in range(24)}
+
+
+def test_what_a_client_manages_happens_in_every_worker(server: ServerProcess, tmp_path: Path) -> None:
+    with load_on(server, 4):
+        assert manage(server, "models/other/unload") == (200, None)
+        assert statuses(server, "other") == {404}
+        assert manage(server, "models/other/load") == (200, None)
+        assert statuses(server, "other") == {200}
+        write_bundle(tmp_path / "models" / "third.vitx", name="third")
+        assert manage(server, "models/third/load") == (200, None)
+        assert statuses(server, "third") == {200}
+        assert server.metric('vitx_model_loads_total{worker="') == 4
+    assert manage(server, "models/none/load")[0] == 404
+    damaged = write_bundle(tmp_path / "damaged", name="tiny", fault="nan").path
+    replace_folder(damaged, tmp_path / "models" / "tiny.vitx")
+    status, text = manage(server, "models/tiny/load")
+    assert (status, "not finite" in text["error"]) == (400, True)
+    assert statuses(server, "tiny") == {200}  # nowhere else it was tried
+    assert server.metric('vitx_model_loads_total{worker="') == 5
+
+
+def test_a_worker_that_starts_later_leaves_out_what_was_unloaded(server: ServerProcess) -> None:
+    assert manage(server, "models/other/unload") == (200, None)
+    before = workers_of(server)
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server))
+    wait_until(lambda: server.metric("vitx_model_info{") == 2)  # tiny, in two workers
+    assert statuses(server, "other") == {404}
+    assert statuses(server, "tiny") == {200}
+    assert manage(server, "models/other/load") == (200, None)
+    assert statuses(server, "other") == {200}
+    assert server.stop() == 0
