@@ -2,7 +2,13 @@
 
 from vitx.models import registry
 from vitx.models.alternet import AlterNet
-from vitx.models.attention import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
+from vitx.models.attention import (
+    PlainAttention,
+    ReAttention,
+    TalkingHeadsAttention,
+    fold_head_mix,
+    reattention_impl,
+)
 from vitx.models.attention_maps import attention_maps
 from vitx.models.build import build_model, image_tensor, load_run_model, load_weights
 from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
@@ -30,6 +36,7 @@ __all__ = [
     "load_public_checkpoint",
     "load_run_model",
     "load_weights",
+    "reattention_impl",
     "recalibrate",
     "registry",
     "token_similarity",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import InputError
-from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, reattention
+from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, reattention, why_not_flash
 
 HeadNorm = Literal["batch", "layer", "none"]
 MixInit = Literal["random", "identity"]
@@ -249,6 +249,19 @@ class PlainAttention(HeadMixAttention):
         out_BHNK = F.scaled_dot_product_attention(q_BHNK, k_BHNK, v_BHNK, dropout_p=dropout)
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
+
+
+def reattention_impl(model: nn.Module) -> str | None:
+    """How the mixes over heads of `model` run where it is now: "flash", or "plain" and why; None if it has none."""
+    for layer in model.modules():
+        if isinstance(layer, ReAttention | TalkingHeadsAttention):
+            like = layer.qkv.weight
+            if layer.linear_mixes() is None:
+                return "plain: BatchNorm in training, or a LayerNorm over heads"
+            tokens = int(getattr(model, "num_tokens", 1))
+            against = why_not_flash(like.new_empty(1, layer.num_heads, tokens, layer.head_dim))
+            return "flash" if against is None else f"plain: {against}"
+    return None
 
 
 def fold_head_mix(re_attention: ReAttention) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,8 @@ from torch import nn
 
 from vitx.core.errors import EnvironmentMissing, unknown_name
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.run import Checkpoint, CheckpointState, RunFolder
-from vitx.models import image_tensor, load_run_model
+from vitx.core.run import Checkpoint, RunFolder
+from vitx.models import image_tensor, load_run_model, reattention_impl
 from vitx.serve.runtimes import Device, Float32Array, device_name
 from vitx.serve.runtimes.requirements import require
 
@@ -89,6 +89,7 @@ class TorchSession:
             "provider": str(self._device),
             "precision": "fp32",
             "threads": torch.get_num_threads(),
+            "reattention_impl": reattention_impl(self._network),
         }
 
 
@@ -101,13 +102,19 @@ def load_run_session(
     compiled: bool = False,
 ) -> TorchSession:
     """Load a run's checkpoint, 'best' or 'last', as the reference; `compiled` for the runtime torch-compile."""
-    model, _ = load_run_model(run, checkpoint_name(which))
-    return TorchSession(model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled)
+    session, _ = load_run(run, which, device=device, threads=threads, compiled=compiled)
+    return session
 
 
-def weights_digest(state: CheckpointState) -> str:
-    """sha256 of the weights that are read of a checkpoint: the averaged ones where the run kept them."""
-    return state.sha256["ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"]
+def load_run(
+    run: RunFolder, which: str, *, device: str, threads: int | None, compiled: bool
+) -> tuple[TorchSession, str]:
+    """The same with the sha256 of the weights that were read: the averaged ones where the run kept them."""
+    model, state = load_run_model(run, checkpoint_name(which))
+    session = TorchSession(
+        model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled
+    )
+    return session, state.sha256["ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"]
 
 
 def checkpoint_name(name: str) -> Checkpoint:
