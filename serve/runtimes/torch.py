@@ -83,13 +83,14 @@ class TorchSession:
         return nullcontext()
 
     def describe(self) -> dict[str, Any]:
+        mixes = reattention_impl(self._network)
         return {
             "runtime": "torch-compile" if self._compiled else "torch",
             "version": torch.__version__,
             "provider": str(self._device),
             "precision": "fp32",
             "threads": torch.get_num_threads(),
-            "reattention_impl": reattention_impl(self._network),
+            **({"reattention_impl": mixes} if mixes else {}),
         }
 
 
