@@ -1,0 +1,280 @@
+"""Eigenvalues of a symmetric operator that is known only by its products with vectors: Lanczos with full
+reorthogonalisation, for single eigenvalues and for the density of all of them.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+
+Product = Callable[[Tensor], Tensor]
+Float64Array = npt.NDArray[np.float64]
+
+# Beside the eigenvectors found, a second start vector takes as many products as find the ends of the spectrum to within
+# this share of its spread but for this probability.
+SHARE_OF_SPREAD, FAILURE_PROBABILITY = 0.2, 0.01
+# The smoothed density reaches this many standard deviations beyond the outermost nodes.
+TAIL = 6.0
+
+
+class Eigenvalues(Record):
+    """The eigenvalues of largest magnitude, in descending magnitude, with their signs.
+
+    `residuals`: ‖Hv − λv‖ of each pair, v of unit length: an eigenvalue lies within it of λ. `products`: how often the
+    operator was applied. `converged`: every residual met the tolerance, and the search for missed ones was finished.
+    """
+
+    values: list[float]
+    residuals: list[float]
+    products: int
+    converged: bool
+
+
+class Quadrature(Record):
+    """The mean of f over all eigenvalues ≈ Σ weights·f(nodes); the weights sum to 1, the nodes ascend."""
+
+    nodes: list[float]
+    weights: list[float]
+    products: int
+
+
+class Density(Record):
+    """A density over eigenvalues whose integral over `grid` (trapezoids) is 1; `sigma`: the width of its Gaussians."""
+
+    grid: list[float]
+    density: list[float]
+    sigma: float
+
+
+class _Krylov:
+    """An orthonormal basis, orthogonal to `locked` too, in which the operator is tridiagonal."""
+
+    def __init__(self, product: Product, draw: Callable[[], Tensor], locked: Sequence[Tensor] = ()) -> None:
+        self.product, self.draw, self.locked = product, draw, locked
+        self.basis: list[Tensor] = []
+        self.diagonal: list[float] = []
+        self.off_diagonal: list[float] = []  # the last is the length of what the basis does not hold yet
+        self.largest_image = 0.0
+        self._next = self._fresh()
+
+    @property
+    def complete(self) -> bool:
+        """The basis spans everything beside `locked`."""
+        return len(self.basis) + len(self.locked) == len(self._next)
+
+    @property
+    def invariant(self) -> bool:
+        """The operator does not lead out of the basis."""
+        return self.off_diagonal[-1] == 0.0
+
+    def step(self) -> None:
+        """One product, one row. Where the operator does not lead out of the basis, a random direction comes next."""
+        vector = self._next
+        self.basis.append(vector)
+        image = self.product(vector).clone()  # the operator may go on to use its own
+        length = _norm(image)
+        if not math.isfinite(length):
+            raise InputError("a product with the operator is not finite: NaN or infinity in the weights or the images")
+        self.diagonal.append(float(vector @ image))
+        self.largest_image = max(self.largest_image, length)
+        left = self._orthogonalize(image)
+        noise = 10 * torch.finfo(image.dtype).eps * math.sqrt(len(self.basis)) * self.largest_image
+        leads_out = left > noise and not self.complete
+        self.off_diagonal.append(left if leads_out else 0.0)
+        if not self.complete:
+            self._next = image / left if leads_out else self._fresh()
+
+    def ritz_pairs(self) -> tuple[Float64Array, Float64Array, Float64Array]:
+        """Ritz values in descending magnitude, their vectors as columns over the basis, and the pairs' residuals.
+
+        What the operator does within `locked` is not part of the residuals.
+        """
+        beside = self.off_diagonal[:-1]
+        values, columns = np.linalg.eigh(np.diag(self.diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+        order = np.argsort(-np.abs(values), kind="stable")
+        return values[order], columns[:, order], self.off_diagonal[-1] * np.abs(columns[-1, order])
+
+    def vector(self, column: Float64Array) -> Tensor:
+        """A Ritz vector in the whole space."""
+        whole = torch.zeros_like(self.basis[0])
+        for weight, vector in zip(column.tolist(), self.basis, strict=True):
+            whole.add_(vector, alpha=weight)
+        return whole
+
+    def _fresh(self) -> Tensor:
+        """A random direction outside the basis."""
+        vector = self.draw()
+        length = self._orthogonalize(vector)
+        return vector.div_(length)
+
+    def _orthogonalize(self, vector: Tensor) -> float:
+        """In place, twice: what once leaves by cancellation is gone after twice. Returns the length left."""
+        for _ in range(2):
+            for other in (*self.locked, *self.basis):
+                vector.addcmul_(other, other @ vector, value=-1)
+        return _norm(vector)
+
+
+Done = Callable[[Float64Array, Float64Array], bool]  # of Ritz values and residuals
+
+
+def top_eigenvalues(
+    product: Product,
+    size: int,
+    k: int,
+    *,
+    tolerance: float = 1e-3,
+    max_products: int = 300,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Eigenvalues:
+    """The k eigenvalues of largest magnitude of a symmetric operator, each as often as it occurs.
+
+    product: v → Hv over vectors (size,) of `dtype` on `device`. generator: of the CPU. A pair counts as found when
+    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector meets one direction of an eigenspace
+    and may miss an eigenvalue, so the space beside the eigenvectors found is searched for larger ones with another, for
+    at least the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2). With k > size all
+    `size` eigenvalues are returned. After `max_products` what is there is returned with `converged` False. Holds one
+    vector a product in memory. Raises InputError for k < 1, max_products < k and products that are not finite.
+    """
+    if size < 1 or not 1 <= k <= max_products:
+        raise InputError(
+            f"{k} eigenvalues of an operator of size {size} in {max_products} products: expected 1 ≤ k ≤ products"
+        )
+    k = min(k, size)
+    draw = _drawer(torch.randn, size, generator, dtype, device)
+
+    def settled(values: Float64Array, residuals: Float64Array) -> bool:
+        return len(values) >= k and bool((residuals[:k] <= tolerance * abs(values[0])).all())
+
+    first = _Krylov(product, draw)
+    converged = _iterate(first, max_products, settled)
+    values, columns, residuals = first.ritz_pairs()
+    vectors = [first.vector(column) for column in columns.T[:k]]
+    found = list(zip(values.tolist()[:k], residuals.tolist()[:k], vectors, strict=True))
+    products, bound = len(first.basis), tolerance * abs(values[0])
+    del first  # its basis is most of the memory
+    while converged and len(found) < size:
+        rest = _Krylov(product, draw, [vector for _, _, vector in found])
+        threshold = sorted((abs(value) for value, _, _ in found), reverse=True)[k - 1] + bound
+        converged = _iterate(rest, max_products - products, _exceeds_or_not(threshold, bound, size))
+        products += len(rest.basis)
+        if not rest.basis:
+            break
+        values, columns, residuals = rest.ritz_pairs()
+        if abs(values[0]) <= threshold:
+            break
+        residual = math.hypot(residuals[0], *(residual for _, residual, _ in found))
+        found.append((float(values[0]), residual, rest.vector(columns[:, 0])))
+    found.sort(key=lambda pair: -abs(pair[0]))
+    return Eigenvalues(
+        values=[value for value, _, _ in found[:k]],
+        residuals=[residual for _, residual, _ in found[:k]],
+        products=products,
+        converged=converged,
+    )
+
+
+def lanczos_quadrature(
+    product: Product,
+    size: int,
+    *,
+    steps: int = 64,
+    probes: int = 1,
+    generator: torch.Generator,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Quadrature:
+    """Stochastic Lanczos quadrature of the density of all eigenvalues (Ubaru et al., SIAM J. Matrix Anal. Appl. 2017).
+
+    Each of `probes` random sign vectors v takes at most `steps` products and gives nodes and weights that reproduce
+    vᵀHʲv/vᵀv for j < 2·steps; their mean estimates tr(Hʲ)/size. Arguments as in `top_eigenvalues`. Raises InputError
+    for counts below 1 and products that are not finite.
+    """
+    if min(size, steps, probes) < 1:
+        raise InputError(f"{steps} steps and {probes} probes of an operator of size {size}: each must be 1 or more")
+    draw = _drawer(_random_signs, size, generator, dtype, device)
+    pairs: list[tuple[float, float]] = []
+    products = 0
+    for _ in range(probes):
+        krylov = _Krylov(product, draw)
+        krylov.step()
+        while len(krylov.basis) < steps and not krylov.invariant:
+            krylov.step()
+        nodes, columns, _ = krylov.ritz_pairs()
+        pairs += zip(nodes.tolist(), (columns[0] ** 2 / probes).tolist(), strict=True)
+        products += len(krylov.basis)
+    pairs.sort()
+    return Quadrature(nodes=[node for node, _ in pairs], weights=[weight for _, weight in pairs], products=products)
+
+
+def smoothed_density(
+    nodes: Sequence[float], weights: Sequence[float], *, sigma: float | None = None, points: int = 1001
+) -> Density:
+    """Σ weights·N(node, sigma²) on an even grid, scaled to integrate to 1.
+
+    sigma: a hundredth of the range of the nodes by default, 1 where that is 0. Raises InputError when the grid is too
+    coarse for it.
+    """
+    low, high = min(nodes), max(nodes)
+    width = sigma if sigma is not None else (high - low) / 100 or 1.0
+    if width <= 0 or points < 2:
+        raise InputError(f"sigma {width:g} with {points} points: sigma must be above 0, and two points are the least")
+    grid, spacing = np.linspace(low - TAIL * width, high + TAIL * width, points, retstep=True)
+    if spacing > width:
+        raise InputError(f"the grid's spacing {spacing:g} is above sigma {width:g}: more points, or a larger sigma")
+    density = np.zeros(points)
+    for node, weight in zip(nodes, weights, strict=True):
+        density += weight * np.exp(-0.5 * ((grid - node) / width) ** 2)
+    density /= np.trapezoid(density, grid)
+    return Density(grid=grid.tolist(), density=density.tolist(), sigma=width)
+
+
+def _iterate(krylov: _Krylov, limit: int, done: Done) -> bool:
+    """Step until `done` or until the basis is complete; False when `limit` products came first."""
+    while len(krylov.basis) < limit:
+        krylov.step()
+        values, _, residuals = krylov.ritz_pairs()
+        if krylov.complete or done(values, residuals):
+            return True
+    return False
+
+
+def _exceeds_or_not(threshold: float, bound: float, size: int) -> Done:
+    """Done when the largest magnitude is found and above `threshold`, or known not to be."""
+    log_odds = math.log(1.648 * math.sqrt(size) / FAILURE_PROBABILITY)
+    least = math.ceil((1 + log_odds / math.sqrt(SHARE_OF_SPREAD)) / 2)
+
+    def done(values: Float64Array, residuals: Float64Array) -> bool:
+        largest, residual = abs(values[0]), residuals[0]
+        if largest > threshold:
+            return bool(residual <= bound)
+        return len(values) >= least and bool(largest + residual <= threshold)
+
+    return done
+
+
+def _drawer(
+    distribution: Callable[..., Tensor],
+    size: int,
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> Callable[[], Tensor]:
+    """Random vectors drawn on the CPU, so that they are the same on every device."""
+    return lambda: distribution(size, generator=generator).to(device, dtype)
+
+
+def _random_signs(size: int, *, generator: torch.Generator) -> Tensor:
+    return torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+
+
+def _norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector))
