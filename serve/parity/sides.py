@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vitx.core.bundle import MANIFEST, Bundle, Precision
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
-from vitx.serve.runtimes import Session, device_name, load_session
+from vitx.serve.runtimes import Session, load_session
 from vitx.serve.runtimes.requirements import require
-
-if TYPE_CHECKING:
-    from torch import nn
 
 Triple = tuple[float, float, float]
 DEFAULT_RUNTIME = "onnxruntime"
@@ -23,7 +20,7 @@ DEFAULT_RUNTIME = "onnxruntime"
 class Side:
     """A classifier, loaded. At most one of `run` and `bundle` is set.
 
-    network: the torch network itself, on the CPU and not to be changed, where there is one.
+    network: the torch module itself, on the CPU and not to be changed, where there is one.
     renormalized: the same network with another (mean, std), where it can be had.
     """
 
@@ -36,7 +33,7 @@ class Side:
     precision: Precision = "fp32"
     run: RunFolder | None = None
     bundle: Bundle | None = None
-    network: "Callable[[], nn.Module] | None" = None
+    network: Callable[[], Any] | None = None
     renormalized: Callable[[Triple, Triple], Session] | None = None
 
 
@@ -91,19 +88,17 @@ def bundle_side(
 
 
 def _run_side(run: RunFolder, which: str, device: str, threads: int | None, *, compiled: bool) -> Side:
-    from vitx.models import load_run_model
-    from vitx.serve.runtimes.torch import TorchSession, checkpoint_name, weights_digest
+    from vitx.serve.runtimes.torch import load_run
 
     info = run.info
-    model, state = load_run_model(run, checkpoint_name(which))
-    session = TorchSession(model, info.preprocessing, device=device_name(device), threads=threads, compiled=compiled)
+    session, weights = load_run(run, which, device=device, threads=threads, compiled=compiled)
     return Side(
         name=f"{info.name}, checkpoint {which}",
         session=session,
         preprocessing=info.preprocessing,
         labels=info.class_names,
         data=info.data,
-        sha256=weights_digest(state),
+        sha256=weights,
         run=run,
         network=session.network,
         renormalized=session.with_normalization,
