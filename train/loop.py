@@ -22,6 +22,7 @@ from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.models import image_tensor
+from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.checkpoint import (
     Metrics,
@@ -37,7 +38,7 @@ from vitx.train.checkpoint import (
 from vitx.train.data import WEIGHTS, Batch, TrainingData, seed_of
 from vitx.train.distillation import load_teacher
 from vitx.train.distributed import Processes, joined, parallelize, shard_module, unsharded
-from vitx.train.environment import RunEnvironment, choose_device
+from vitx.train.environment import RunEnvironment
 from vitx.train.evaluate import evaluate
 from vitx.train.faults import naming_a_full_disk, save_failed_batch
 from vitx.train.interruption import StopRequest, TrainingStopped, stop_request
@@ -292,7 +293,7 @@ class Trainer:
         batches = self.data.batches(epoch, self.recipe.workers, first=self.batches_done, shard=self.processes.shard)
         with progress(f"epoch {epoch}/{self.recipe.epochs}", steps, quiet=self.quiet) as bar:
             for batch in batches:
-                self._step(epoch, batch)
+                self.step(epoch, batch)
                 self.batches_done = done = batch.number + 1
                 if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
                     shown = time.monotonic()
@@ -312,7 +313,8 @@ class Trainer:
         self.batches_done, self.log = 0, EpochLog(steps, self.device)
         return means
 
-    def _step(self, epoch: int, batch: Batch) -> None:
+    def step(self, epoch: int, batch: Batch) -> None:
+        """One optimizer step, and what it moves: the schedule, the averaged weights, the log."""
         step = (epoch - 1) * self.data.steps + batch.number
         self.schedule.step_update(step)
         losses, health = self.stepper(epoch, batch)

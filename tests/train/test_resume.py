@@ -1,18 +1,22 @@
 """A run that is killed, however often, ends in the same bits as one that was left alone."""
 
+import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from training_jobs import context, recipe_of, train_in_a_group
 
 from cli_fixture import Vitx
-from train_fixture import TINY_SETTINGS, metrics_of
+from train_fixture import TINY, TINY_SETTINGS, metrics_of
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save
@@ -57,6 +61,54 @@ def test_three_kills_and_a_run_left_alone_end_in_the_same_bits(start_vitx: Start
     assert metrics_of(tmp_path / "alone") == metrics_of(tmp_path / "killed")
     left = {path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()}
     assert left == {path.name for path in (tmp_path / "alone" / "checkpoints").iterdir()}
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint, 0 before the first."""
+    steps = [0]
+    for link in ("last", "resume"):
+        with suppress(OSError):  # between two looks the links move and old folders go
+            state = run / "checkpoints" / link / "state.json"
+            steps.append(json.loads(state.read_text())["step"])
+    return max(steps)
+
+
+def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, image_folder: Path) -> None:
+    """Workers, bfloat16 autocast, averaged weights, dropout, CutMix, checkpoints every other step."""
+    recipe = recipe_of(
+        *TINY,
+        "epochs=11",
+        "batch_size=4",
+        "checkpoint_steps=2",
+        "execution.precision=bfloat16",
+        "model.kwargs.drop_path_rate=0.2",
+        "model.kwargs.proj_drop_rate=0.1",
+    ).on_data(str(image_folder))
+    alone = context().Process(target=train_in_a_group, args=(recipe, tmp_path / "alone", False))
+    alone.start()
+    moments, run = random.Random(3), tmp_path / "killed"
+    for kill in range(20):
+        process = context().Process(target=train_in_a_group, args=(recipe, run, run.is_dir()))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not run.is_dir() or newest_step(run) < 2 * kill:
+            assert process.is_alive(), "the run ended before it was killed"
+            assert time.monotonic() < deadline, f"step {2 * kill} was not reached"
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
+        os.killpg(process.pid, signal.SIGKILL)  # the workers too: none is left behind
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
+    final = context().Process(target=train_in_a_group, args=(recipe, run, True))
+    final.start()
+    for process in (alone, final):
+        process.join(60)
+        assert process.exitcode == 0
+    for name in FILES:
+        expected, found = (tmp_path / each / "checkpoints" / "last" / name for each in ("alone", "killed"))
+        assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
+    assert metrics_of(tmp_path / "alone") == metrics_of(run)
+    assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
 
 
 def test_an_interrupt_says_how_to_resume(start_vitx: Start, tmp_path: Path) -> None:

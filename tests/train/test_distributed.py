@@ -1,0 +1,68 @@
+"""Two processes that train one network are one process with their batches put together."""
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from training_jobs import losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
+
+from train_fixture import TINY, metrics_of
+from vitx.core.errors import InputError
+
+SMALL = (*TINY, "epochs=1", "batch_size=32")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def losses(count: int, folder: Path, *overrides: str) -> Tensor:
+    """The loss of ten steps, the mean over `count` processes."""
+    folder.mkdir()
+    start_all(losses_of_ten_steps, count, count, free_port(), recipe_of(*SMALL, *overrides), folder)
+    return torch.stack([torch.load(folder / f"{rank}.pt") for rank in range(count)]).mean(dim=0)
+
+
+# Re-Attention with CutMix, every token loss and clipping; whole passes and accumulated ones.
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("optimizer.accumulate=2", 'model.kwargs.attention=["plain","talking-heads"]'),
+        ("execution.parallel=fsdp",),
+    ],
+    ids=["ddp", "accumulated", "fsdp"],
+)
+def test_ten_steps_of_two_processes_are_those_of_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    alone = [text for text in overrides if not text.startswith(("execution", "optimizer"))]
+    expected = losses(1, tmp_path / "one", *alone)
+    found = losses(2, tmp_path / "two", *overrides)
+    assert expected[0] != expected[9]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_a_run_of_two_processes_is_written_once_and_resumes(tmp_path: Path, image_folder: Path) -> None:
+    """The whole of `train`: evaluation in shares, one writer, checkpoints that both begin from."""
+    small = recipe_of(*TINY, "epochs=2", "batch_size=8", "checkpoint_steps=1").on_data(str(image_folder))
+    train_one(small, tmp_path / "one", {})
+    start_all(train_one_of, 2, 2, free_port(), small, tmp_path / "two")
+    before = (tmp_path / "two" / "metrics.jsonl").read_bytes()
+    one, two = (metrics_of(tmp_path / run)[1] for run in ("one", "two"))
+    assert one.keys() == two.keys()
+    assert two["top1"] == one["top1"]
+    for name in ("nll", "cos_sim", "losses"):
+        assert two[name] == pytest.approx(one[name], rel=1e-3)
+    start_all(train_one_of, 2, 2, free_port(), small, tmp_path / "two", True)
+    assert (tmp_path / "two" / "metrics.jsonl").read_bytes() == before
+
+
+def test_fsdp_alone_and_unequal_parts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"execution\.parallel=fsdp .* start them with torchrun"):
+        train_one(recipe_of(*SMALL, "execution.parallel=fsdp"), tmp_path / "run", {})
+    with pytest.raises(InputError, match="a batch of 32 images cannot be cut into 3 parts"):
+        train_one(recipe_of(*SMALL, "optimizer.accumulate=3"), tmp_path / "run", {})
+    assert not (tmp_path / "run").exists()
