@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.serve.http.asgi import header
-from vitx.serve.request_log import CURRENT, RequestRecord
+from vitx.serve.request_log import CURRENT, RequestObserver, RequestRecord
 
 _WAITING = 65_536  # lines; beyond, a disk that stands still costs lines and not memory
 _LINES_A_WRITE = 256
@@ -105,16 +106,17 @@ class AccessLog:
         self._file = fresh
 
 
-class AccessLogged:
-    """An application whose requests are logged, and whose replies carry the request's id."""
+class Observed:
+    """An application whose requests are logged or traced, and whose replies carry the request's id."""
 
-    def __init__(self, app: ASGIApp, access_log: AccessLog) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[RequestObserver]) -> None:
         self._app = app
-        self._log = access_log
+        self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
-        record = RequestRecord(request_id(header(scope, _HEADER.encode())))
+        parent, state = header(scope, b"traceparent"), header(scope, b"tracestate")
+        record = RequestRecord(request_id(header(scope, _HEADER.encode())), parent, state)
         status = CLIENT_GONE
 
         async def identified(message: Message) -> None:
@@ -129,7 +131,8 @@ class AccessLogged:
             await self._app(scope, receive, identified)
         finally:
             CURRENT.reset(token)
-            self._log.write(record, scope["method"], scope["path"], status, time.perf_counter() - started)
+            for observer in self._observers:
+                observer.write(record, scope["method"], scope["path"], status, time.perf_counter() - started)
 
 
 def request_id(given: str | None) -> str:

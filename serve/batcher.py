@@ -198,9 +198,12 @@ class Batcher:
             return
         assert ticket.deadline is not None
         now = time.monotonic()
-        left, needed = ticket.deadline - now, self._own_batch(ticket.rows)
-        refusal = (now - ticket.arrived, None) if left < _TIMER_GRAIN else (left, max(left, needed))
-        ticket.reply.set_exception(DeadlineMissed(*refusal, self._retry_after()))
+        left = ticket.deadline - now
+        if left < _TIMER_GRAIN:
+            refusal = DeadlineMissed(now - ticket.arrived, None, self._retry_after())
+        else:
+            refusal = DeadlineMissed(left, max(left, self._own_batch(ticket.rows)), self._retry_after())
+        ticket.reply.set_exception(refusal)
         if batch is None:
             self._queue.remove(ticket)
             self._note_drained()
@@ -363,9 +366,9 @@ class Batcher:
 
 
 def _note(record: RequestRecord, tickets: Sequence[Ticket]) -> None:
-    """Tell the access log of a request that ran."""
+    """Tell the access log and traces of a request that ran."""
     batches = [ticket.batch for ticket in tickets if ticket.batch is not None]
     started = min(batch.started for batch in batches if batch.started is not None)
     record.images = sum(ticket.rows for ticket in tickets)
-    record.queue = started - tickets[0].arrived
+    record.queue_entered, record.queue = tickets[0].arrived, started - tickets[0].arrived
     record.compute = max(batch.computed for batch in batches if batch.computed is not None) - started

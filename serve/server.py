@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from vitx.core.console import log
 from vitx.core.errors import InputError, missing_package
-from vitx.serve.access_log import AccessLog, AccessLogged
+from vitx.serve.access_log import AccessLog, Observed
 from vitx.serve.canary import replay_once
 from vitx.serve.decode import Decoder
 from vitx.serve.http.app import App
@@ -40,6 +40,7 @@ from vitx.serve.worker_metrics import QUESTION, gather
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
+    from vitx.serve.tracing import Tracing
 
 _KEEP_ALIVE_SECONDS = 75  # longer than the clients' pools keep a connection, so that they close it, not we
 # What a worker that leaves gives the clients of open connections to come back once more, and be told to close.
@@ -52,7 +53,7 @@ class ServerOptions:
     """What `vitx serve` was asked for. Port 0 means any free port; `shared_memory` trusts whoever reaches the port.
 
     instances and threads: None takes what `vitx bench --tune` found for this machine. canary_seconds: 0 for never.
-    access_log: a file, or "-" for standard output.
+    access_log: a file, or "-" for standard output. otlp_endpoint: the URL of an OpenTelemetry collector.
     """
 
     bundles: Sequence[Path]
@@ -70,6 +71,7 @@ class ServerOptions:
     watch: bool = False
     canary_seconds: float = 30.0
     access_log: str | None = None
+    otlp_endpoint: str | None = None
     security: Security = field(default_factory=Security)
     batching: Batching = field(default_factory=Batching)
     limits: Limits = field(default_factory=Limits)
@@ -117,6 +119,8 @@ class Server:
         self._tokens = Tokens.read(options.security)
         self._pem = read_pem(options.security)
         self._access_log = None if options.access_log is None else AccessLog(options.access_log)
+        self._tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
+        self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
         self._loader = Loader(
             batching=options.batching,
             device=options.device,
@@ -176,13 +180,15 @@ class Server:
             self._memory.close()
             if self._access_log is not None:
                 self._access_log.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
 
     def _outermost(self) -> ASGIApp:
         """The application behind what the options put before it."""
         app: ASGIApp = self._app
         if self._tokens:
             app = Guarded(app, self._tokens, self._metrics.reject)
-        return app if self._access_log is None else AccessLogged(app, self._access_log)
+        return Observed(app, self._observers) if self._observers else app
 
     async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
         port = self._options.grpc_port
@@ -201,7 +207,7 @@ class Server:
             credentials=server_credentials(self._pem),
             repository=offered,
             tokens=self._tokens,
-            access_log=self._access_log,
+            observers=self._observers,
         )
         await server.start()
         return server
@@ -323,6 +329,14 @@ class Server:
         except TimeoutError:
             log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
         self._uvicorn.should_exit = True
+
+
+def _tracing(endpoint: str) -> "Tracing":
+    try:
+        from vitx.serve.tracing import Tracing
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), "otel") from None
+    return Tracing(endpoint)
 
 
 class _Uvicorn(uvicorn.Server):

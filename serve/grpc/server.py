@@ -7,21 +7,21 @@ and not by grpcio, so that bytes which are no message are the client's error and
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
-from vitx.serve.access_log import CLIENT_GONE, AccessLog, request_id
+from vitx.serve.access_log import CLIENT_GONE, request_id
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.service import Call, GrpcService
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
 from vitx.serve.repository import Repository
-from vitx.serve.request_log import CURRENT, RequestRecord
+from vitx.serve.request_log import CURRENT, RequestObserver, RequestRecord
 from vitx.serve.security import Kind, Tokens
 from vitx.serve.served_model import ModelSet
 from vitx.serve.shared_memory import SharedMemory
@@ -64,7 +64,7 @@ class GrpcServer:
         credentials: grpc.ServerCredentials | None = None,
         repository: Repository | None = None,
         tokens: Tokens | None = None,
-        access_log: AccessLog | None = None,
+        observers: Sequence[RequestObserver] = (),
         shared_port: bool = False,
     ) -> None:
         """Claim the port, 0 for any; raise EnvironmentMissing when it cannot be had. Without credentials: no TLS.
@@ -75,7 +75,7 @@ class GrpcServer:
         self._metrics = metrics
         self._service = GrpcService(models, limits, memory, repository)
         self._tokens = tokens
-        self._access_log = access_log
+        self._observers = observers
         self._streams: set[Replies] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -166,17 +166,20 @@ class GrpcServer:
             return response
         finally:
             generation.leave()
-            if record is not None and self._access_log is not None:
-                self._access_log.write(record, "gRPC", route, status, time.perf_counter() - started)
+            if record is not None:
+                for observer in self._observers:
+                    observer.write(record, "gRPC", route, status, time.perf_counter() - started)
         self._metrics.reject(failure.reason)
         self._metrics.answer(route, failure.status)
         raise failure
 
     def _record(self, context: Any) -> RequestRecord | None:
-        """Begin the access log's record of this call; each call, and each request of a stream, is a task of its own."""
-        if self._access_log is None:
+        """Begin the observers' record of this call; each call, and each request of a stream, is a task of its own."""
+        if not self._observers:
             return None
-        record = RequestRecord(request_id(_metadata(context, "x-request-id")))
+        names = ("x-request-id", "traceparent", "tracestate")
+        given, parent, state = (_metadata(context, name) for name in names)
+        record = RequestRecord(request_id(given), parent, state)
         CURRENT.set(record)
         return record
 

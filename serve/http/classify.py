@@ -119,7 +119,7 @@ class Classifier:
         started = time.monotonic()
         decoded = iter(await self._decoder.decode(encoded, manifest.preprocessing))
         if (record := CURRENT.get()) is not None:
-            record.decode = time.monotonic() - started
+            record.decode_started, record.decode = started, time.monotonic() - started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
         readable = [image for image in pixels if not isinstance(image, Exception)]
         logits: Float32Array = np.empty((0, 0), np.float32)

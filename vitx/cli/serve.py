@@ -66,6 +66,9 @@ def command(
     access_log: Annotated[
         str | None, typer.Option(help="Write one JSON line a request to this file; '-' is standard output.")
     ] = None,
+    otlp_endpoint: Annotated[
+        str | None, typer.Option(help="Send traces to this OpenTelemetry collector, such as http://127.0.0.1:4318.")
+    ] = None,
     allow_uncertified: AllowUncertified = False,
 ) -> None:
     """Serve bundles: Open Inference Protocol v2, image classification, metrics and a web page."""
@@ -102,6 +105,7 @@ def command(
             watch=watch,
             canary_seconds=canary_seconds,
             access_log=access_log,
+            otlp_endpoint=otlp_endpoint,
             security=Security(tls_cert, tls_key, token_file, management_token_file),
             batching=Batching(
                 max_batch=max_batch,

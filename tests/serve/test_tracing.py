@@ -1,0 +1,140 @@
+"""OpenTelemetry traces of a real server, received as OTLP over HTTP."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import IMAGE_SIZE, colour_image, png
+from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server
+from vitx.core.bundle import Bundle
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+NO_PACKAGE = "import sys; sys.modules['opentelemetry'] = None; from vitx.cli import main; main()"
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class Collector:
+    """What arrived: `spans` as OTLP has them, and the attributes of their resource."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.resource: dict[str, str] = {}
+        self.paths: set[str] = set()
+        self.url = ""
+
+    def receive(self, path: str, body: bytes) -> None:
+        self.paths.add(path)
+        for of in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resource |= {attribute.key: attribute.value.string_value for attribute in of.resource.attributes}
+            self.spans += [span for scope in of.scope_spans for span in scope.spans]
+
+    def children(self, parent: Any) -> list[Any]:
+        found = [span for span in self.spans if span.parent_span_id == parent.span_id]
+        return sorted(found, key=lambda span: int(span.start_time_unix_nano))
+
+
+@contextmanager
+def running_collector() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            collector.receive(self.path, self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield collector
+        server.shutdown()
+        thread.join()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+
+
+def test_each_request_is_a_span_with_its_phases(tiny_bundle: Bundle) -> None:
+    image = png(colour_image(0, np.random.default_rng(0)))
+    headers = {"Content-Type": "image/png", "traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-Id": "mine"}
+    with running_collector() as collector:
+        with running_server(tiny_bundle.path, "--otlp-endpoint", collector.url, "--grpc-port", "0") as server:
+            assert server.request("POST", "/v1/classify", image, headers)[0] == 200
+            assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+            assert server.request("POST", "/v2/models/none/infer", INFER_BODY, {"traceparent": "nonsense"})[0] == 404
+            call(grpc_address(server), ("traceparent", f"00-{TRACE}-{PARENT}-01"))
+            unsampled = {"traceparent": f"00-{TRACE[::-1]}-{PARENT}-00"}
+            assert server.request("POST", INFER_PATH, INFER_BODY, unsampled)[0] == 200
+            assert server.stop() == 0  # it sends what it has
+        assert collector.paths == {"/v1/traces"}
+        assert collector.resource["service.name"] == "vitx"
+        named = {span.name: span for span in collector.spans}
+        asked = named["POST /v1/classify"]
+        assert (asked.trace_id.hex(), asked.parent_span_id.hex(), asked.kind) == (TRACE, PARENT, 2)  # SERVER
+        given = {"http.request.method": "POST", "url.path": "/v1/classify", "http.response.status_code": 200}
+        assert attributes(asked) == {**given, "vitx.request_id": "mine", "vitx.model": "tiny", "vitx.images": 1}
+        phases = collector.children(asked)
+        assert [phase.name for phase in phases] == ["decode", "queue", "compute"]
+        ends = [asked.start_time_unix_nano]
+        for phase in phases:
+            assert phase.trace_id == asked.trace_id
+            assert ends[-1] <= phase.start_time_unix_nano <= phase.end_time_unix_nano
+            ends.append(phase.end_time_unix_nano)
+        assert ends[-1] <= asked.end_time_unix_nano
+        plain = named[f"POST {INFER_PATH}"]
+        assert plain.parent_span_id == b""
+        assert plain.trace_id.hex() != TRACE
+        assert [phase.name for phase in collector.children(plain)] == ["queue", "compute"]
+        refused = next(span for span in collector.spans if attributes(span).get("http.response.status_code") == 404)
+        assert (refused.name, refused.parent_span_id, collector.children(refused)) == ("POST", b"", [])
+        rpc = named["gRPC grpc.ModelInfer"]
+        assert (rpc.trace_id.hex(), rpc.parent_span_id.hex()) == (TRACE, PARENT)
+        assert attributes(rpc)["rpc.method"] == "ModelInfer"
+        assert [phase.name for phase in collector.children(rpc)] == ["queue", "compute"]
+        assert TRACE[::-1] not in {span.trace_id.hex() for span in collector.spans}
+
+
+def call(address: str, *metadata: tuple[str, str]) -> None:
+    """One inference over gRPC."""
+    triton = pytest.importorskip("tritonclient.grpc")
+    tensor = triton.InferInput("images", [1, IMAGE_SIZE, IMAGE_SIZE, 3], "UINT8")
+    tensor.set_data_from_numpy(np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8))
+    with triton.InferenceServerClient(address) as client:
+        client.infer("tiny", [tensor], headers=dict(metadata))
+
+
+def test_a_collector_that_is_gone_costs_no_request(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--otlp-endpoint", "http://127.0.0.1:9") as server:
+        for _ in range(50):
+            assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+        assert server.stop() == 0
+
+
+def test_nothing_of_it_is_imported_unless_it_is_asked_for(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, program=NO_PACKAGE) as server:
+        assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+    remedy = r"ended with 3: .*'opentelemetry.*', which is not installed: pip install 'vitx\[otel\]'"
+    with (
+        pytest.raises(AssertionError, match=remedy),
+        running_server(tiny_bundle.path, "--otlp-endpoint", "http://127.0.0.1:4318", program=NO_PACKAGE),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://collector:4317", "http://"])
+def test_what_is_no_endpoint_is_refused(tiny_bundle: Bundle, url: str) -> None:
+    refused = run_serve(tiny_bundle.path, "--port", "0", "--otlp-endpoint", url)
+    assert refused.returncode == 2
+    assert f"error: '{url}' is no OTLP endpoint" in refused.stderr
