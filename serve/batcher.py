@@ -192,9 +192,9 @@ class Batcher:
             ticket.timer = self._loop.call_later(max(0.0, left), self._expire, ticket)
 
     def _expire(self, ticket: Ticket) -> None:
-        """A ticket cannot be answered in time any more: tell it so, unless an instance computes it already."""
+        """A ticket cannot be answered in time any more: tell it so, unless an instance has it already."""
         batch = ticket.batch
-        if ticket.reply.done() or (batch is not None and batch.started is not None):
+        if ticket.reply.done() or (batch is not None and self._has_instance(batch)):
             return
         assert ticket.deadline is not None
         now = time.monotonic()
@@ -207,6 +207,10 @@ class Batcher:
         if batch is None:
             self._queue.remove(ticket)
             self._note_drained()
+
+    def _has_instance(self, batch: Batch) -> bool:
+        """Whether a batch that was handed over runs, or begins to; if not it stands by."""
+        return batch.started is not None or batch in self._running[: self.batching.instances]
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
         """Forget what was cancelled, or belongs to a request of which another part failed."""
