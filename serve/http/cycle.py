@@ -29,7 +29,8 @@ class Cycle(RequestResponseCycle):
             return None
         if message["type"] != "http.response.body" or message.get("more_body", False):
             return None
-        body, length = message.get("body", b""), None
+        body: bytes = message.get("body", b"")
+        length = None
         lines = [STATUS_LINE[start["status"]]]
         for name, value in (*self.default_headers, *start["headers"]):
             if name == b"content-length":

@@ -41,7 +41,7 @@ def reply(headers: Headers, *bodies: bytes, method: str = "POST", keep_alive: bo
     async def send() -> Cycle:
         logger = logging.getLogger("test")
         cycle = Cycle(
-            scope={"type": "http", "method": method},  # type: ignore[arg-type,typeddict-item] # of it only the method is read
+            scope={"type": "http", "method": method},  # type: ignore[typeddict-item]  # of it only the method is read
             transport=transport,
             flow=FlowControl(transport),
             logger=logger,
