@@ -1,5 +1,9 @@
 """What a bundle is loaded with, and what a new one may not change."""
 
+import asyncio
+import gc
+import weakref
+
 import pytest
 
 from bundle_fixture import LABELS
@@ -11,7 +15,9 @@ from vitx.core.plan import Profile
 from vitx.serve import load_session
 from vitx.serve.limits import Batching
 from vitx.serve.loading import Loader
+from vitx.serve.metrics import Metrics
 from vitx.serve.repository import check_contract
+from vitx.serve.served_model import ModelSet, ServedModel
 
 
 @pytest.fixture
@@ -52,6 +58,24 @@ def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: p
     warm = loader.warm(loader.verify(tiny_bundle.path))
     assert warm.batching.preferred == (3, 6)
     assert warm.curve.best_size(8, warm.batching.preferred) in (3, 6)
+
+
+def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
+    loader = Loader(Batching(max_batch=2), device="cpu", instances=1, threads=1)
+    offer = loader.verify(tiny_bundle.path)
+
+    async def switch_twice() -> None:
+        models, metrics = ModelSet((offer.key,)), Metrics()
+        old = loader.warm(offer)
+        session = weakref.ref(old.session)
+        models.switch(ServedModel(old, metrics), 0)
+        del old
+        models.switch(ServedModel(loader.warm(offer), metrics), 1)
+        await models.close()
+        assert session() is None
+        assert gc.get_freeze_count()  # and what serves is not collected again and again
+
+    asyncio.run(switch_twice())
 
 
 def test_another_contract_is_refused(tiny_bundle: Bundle) -> None:
