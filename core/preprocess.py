@@ -84,7 +84,8 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
             if image.width * image.height > max_pixels:
                 raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
             image.load()
-            return _to_rgb(ImageOps.exif_transpose(image))
+            ImageOps.exif_transpose(image, in_place=True)  # or every upright image would be copied
+            return _to_rgb(image)
     except ImageError:
         raise
     except UnidentifiedImageError:

@@ -6,9 +6,12 @@ costs less than one that is copied first. RandAugment, three-augment, AugMix and
 
 import math
 from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
+from timm.data import auto_augment
 from timm.data.transforms_factory import transforms_imagenet_train
 
 from vitx.core.errors import InputError
@@ -72,8 +75,24 @@ def _colours(preprocessing: Preprocessing, augmentation: Augmentation) -> Callab
             f"augmentation.auto_augment '{augmentation.auto_augment}' is not known to timm ({error}): expected a name "
             "such as rand-m9-mstd0.5-inc1, 3a, augmix-m5-w4-d2, original or v0"
         ) from None
+    for policy in colours.transforms:
+        mend_posterize(policy)
     transform: Callable[[Image.Image], Image.Image] = colours
     return transform
+
+
+def mend_posterize(policy: Any) -> None:
+    """Let timm's strongest posterize, of no bits, be a black image as it once was: Pillow 13 refuses it."""
+    for found in [*getattr(policy, "ops", ()), *chain.from_iterable(getattr(policy, "policy", ()))]:
+        if found.aug_fn is auto_augment.posterize:
+            found.aug_fn = _posterize
+
+
+def _posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image:
+    posterized: Image.Image = (
+        auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep > 0 else image.point(lambda _: 0)
+    )
+    return posterized
 
 
 def _shifted(image: Image.Image, padding: int, rng: np.random.Generator) -> Image.Image:

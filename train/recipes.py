@@ -7,7 +7,10 @@ from pathlib import Path
 from vitx.core.errors import unknown_name
 from vitx.core.files import read_record
 from vitx.core.preprocess import Preprocessing
-from vitx.train.recipe import Augmentation, CutMix, Losses, ModelChoice, Optimizer, Recipe, Schedule, apply_overrides
+from vitx.train import imagenet_recipes as imagenet
+from vitx.train.recipe import ModelChoice, Recipe, apply_overrides
+from vitx.train.settings import Augmentation, CutMix, Losses, Mixup
+from vitx.train.trainer_settings import Optimizer, Schedule
 
 
 def digits_deit() -> Recipe:
@@ -36,6 +39,47 @@ def digits_deepvit() -> Recipe:
     return recipe.model_copy(update={"losses": recipe.losses.model_copy(update={"cosine": 0.3})})
 
 
+def digits_patchvit() -> Recipe:
+    """A ViT of 12 blocks with talking heads and the losses of Gong et al. on scikit-learn's digits.
+
+    Command: vitx train digits-patchvit
+    Hardware: two cores of an AMD EPYC, one torch thread.
+    Time: 11 s an epoch beside other work, 30 epochs.
+    Result: top-1 97.8 %, NLL 0.228, seed 0; 360 images, so one image is 0.28 %. CosSim of the last block 0.33.
+    """
+    recipe = _digits("digits-patchvit", "deit_digits")
+    arguments = {"depth": 12, "attention": "talking-heads", "talking_heads_init": "identity", "drop_path_rate": 0.1}
+    return recipe.model_copy(
+        update={
+            "model": recipe.model.model_copy(update={"kwargs": {**recipe.model.kwargs, **arguments}}),
+            "cutmix": CutMix(probability=0.5, box="sample"),
+            "losses": recipe.losses.model_copy(update={"cosine": 0.3}),
+        }
+    )
+
+
+def digits_alternet() -> Recipe:
+    """A small AlterNet on scikit-learn's digits at 16 px: convolutions, with attention at the end of late stages.
+
+    Command: vitx train digits-alternet
+    Hardware: two cores of an AMD EPYC, one torch thread.
+    Time: 8 s an epoch beside other work, 10 epochs.
+    Result: top-1 99.7 %, NLL 0.096, seed 0; 360 images, so one image is 0.28 %.
+    """
+    recipe = _digits("digits-alternet", "alternet_18_cifar")
+    arguments = {"depths": [1, 1, 2, 2], "attention_depths": [0, 0, 1, 1], "head_dim": 32}
+    return recipe.model_copy(
+        update={
+            "model": ModelChoice(name="alternet_18_cifar", kwargs=arguments),
+            "preprocessing": Preprocessing(image_size=16),
+            "cutmix": CutMix(),
+            "mixup": Mixup(mixup=0.2),
+            "losses": Losses(label_smoothing=0.1),
+            "epochs": 10,
+        }
+    )
+
+
 def _digits(name: str, model: str) -> Recipe:
     return Recipe(
         name=name,
@@ -55,7 +99,33 @@ def _digits(name: str, model: str) -> Recipe:
     )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {"digits-deit": digits_deit, "digits-deepvit": digits_deepvit}
+# A recipe is called like its function, with dashes.
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    make.__name__.replace("_", "-"): make
+    for make in (
+        digits_deit,
+        digits_deepvit,
+        digits_patchvit,
+        digits_alternet,
+        imagenet.deit_ti,
+        imagenet.deit_s,
+        imagenet.deit_b,
+        imagenet.patchvit_s_12,
+        imagenet.patchvit_s_24,
+        imagenet.patchvit_b_12,
+        imagenet.patchvit_b_24,
+        imagenet.patchvit_b_12_384,
+        imagenet.patchvit_b_24_512,
+        imagenet.patchvit_l_finetune,
+        imagenet.deepvit_16,
+        imagenet.deepvit_24,
+        imagenet.deepvit_32,
+        imagenet.deepvit_s,
+        imagenet.deepvit_l,
+        imagenet.deepvit_l_384,
+        imagenet.alternet_cifar,
+    )
+}
 
 
 def get_recipe(name: str) -> Recipe:

@@ -195,6 +195,15 @@ def test_the_policies_are_those_of_timms_own_pipeline(name: str) -> None:
     assert changed >= 8
 
 
+@pytest.mark.parametrize("name", ["rand-m10-inc1-n8", "rand-m10-n8", "augmix-m10-w4-d4", "original-mstd5", "v0-mstd5"])
+def test_the_strongest_of_each_policy_is_applied(name: str) -> None:
+    """Pillow 13 raises at a posterize of no bits, which timm asks for at magnitude 10."""
+    strongest = Augment(Preprocessing(image_size=16), Augmentation(auto_augment=name))
+    image = picture(16, 16)
+    for seed in range(60):
+        assert strongest(image, generator(seed, 0)).shape == (16, 16, 3)
+
+
 def test_an_unknown_policy_is_named() -> None:
     with pytest.raises(InputError, match=r"augmentation\.auto_augment 'rando' is not known to timm .* expected a name"):
         data(Augmentation(auto_augment="rando"))
