@@ -73,12 +73,14 @@ class Contract:
 
     def config(self, max_batch: int) -> dict[str, Any]:
         """The body of `GET /v2/models/NAME/config`, of Triton's model configuration extension."""
+        dims = list(self.image_shape)
+        image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
         return {
             "name": self.model,
             "platform": "onnxruntime_onnx",
             "backend": "onnxruntime",
             "max_batch_size": max_batch,
-            "input": [{"name": self.input_name, "data_type": "TYPE_UINT8", "dims": list(self.image_shape)}],
+            "input": [image],
             "output": [{"name": self.output_name, "data_type": "TYPE_FP32", "dims": [self.classes]}],
             "dynamic_batching": {"preferred_batch_size": [max_batch]},
         }

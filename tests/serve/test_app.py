@@ -126,10 +126,15 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
     ("query", "headers", "status", "text"),
     [
         ("", {}, 400, "several models are served, choose one with ?model=: tiny, other"),
-        ("model=mine", {}, 404, "request for unknown model: 'mine' is not found"),
+        ("model=mine", {}, 404, "Request for unknown model: 'mine' is not found"),
         ("model=tiny&top_k=0", {}, 400, "top_k is '0': expected 1 to 4, the number of classes"),
         ("model=tiny&top_k=5", {}, 400, "top_k is '5': expected 1 to 4, the number of classes"),
-        ("model=tiny&topk=1", {}, 400, "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms"),
+        (
+            "model=tiny&topk=1",
+            {},
+            400,
+            "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms",
+        ),
         ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
         (
             "model=tiny",
@@ -210,9 +215,9 @@ def test_a_request_larger_than_a_batch_is_split_and_joined(server: ServerProcess
 @pytest.mark.parametrize(
     ("path", "status", "text"),
     [
-        ("/v2/models/mine/infer", 404, "request for unknown model: 'mine' is not found"),
-        ("/v2/models/tiny/versions/2/infer", 404, "request for unknown model: 'tiny' version 2 is not found"),
-        ("/v2/models/../infer", 404, "request for unknown model: '..' is not found"),
+        ("/v2/models/mine/infer", 404, "Request for unknown model: 'mine' is not found"),
+        ("/v2/models/tiny/versions/2/infer", 404, "Request for unknown model: 'tiny' version 2 is not found"),
+        ("/v2/models/../infer", 404, "Request for unknown model: '..' is not found"),
         ("/v2/models/tiny/infer/more", 404, "Not Found"),
         ("/v2/models/tiny", 405, "Method Not Allowed"),
     ],

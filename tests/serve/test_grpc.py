@@ -86,7 +86,9 @@ def test_health_and_metadata(client: Any, channel: grpc.Channel) -> None:
     assert list(about.inputs[0].shape) == [-1, IMAGE_SIZE, IMAGE_SIZE, 3]
     assert (about.outputs[0].name, about.outputs[0].datatype) == ("logits", "FP32")
     config = client.get_model_config("tiny", as_json=True)["config"]
-    assert (config["max_batch_size"], config["input"][0]["data_type"]) == (32, "TYPE_UINT8")
+    assert config["max_batch_size"] == 32
+    assert config["input"][0]["data_type"] == "TYPE_UINT8"
+    assert config["input"][0]["format"] == "FORMAT_NHWC"  # what Triton's image_client.py asks for
     check = channel.unary_unary("/grpc.health.v1.Health/Check")
     for service in ("", "tiny"):
         assert check(message_class("HealthCheckRequest")(service=service).SerializeToString()) == b"\x08\x01"  # SERVING
