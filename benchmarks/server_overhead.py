@@ -1,0 +1,139 @@
+"""What the server costs beside the model: processor time of the event loop for one request, on a busy machine too.
+
+    python benchmarks/server_overhead.py [--requests 10000] [--runs 5] [--profile]
+
+64 connections without sockets send requests of one 32-px image (Open Inference Protocol, binary tensors) through HTTP
+parser, routes and batcher to two instances whose model answers at once. Time is the event loop thread's alone; the
+system calls of real sockets, some 15 µs a request, come on top. The least of the runs counts: what others do to the
+caches only adds.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import pstats
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+from uvicorn.server import ServerState
+
+from server_peers import INSTANCES, SMALL, bundle_of, infer_request
+from vitx.core.preprocess import UInt8Array
+from vitx.serve.decode import Decoder
+from vitx.serve.http.app import App
+from vitx.serve.http.connection import limited_protocol
+from vitx.serve.limits import Batching, Limits
+from vitx.serve.loading import Loader, WarmModel
+from vitx.serve.metrics import Metrics
+from vitx.serve.runtimes import Float32Array
+from vitx.serve.security import Security
+from vitx.serve.served_model import ModelSet, ServedModel
+from vitx.serve.server import _uvicorn_config
+from vitx.serve.shared_memory import SharedMemory
+
+CONNECTIONS = 64
+
+
+class NoModel:
+    """Answers at once."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self._described, self._logits = described, np.zeros((Batching().max_batch, SMALL.classes), np.float32)
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        return self._logits[: len(images)]
+
+    def describe(self) -> dict[str, Any]:
+        return self._described
+
+
+class Client(asyncio.Transport):
+    """One connection: sends the request again when it has the answer, until `left` requests are answered."""
+
+    left = 0
+    finished: "asyncio.Future[None]"
+
+    def __init__(self, protocol: asyncio.Protocol, request: bytes) -> None:
+        super().__init__()
+        self._protocol, self._request = protocol, request
+        protocol.connection_made(self)
+
+    def ask(self) -> None:
+        asyncio.get_running_loop().call_soon(self._protocol.data_received, self._request)
+
+    def write(self, data: Any) -> None:
+        if not data.startswith(b"HTTP/1.1 200"):
+            raise RuntimeError(f"not one whole answer: {data[:200]!r}")
+        Client.left -= 1
+        if Client.left > 0:
+            self.ask()
+        elif not Client.finished.done():
+            Client.finished.set_result(None)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        raise RuntimeError("the server closed a connection")
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile | None) -> float:
+    """Processor time of one request on this thread, the event loop's."""
+    limits, metrics, models = Limits(), Metrics(), ModelSet((warm.offer.key,))
+    models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), metrics), 0)
+    decoder = Decoder(max_pixels=1, capacity=1)
+    app = App(models, decoder, limits, metrics, SharedMemory(enabled=False))
+    protocol = limited_protocol(limits, metrics.reject)
+    config, state = _uvicorn_config(app, protocol, Security()), ServerState()
+    config.load()
+    loop = asyncio.get_running_loop()
+    request = infer_request(SMALL.name, np.zeros((SMALL.image_size, SMALL.image_size, 3), np.uint8))
+    clients = [Client(protocol(config, state, {}, loop), request) for _ in range(CONNECTIONS)]
+    Client.left, Client.finished = requests, loop.create_future()
+    started = time.thread_time()
+    if profile is not None:
+        profile.enable()
+    for client in clients:
+        client.ask()
+    await Client.finished
+    if profile is not None:
+        profile.disable()
+    taken = time.thread_time() - started
+    await models.close()
+    decoder.close()
+    return 1e6 * taken / requests
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--profile", action="store_true", help="where the time goes; it is then longer")
+    parser.add_argument("--folder", type=Path, help="where the exported network is kept")
+    arguments = parser.parse_args()
+    profile = cProfile.Profile() if arguments.profile else None
+    with tempfile.TemporaryDirectory() as folder:
+        loader = Loader(Batching(), device="cpu", instances=INSTANCES, threads=1, allow_uncertified=True)
+        warm = loader.warm(loader.verify(bundle_of(SMALL, arguments.folder or Path(folder)).path))
+    runs = [uvloop.run(microseconds(warm, arguments.requests, profile)) for _ in range(arguments.runs)]
+    print(f"{min(runs):.1f} µs a request, the least of {', '.join(f'{value:.1f}' for value in runs)}")
+    if profile is not None:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+if __name__ == "__main__":
+    main()
