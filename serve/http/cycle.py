@@ -32,7 +32,7 @@ class Cycle(RequestResponseCycle):
         body: bytes = message.get("body", b"")
         length = None
         lines = [STATUS_LINE[start["status"]]]
-        for name, value in (*self.default_headers, *start["headers"]):
+        for name, value in (*self.default_headers, *start.get("headers", ())):
             if name == b"content-length":
                 length = int(value)
             elif name in (b"connection", b"transfer-encoding"):
