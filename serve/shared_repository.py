@@ -1,6 +1,8 @@
 """A worker's model repository: what a client asks of one worker happens in all of them."""
 
+import asyncio
 import json
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -25,6 +27,7 @@ class SharedRepository(Repository):
         """As `Repository`, and the worker's way to the others."""
         super().__init__(models, loader, metrics, **given)
         self._siblings = siblings
+        self._under_way: set[asyncio.Task[None]] = set()
 
     def answers(self) -> dict[str, Answer]:
         """What other workers may ask of this one: the same, here."""
@@ -32,16 +35,24 @@ class SharedRepository(Repository):
 
     async def load(self, name: str) -> None:
         """Raises what `Repository.load` does; 503 when another worker refuses what this one has loaded."""
-        async with self._siblings.alone():
-            await super().load(name)
-            note_unloaded(self._siblings.folder, name, is_unloaded=False)
-            await self._repeat("load", name)
+        await self._everywhere("load", super().load(name), name)
 
     async def unload(self, name: str) -> None:
-        async with self._siblings.alone():
-            await super().unload(name)
-            note_unloaded(self._siblings.folder, name, is_unloaded=True)
-            await self._repeat("unload", name)
+        await self._everywhere("unload", super().unload(name), name)
+
+    async def _everywhere(self, what: str, here: Coroutine[Any, Any, None], name: str) -> None:
+        """Do it here, then in the others; to its end, also when the client that asked is gone."""
+
+        async def work() -> None:
+            async with self._siblings.alone():
+                await here
+                note_unloaded(self._siblings.folder, name, is_unloaded=what == "unload")
+                await self._repeat(what, name)
+
+        task = asyncio.create_task(work())
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        await asyncio.shield(task)
 
     async def load_all(self) -> None:
         """As `Repository.load_all`, in this worker: the signal for it goes to each."""
@@ -66,7 +77,7 @@ class SharedRepository(Repository):
         return await _outcome(super().unload(name))
 
 
-async def _outcome(work: Any) -> bytes:
+async def _outcome(work: Coroutine[Any, Any, None]) -> bytes:
     """What became of it, for the worker that asked; one that leaves, or does not serve the model, has done its part."""
     try:
         await work

@@ -27,6 +27,7 @@ class Siblings:
         self._path = folder / f"{index}-{os.getpid()}{_SUFFIX}"
         self._answers: Mapping[str, Answer] = {}
         self._server: asyncio.Server | None = None
+        self._turn = asyncio.Lock()
 
     async def start(self, answers: Mapping[str, Answer]) -> None:
         self._answers = answers
@@ -52,11 +53,12 @@ class Siblings:
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """No other worker starts, or manages models, meanwhile."""
-        lock = await asyncio.to_thread(_locked, self.folder, alone=True)
-        try:
-            yield
-        finally:
-            lock.close()
+        async with self._turn:  # one thread waits at most: loading a model needs threads too
+            lock = await asyncio.to_thread(_locked, self.folder, alone=True)
+            try:
+                yield
+            finally:
+                lock.close()
 
     async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # who asked is gone, or is no worker

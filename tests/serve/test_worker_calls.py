@@ -145,6 +145,13 @@ def test_what_a_client_manages_happens_in_every_worker(server: ServerProcess, tm
     assert server.metric('vitx_model_loads_total{worker="') == 5
 
 
+def test_what_several_clients_manage_at_once_happens_in_turn(server: ServerProcess) -> None:
+    asked = ["models/tiny/load", "models/other/load"] * 8  # more than a worker has threads to wait with
+    with load_on(server, 2), ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(lambda path: manage(server, path), asked)) == [(200, None)] * len(asked)
+    assert server.metric('vitx_model_loads_total{worker="') == 2 * len(asked)
+
+
 def test_a_worker_that_starts_later_leaves_out_what_was_unloaded(server: ServerProcess) -> None:
     assert manage(server, "models/other/unload") == (200, None)
     before = workers_of(server)
