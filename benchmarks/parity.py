@@ -10,9 +10,9 @@ The images are scikit-learn's 1,797 digits, repeated under other names: as PNG o
 and some 110 kB, which cost as much to decode as ImageNet's do. The network's cost does not depend on what they show.
 
 Cost is linear in images and in probe images. Of a split of --of images, --images are run, with as many of the 192 probe
-images as are their share (but no fewer than the largest batch, 32): the ratio is that of the whole split, in less
-time. Beside the seconds stand those of the
-processor. The ratio is that of the shortest parity to the shortest forward: other work only ever adds to either.
+images as are their share (but no fewer than the largest batch, 32): the ratio is that of the whole split, in less time.
+Beside the seconds stand those of the processor. The ratio is that of the shortest parity to the shortest forward: other
+work only ever adds to either.
 """
 
 import argparse
