@@ -138,6 +138,6 @@ def small_re_attention() -> Any:
     torch.manual_seed(0)
     module = ReAttention(8, 2, device="cpu", dtype=torch.float64)
     with torch.no_grad():
-        module.var_norm.weight.copy_(torch.tensor([1.5, 0.8]))  # type: ignore[operator, union-attr]  # a Parameter
-        module.var_norm.bias.copy_(torch.tensor([0.05, -0.1]))  # type: ignore[operator, union-attr]
+        module.var_norm.weight.copy_(torch.tensor([1.5, 0.8]))  # type: ignore[operator]  # a Parameter
+        module.var_norm.bias.copy_(torch.tensor([0.05, -0.1]))  # type: ignore[operator]
     return module

@@ -1,6 +1,7 @@
 """Learning from a teacher's predictions beside the labels (Touvron et al., DeiT, arXiv 2012.12877, §4)."""
 
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -63,7 +64,7 @@ def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_nam
         return None
     if name.startswith(TIMM):
         network = _timm_network(name, len(class_names))
-        config = network.pretrained_cfg
+        config: Any = network.pretrained_cfg  # timm's, on every network it makes
         teacher = Teacher(network, settings, student=preprocessing, mean=config["mean"], std=config["std"])
     else:
         run = RunFolder.open(Path(name))

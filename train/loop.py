@@ -157,8 +157,7 @@ class Trainer:
         teacher = load_teacher(recipe.distillation, recipe.preprocessing, class_names)
         if teacher is not None:
             teacher.to(self.device)
-            if hasattr(self.model, "set_distilled_training"):
-                self.model.set_distilled_training(True)
+            getattr(self.model, "set_distilled_training", lambda _: None)(True)  # DeiT's distilled networks
         objective = Objective(self.model, recipe, self.spec.num_classes, teacher)
         self.objective = parallelize(objective, recipe.execution.parallel, self.processes, self.device)
         if sharded:

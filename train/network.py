@@ -68,7 +68,7 @@ def switch_on(model: nn.Module, name: str, execution: Execution, device: torch.d
     if execution.grad_checkpointing:
         _checkpoint_gradients(model, name)
     if execution.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's types lack it
+        model = model.to(memory_format=torch.channels_last)
     if execution.sync_batch_norm and processes > 1:
         model = synchronize_batch_norm(model, device)
     if execution.compile:

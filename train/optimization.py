@@ -37,8 +37,9 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
     """
     name = settings.name.lower()
     base = name.removeprefix("lookahead_")
-    if base not in list_optimizers():
-        raise unknown_name("optimizer.name", settings.name, list_optimizers())
+    known = [str(each) for each in list_optimizers()]
+    if base not in known:
+        raise unknown_name("optimizer.name", settings.name, known)
     info = get_optimizer_info(base)
     if info.second_order:
         raise InputError(f"optimizer.name={settings.name} needs second derivatives: choose one of the first order")
@@ -72,6 +73,7 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # timm ignores some arguments with no more than a warning
+            schedule: Scheduler
             schedule, _ = create_scheduler_v2(
                 optimizer,
                 settings.name,
@@ -87,7 +89,6 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
             )
     except (TypeError, ValueError, AssertionError, Warning) as error:
         raise InputError(f"schedule.name={settings.name} cannot be made with these settings: {error}") from None
-    assert schedule is not None
     return schedule
 
 

@@ -30,9 +30,7 @@ def test_two_processes_are_one_batch(tmp_path: Path) -> None:
             found = parts[0][name]
         else:
             found = parts[0][name] + parts[1][name]
-        torch.testing.assert_close(
-            found, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_names_and_modes_stay_and_evaluation_is_torchs() -> None:
@@ -47,4 +45,4 @@ def test_another_kind_of_batch_norm_is_refused() -> None:
     from timm.layers import BatchNormAct2d
 
     with pytest.raises(InputError, match=r"'0' is a BatchNormAct2d, .* execution\.sync_batch_norm=false"):
-        synchronize_batch_norm(nn.Sequential(BatchNormAct2d(3)), CPU)  # type: ignore[no-untyped-call]
+        synchronize_batch_norm(nn.Sequential(BatchNormAct2d(3)), CPU)
