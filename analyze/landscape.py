@@ -37,8 +37,9 @@ def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
         raise InputError(f"a direction {tuple(direction.shape)} for a weight {tuple(weight.shape)}: shapes must agree")
     if weight.ndim < 2:
         return torch.zeros_like(direction)
-    filters, lengths = direction.flatten(1), weight.flatten(1).norm(dim=1, keepdim=True)
-    scale = lengths / filters.norm(dim=1, keepdim=True).clamp_min(torch.finfo(direction.dtype).tiny)
+    filters = direction.flatten(1)
+    lengths, drawn = (torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (weight.flatten(1), filters))
+    scale = lengths / drawn.clamp_min(torch.finfo(direction.dtype).tiny)
     return (filters * scale).view_as(direction)
 
 

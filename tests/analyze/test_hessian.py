@@ -69,7 +69,7 @@ def dense_hessian(name: str) -> Tensor:
     images, labels = batch()
 
     def loss(flat: Tensor) -> Tensor:
-        parts = flat.split([shape.numel() for shape in shapes])
+        parts = torch.split(flat, [shape.numel() for shape in shapes])
         weights = {key: part.view(shape) for key, part, shape in zip(names, parts, shapes, strict=True)}
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             return F.cross_entropy(torch.func.functional_call(model, weights, (images,)), labels)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitx.analyze.lanczos import lanczos_quadrature, smoothed_density, top_eigenvalues
+from vitx.analyze.lanczos import Quadrature, lanczos_quadrature, smoothed_density, top_eigenvalues
 from vitx.core.errors import InputError
 
 SIZE = 120
@@ -142,7 +142,7 @@ def test_quadrature_has_the_moments(name: str) -> None:
     assert math.isclose(moment(many, 2), second, rel_tol=0.1, abs_tol=1e-12)
 
 
-def moment(quadrature: Any, power: int) -> float:
+def moment(quadrature: Quadrature, power: int) -> float:
     return sum(weight * node**power for node, weight in zip(quadrature.nodes, quadrature.weights, strict=True))
 
 

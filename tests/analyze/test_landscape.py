@@ -20,7 +20,7 @@ from vitx.core.errors import InputError
 
 
 def network() -> Any:
-    shape = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    shape: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2}
     model = timm.create_model("deepvit_digits", num_classes=3, attention=["plain", "re-attention"], **shape)
     return randomize_like_trained(model)
 
