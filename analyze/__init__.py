@@ -4,7 +4,8 @@ from vitx.analyze.activation_metrics import NotApplicable
 from vitx.analyze.analysis import Analysis, analyze, chosen_metrics, compare_representations
 from vitx.analyze.cka import MinibatchCKA, linear_cka
 from vitx.analyze.lesions import lesion_study
-from vitx.analyze.metrics import METRICS, Options
+from vitx.analyze.measures import Options
+from vitx.analyze.metrics import METRICS
 from vitx.analyze.spectrum import feature_variance, fourier_log_amplitude
 from vitx.models import attention_std, token_similarity
 from vitx.models.similarity import map_similarity as attention_similarity

@@ -11,7 +11,8 @@ from typing import Any
 from vitx.analyze.activation_metrics import NotApplicable, SimilarityMatrix, cka_matrix
 from vitx.analyze.activations import stream_activations, stream_order
 from vitx.analyze.cka import SMALLEST_BATCH, MinibatchCKA
-from vitx.analyze.metrics import METRICS, VERSION, Measured, Metric, Options
+from vitx.analyze.measures import Measured, Options
+from vitx.analyze.metrics import METRICS, VERSION, Metric
 from vitx.core.console import log, progress
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record, read_record, write_json

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from pydantic import Field, PositiveInt
-
+from vitx.analyze import measures
 from vitx.analyze.activation_metrics import (
-    SIMILAR,
     ActivationMetric,
     AttentionCollapse,
     AttentionCollapseMetric,
@@ -21,30 +19,20 @@ from vitx.analyze.activation_metrics import (
     Variance,
     VarianceMetric,
 )
-from vitx.analyze.lesions import Lesions, lesion_study
+from vitx.analyze.adversarial import AdversarialRobustness
+from vitx.analyze.confidence import Confidence, TemperatureScaling
+from vitx.analyze.hessian import HessianDensity, HessianSpectrum
+from vitx.analyze.landscape import LossLandscape
+from vitx.analyze.lesions import Lesions
+from vitx.analyze.measures import ConfidenceMetric, Measured, TemperatureMetric
+from vitx.analyze.noise import FrequencyRobustness
+from vitx.analyze.occlusion import Occlusion
+from vitx.analyze.robustness import CorruptionRobustness
+from vitx.analyze.trajectory import Trajectory
 from vitx.core.files import Record
-from vitx.core.images import ImageSet
-from vitx.models.source import Source
 
 # Raised when a metric's definition changes: kept results of older ones are measured again.
 VERSION = 1
-
-
-class Options(Record):
-    """What metrics depend on besides the network and the images."""
-
-    batch_size: PositiveInt = 16
-    seed: int = 0
-    similar_above: float = Field(default=SIMILAR, ge=-1, le=1, description="cosine that makes two layers similar")
-
-
-class Measured(NamedTuple):
-    """What is measured, and how."""
-
-    source: Source
-    images: ImageSet
-    options: Options
-    quiet: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +86,59 @@ def _fourier_line(found: Fourier) -> str:
     return f"highest frequency {_ends(unit.log_amplitude[-1] for unit in found.units.values())}"
 
 
-def _lesions(measured: Measured) -> Lesions:
-    source, images, options, quiet = measured
-    return lesion_study(source.model, images, source.preprocessing, batch_size=options.batch_size, quiet=quiet)
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def _confidence_line(found: Confidence) -> str:
+    return f"top-1 {_percent(found.accuracy)}, NLL {found.nll:.3f}, ECE {_percent(found.ece)}, Brier {found.brier:.3f}"
+
+
+def _temperature_line(found: TemperatureScaling) -> str:
+    gain = f"NLL {found.nll:.3f} → {found.scaled_nll:.3f}, ECE {_percent(found.ece)} → {_percent(found.scaled_ece)}"
+    return f"T = {found.temperature:.3g}: {gain}"
+
+
+def _corruptions_line(found: CorruptionRobustness) -> str:
+    name = min(found.accuracy, key=lambda key: sum(found.accuracy[key]))
+    worst = sum(found.accuracy[name]) / len(found.accuracy[name])
+    return f"{_percent(found.clean)} → {_percent(found.mean_accuracy)} on average, {_percent(worst)} under {name}"
+
+
+def _noise_line(found: FrequencyRobustness) -> str:
+    return f"clean {_percent(found.clean)}; lowest to highest band {_ends(100 * value for value in found.accuracy)} %"
+
+
+def _occlusion_line(found: Occlusion) -> str:
+    half = min(range(len(found.ratios)), key=lambda index: abs(found.ratios[index] - 0.5))
+    parts = {"random": found.random, "most salient": found.most_salient, "least salient": found.least_salient}
+    named = (f"{name} {_percent(values[half])}" for name, values in parts.items() if values is not None)
+    return f"{_percent(found.clean)}; without {found.ratios[half]:.0%} of the patches: {', '.join(named)}"
+
+
+def _attack_line(found: AdversarialRobustness) -> str:
+    radius = f"ε = {255 * found.epsilons[-1]:.3g}/255"
+    return f"{_percent(found.clean)}; {radius}: FGSM {_percent(found.fgsm[-1])}, PGD {_percent(found.pgd[-1])}"
+
+
+def _hessian_line(found: HessianSpectrum) -> str:
+    largest = max(value for batch in found.batches for value in batch.values)
+    mean = "–" if found.mean_positive is None else f"{found.mean_positive:.3g}"
+    return f"largest {largest:.3g}, mean of the positive {mean}, negative {_percent(found.negative_share)}"
+
+
+def _density_line(found: HessianDensity) -> str:
+    return f"nodes from {min(found.nodes):.3g} to {max(found.nodes):.3g}, {found.products} products"
+
+
+def _landscape_line(found: LossLandscape) -> str:
+    middle = len(found.axis) // 2
+    edge = [value for row in (found.nll[0], found.nll[-1]) for value in row if value is not None]
+    return f"NLL {found.nll[middle][middle]:.3f} at the weights, {min(edge):.3g} to {max(edge):.3g} at the edge"
+
+
+def _trajectory_line(found: Trajectory) -> str:
+    return f"{len(found.steps)} checkpoints, radius {_ends(found.radius)}"
 
 
 def _lesions_line(found: Lesions) -> str:
@@ -167,7 +205,105 @@ METRICS: dict[str, Metric] = {
         reading="Accuracy with one unit removed, its shortcut left. Units whose removal changes nothing add nothing.",
         record=Lesions,
         line=_lesions_line,
-        measure=_lesions,
+        measure=measures.lesions,
         labels=True,
+    ),
+    "confidence": Metric(
+        title="Confidence and calibration",
+        reading="Below the diagonal the network is surer than it is right. ECE is the mean distance from the diagonal.",
+        record=Confidence,
+        line=_confidence_line,
+        activation=ConfidenceMetric,
+        labels=True,
+    ),
+    "temperature": Metric(
+        title="Temperature scaling",
+        reading="Logits divided by one number T, fitted on half of the images and judged on the other. T above 1: the "
+        "network was surer than it is right; an ECE that stays is no error of scale.",
+        record=TemperatureScaling,
+        line=_temperature_line,
+        activation=TemperatureMetric,
+        labels=True,
+    ),
+    "corruptions": Metric(
+        title="Corruptions",
+        reading="Accuracy under 15 corruptions at 5 severities. The mean over the 75 is the number to compare.",
+        record=CorruptionRobustness,
+        line=_corruptions_line,
+        measure=measures.corruptions,
+        labels=True,
+        options=("seed",),
+        default=False,
+    ),
+    "frequency-noise": Metric(
+        title="Noise by frequency",
+        reading="Accuracy under noise of one band of frequencies and equal power: convolutions suffer from high "
+        "frequencies, attention from low ones.",
+        record=FrequencyRobustness,
+        line=_noise_line,
+        measure=measures.frequency_noise,
+        labels=True,
+        options=("seed",),
+        default=False,
+    ),
+    "occlusion": Metric(
+        title="Occlusion",
+        reading="Accuracy while patches are painted over: random, most salient or least salient ones first.",
+        record=Occlusion,
+        line=_occlusion_line,
+        measure=measures.occluded,
+        labels=True,
+        options=("seed",),
+        default=False,
+    ),
+    "adversarial": Metric(
+        title="Adversarial images",
+        reading="Accuracy when each value of an image moves by at most ε against the network. Quote PGD; neither is a "
+        "bound.",
+        record=AdversarialRobustness,
+        line=_attack_line,
+        measure=measures.attacked,
+        labels=True,
+        options=("seed",),
+        default=False,
+    ),
+    "hessian": Metric(
+        title="Largest eigenvalues of the Hessian",
+        reading="Of the loss of each batch. Large ones mean a sharp loss, negative ones that it is not convex there; "
+        "attention makes fewer large and more negative ones than convolutions.",
+        record=HessianSpectrum,
+        line=_hessian_line,
+        measure=measures.spectrum,
+        labels=True,
+        options=("seed", "eigenvalues", "loss_batches", "weight_decay"),
+        default=False,
+    ),
+    "hessian-density": Metric(
+        title="Density of all eigenvalues",
+        reading="By stochastic Lanczos quadrature: the bulk near zero, and the outliers that decide the step size.",
+        record=HessianDensity,
+        line=_density_line,
+        measure=measures.density,
+        labels=True,
+        options=("seed", "loss_batches", "weight_decay"),
+        default=False,
+    ),
+    "landscape": Metric(
+        title="Loss landscape",
+        reading="NLL around the weights along two random directions whose filters have the norms of the network's.",
+        record=LossLandscape,
+        line=_landscape_line,
+        measure=measures.landscape,
+        labels=True,
+        options=("seed", "loss_batches", "weight_decay", "landscape_points"),
+        default=False,
+    ),
+    "trajectory": Metric(
+        title="Trajectory of training",
+        reading="Distance from the first weights over that of the last ones, and the angle between the two ways.",
+        record=Trajectory,
+        line=_trajectory_line,
+        measure=measures.trajectory,
+        default=False,
     ),
 }

@@ -10,18 +10,13 @@ from matplotlib.ticker import MaxNLocator
 
 from vitx.analyze.activation_metrics import AttentionCollapse, Fourier, OverSmoothing, SimilarityMatrix, Variance
 from vitx.analyze.lesions import Lesions
+from vitx.analyze.panels import LINES, WIDTH, Results, panels
+from vitx.analyze.trust_plots import DRAWERS
 
-# A network's line; a kind of unit's mark. No two differ in colour alone.
-_LINES: tuple[dict[str, Any], ...] = (
-    {"color": "black", "linestyle": "-", "marker": "o"},
-    {"color": "0.45", "linestyle": "--", "marker": "s"},
-)
+# A kind of unit's mark. No two differ in colour alone.
 _MARKS = {"attention": "o", "mlp": "s", "convolution": "^", None: "x"}
 _NAMES = {"attention": "attention", "mlp": "MLP", "convolution": "convolution", None: "embedding"}
 _HATCHES = {"attention": "", "mlp": "///", "convolution": "..."}
-_WIDTH, _HEIGHT = 4.2, 3.2  # inches, of one panel
-
-Results = Mapping[str, Any]  # network → its record
 
 
 def draw(name: str, results: Results) -> Figure | None:
@@ -30,14 +25,9 @@ def draw(name: str, results: Results) -> Figure | None:
     return None if drawer is None else drawer(results)
 
 
-def _panels(count: int, *, width: float = _WIDTH, height: float = _HEIGHT) -> tuple[Figure, list[Axes]]:
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
-
-
 def _lines(axes: Axes, curves: Mapping[str, Sequence[float]], x: str, y: str) -> None:
     """One line a network, over the index of the layer."""
-    for (network, values), style in zip(curves.items(), _LINES, strict=False):
+    for (network, values), style in zip(curves.items(), LINES, strict=False):
         axes.plot(range(len(values)), values, label=network, markersize=4, linewidth=1.2, **style)
     axes.set(xlabel=x, ylabel=y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -47,7 +37,7 @@ def _lines(axes: Axes, curves: Mapping[str, Sequence[float]], x: str, y: str) ->
 
 def _over_smoothing(results: Results) -> Figure:
     records: Mapping[str, OverSmoothing] = results
-    figure, (left, right) = _panels(2)
+    figure, (left, right) = panels(2)
     cos_sim = {network: list(record.cos_sim.values()) for network, record in records.items()}
     spread = {network: list(record.attention_std.values()) for network, record in records.items()}
     _lines(left, cos_sim, "block", "CosSim of patch tokens")
@@ -70,27 +60,27 @@ def _matrix(axes: Axes, record: SimilarityMatrix, title: str, x: str, y: str) ->
 
 
 def _matrices(results: Results) -> Figure:
-    figure, panels = _panels(len(results), height=3.6)
-    for axes, (network, record) in zip(panels, results.items(), strict=True):
+    figure, axes_of = panels(len(results), height=3.6)
+    for axes, (network, record) in zip(axes_of, results.items(), strict=True):
         _matrix(axes, record, network, "layer, from the input on", "layer, from the input on")
     return figure
 
 
 def _attention_collapse(results: Results) -> Figure:
     records: Mapping[str, AttentionCollapse] = results
-    figure, panels = _panels(len(records) + 1, height=3.6)
-    for axes, (network, record) in zip(panels, records.items(), strict=False):
+    figure, axes_of = panels(len(records) + 1, height=3.6)
+    for axes, (network, record) in zip(axes_of, records.items(), strict=False):
         title = f"{network}\n{record.similar_blocks} layers > {record.threshold:g} to the one before"
         _matrix(axes, record, title, "attention layer", "attention layer")
     diversity = {network: list(record.head_diversity.values()) for network, record in records.items()}
-    _lines(panels[-1], diversity, "attention layer", "1 − cosine between heads")
+    _lines(axes_of[-1], diversity, "attention layer", "1 − cosine between heads")
     return figure
 
 
 def _fourier(results: Results) -> Figure:
     records: Mapping[str, Fourier] = results
-    figure, panels = _panels(len(records) + 1)
-    for axes, (network, record) in zip(panels, records.items(), strict=False):
+    figure, axes_of = panels(len(records) + 1)
+    for axes, (network, record) in zip(axes_of, records.items(), strict=False):
         last = max(1, len(record.units) - 1)
         for index, spectrum in enumerate(record.units.values()):
             axes.plot(spectrum.frequencies, spectrum.log_amplitude, color=str(0.8 * (1 - index / last)), linewidth=1)
@@ -103,13 +93,13 @@ def _fourier(results: Results) -> Figure:
         network: [(spectrum.kind, spectrum.log_amplitude[-1]) for spectrum in record.units.values()]
         for network, record in records.items()
     }
-    _by_kind(panels[-1], heights, "Δ log amplitude, highest frequency")
+    _by_kind(axes_of[-1], heights, "Δ log amplitude, highest frequency")
     return figure
 
 
 def _variance(results: Results) -> Figure:
     records: Mapping[str, Variance] = results
-    figure, (axes,) = _panels(1, width=1.4 * _WIDTH)
+    figure, (axes,) = panels(1, width=1.4 * WIDTH)
     heights = {
         network: [(record.kinds[name], value) for name, value in record.variance.items()]
         for network, record in records.items()
@@ -122,7 +112,7 @@ def _variance(results: Results) -> Figure:
 def _by_kind(axes: Axes, heights: Mapping[str, Sequence[tuple[Any, float]]], y: str) -> None:
     """Values along the network, each marked with the kind of its unit."""
     seen = set()
-    for (network, values), style in zip(heights.items(), _LINES, strict=False):
+    for (network, values), style in zip(heights.items(), LINES, strict=False):
         axes.plot(
             range(len(values)),
             [value for _, value in values],
@@ -145,8 +135,8 @@ def _by_kind(axes: Axes, heights: Mapping[str, Sequence[tuple[Any, float]]], y: 
 
 def _lesions(results: Results) -> Figure:
     records: Mapping[str, Lesions] = results
-    figure, panels = _panels(len(records), width=1.4 * _WIDTH)
-    for axes, (network, record) in zip(panels, records.items(), strict=True):
+    figure, axes_of = panels(len(records), width=1.4 * WIDTH)
+    for axes, (network, record) in zip(axes_of, records.items(), strict=True):
         seen = set()
         for index, unit in enumerate(record.units.values()):
             axes.bar(
@@ -174,4 +164,5 @@ _DRAWERS: dict[str, Callable[[Results], Figure]] = {
     "cka": _matrices,
     "cka-between": _matrices,
     "lesions": _lesions,
+    **DRAWERS,
 }

@@ -166,12 +166,24 @@ def test_unknown_metrics_are_refused() -> None:
     assert chosen_metrics(["all"]) == tuple(METRICS)
 
 
-def test_every_metric_can_be_drawn_or_is_a_table(run: Path, images: ImageSet) -> None:
-    found = analyze(SourceRequest(str(run)).load(), images, FAST, Options(), quiet=True)
+def test_every_metric_is_measured_told_and_drawn(run: Path, tmp_path: Path) -> None:
+    options = Options(batch_size=4, eigenvalues=2, loss_batches=1, landscape_points=3)
+    images = open_analysis_images("digits", 8)
+    source = SourceRequest(str(run)).load()
+    found = analyze(source, images, chosen_metrics(["all"]), options, cache=tmp_path, quiet=True)
+    assert set(found.not_applicable) == {"trajectory"}
+    assert "holds 1 checkpoint" in found.not_applicable["trajectory"]
+    assert set(found.results) == set(METRICS) - {"trajectory"}
     for name, record in found.results.items():
+        assert METRICS[name].line(record)
         figure = draw(name, {"one": record, "other": record})
-        assert figure is not None
-        assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes if not axes.get_label())
+        assert figure is not None or name == "temperature"
+        if figure is not None:
+            figure.savefig(tmp_path / "figure.png")
+            assert all(axes.get_xlabel() and axes.get_ylabel() for axes in figure.axes if not axes.get_label())
+    json.dumps(found.as_json(), allow_nan=False)
+    again = analyze(source, images, chosen_metrics(["all"]), options, cache=tmp_path, quiet=True)
+    assert again.as_json() == found.as_json()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""What all figures have in common: sizes, and lines that no two networks share. Nothing is told by colour alone."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# A network's line.
+LINES: tuple[dict[str, Any], ...] = (
+    {"color": "black", "linestyle": "-", "marker": "o"},
+    {"color": "0.45", "linestyle": "--", "marker": "s"},
+)
+WIDTH, HEIGHT = 4.2, 3.2  # inches, of one panel
+
+Results = Mapping[str, Any]  # network → its record
+
+
+def panels(count: int, *, width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` axes beside each other."""
+    figure = Figure(figsize=(width * count, height), layout="constrained")
+    return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
