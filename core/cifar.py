@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +42,8 @@ _VERSIONS = {
 PIXELS = 3 * 32 * 32
 
 
-class Pixels(NamedTuple):
+@dataclass(frozen=True)
+class Pixels:
     """Reads image i as PNG."""
 
     images: UInt8Array

@@ -30,9 +30,9 @@ class Slices:
     size: npt.NDArray[np.int64]
 
     def __call__(self, index: int) -> bytes:
-        with self.files[self.file_index[index]].open("rb") as file:
-            file.seek(self.start[index])
-            return file.read(self.size[index])
+        with self.files[int(self.file_index[index])].open("rb") as file:
+            file.seek(int(self.start[index]))
+            return file.read(int(self.size[index]))
 
 
 class _Sample(NamedTuple):

@@ -62,7 +62,7 @@ def _colours(preprocessing: Preprocessing, augmentation: Augmentation) -> Callab
         _, colours, _ = transforms_imagenet_train(
             preprocessing.image_size,
             auto_augment=augmentation.auto_augment or None,
-            color_jitter=augmentation.color_jitter or None,
+            color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # timm takes None
             force_color_jitter=bool(augmentation.color_jitter),
             interpolation="bicubic",
             mean=preprocessing.mean,
@@ -89,9 +89,9 @@ def mend_posterize(policy: Any) -> None:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image:
-    posterized: Image.Image = (
-        auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep > 0 else image.point(lambda _: 0)
-    )
+    if bits_to_keep <= 0:
+        return image.point(lambda _: 0)
+    posterized: Image.Image = auto_augment.posterize(image, bits_to_keep, **options)  # type: ignore[no-untyped-call]
     return posterized
 
 

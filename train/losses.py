@@ -52,7 +52,7 @@ class _MeanCosine(torch.autograd.Function):
         return ((sum_BD.square().sum(dim=-1) - n) / (n * (n - 1))).mean()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         h_BnD, inverse_Bn, sum_BD = ctx.saved_tensors
         B, n, _ = h_BnD.shape

@@ -34,16 +34,16 @@ def flat(pixels: Any) -> Any:
     return pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1)
 
 
-class Python2Pickler(pickle._Pickler):  # type: ignore[misc, name-defined]  # the one that is written in Python
+class Python2Pickler(pickle._Pickler):  # the one that is written in Python
     """Writes texts and bytes as Python 2 did, in which the authors of CIFAR pickled."""
 
     def save_string(self, value: str | bytes) -> None:
         content = value.encode("latin1") if isinstance(value, str) else value
         short = len(content) < 256
-        self.write((b"U" + bytes([len(content)]) if short else b"T" + len(content).to_bytes(4, "little")) + content)
-        self.memoize(value)
+        self.write((b"U" + bytes([len(content)]) if short else b"T" + len(content).to_bytes(4, "little")) + content)  # type: ignore[attr-defined]
+        self.memoize(value)  # type: ignore[attr-defined]
 
-    dispatch: ClassVar[dict[type, Any]] = {**pickle._Pickler.dispatch, str: save_string, bytes: save_string}  # type: ignore[attr-defined]
+    dispatch: ClassVar[dict[type, Any]] = {**pickle._Pickler.dispatch, str: save_string, bytes: save_string}
 
 
 def python_2_pickle(content: dict[str, Any]) -> bytes:
@@ -110,7 +110,7 @@ def shards(root: Path, *, label: str = "cls", names: bool = True, validation: st
 
 
 def hugging_face(root: Path, *, saved: bool) -> Path:
-    import datasets
+    import datasets  # type: ignore[import-untyped]
 
     columns = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES))})
     splits = {

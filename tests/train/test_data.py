@@ -70,11 +70,11 @@ def test_workers_go_on_from_any_batch_and_epoch() -> None:
 
 def test_global_randomness_is_neither_read_nor_moved() -> None:
     chosen = data(TIMMS["three-augment"])
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # type: ignore[func-returns-value]
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
     before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
     first = next(chosen.batches(1)).images
     assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
-    random.seed(2), np.random.seed(2), torch.manual_seed(2)  # type: ignore[func-returns-value]
+    random.seed(2), np.random.seed(2), torch.manual_seed(2)
     np.testing.assert_array_equal(first, next(chosen.batches(1)).images)
 
 
