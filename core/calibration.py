@@ -59,9 +59,14 @@ def calibration_error(
     """
     confidence = np.asarray(probabilities, dtype=np.float64).max(axis=1)
     correct = np.argmax(probabilities, axis=1) == labels
-    bin_of_image = np.searchsorted(np.arange(1, bins) / bins, confidence, side="left")
+    bin_of_image = confidence_bins(confidence, bins)
     gaps = np.bincount(bin_of_image, weights=correct - confidence, minlength=bins)
     return float(gaps.sum() if signed else np.abs(gaps).sum()) / len(confidence)
+
+
+def confidence_bins(confidence: Float64Array, bins: int = ECE_BINS) -> npt.NDArray[np.int64]:
+    """The bin 0 … bins − 1 of each confidence (N,): (lo, hi], the first includes 0."""
+    return np.searchsorted(np.arange(1, bins) / bins, confidence, side="left").astype(np.int64)
 
 
 def brier_score(probabilities: npt.NDArray[np.floating], labels: npt.NDArray[np.integer]) -> float:
