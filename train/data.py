@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
@@ -64,9 +64,15 @@ class _Samples(Dataset[Any]):
 
     def __getitem__(self, part: _Part) -> torch.Tensor | ImageError:
         """The images of one batch, uint8 (B, S, S, 3), or what is wrong with one of them."""
+        side = self.augment.preprocessing.image_size
+        images = torch.empty(len(part.indices), side, side, 3, dtype=torch.uint8)
+        if get_worker_info() is not None:
+            images.share_memory_()  # written where the process that trains reads it
+        pixels = images.numpy()
         try:
-            places = zip(part.indices.tolist(), part.repeats.tolist(), strict=True)
-            return torch.from_numpy(np.stack([self.sample(part.epoch, index, repeat) for index, repeat in places]))
+            for row, (index, repeat) in enumerate(zip(part.indices.tolist(), part.repeats.tolist(), strict=True)):
+                pixels[row] = self.sample(part.epoch, index, repeat)
+            return images
         except ImageError as error:  # returned, so that its text crosses the processes unchanged
             return error
 
