@@ -85,7 +85,7 @@ def save_within_epoch(
 def _state(
     history: list[Metrics], step: int, rng: dict[str, Any], trainer: dict[str, Any], metric: Metric
 ) -> CheckpointState:
-    best = best_of(history, metric) if history else {"epoch": 0, metric: 0.0}
+    best: Metrics = best_of(history, metric) if history else {"epoch": 0, metric: 0.0}
     return CheckpointState(
         epoch=len(history),
         step=step,

@@ -104,7 +104,7 @@ def accumulating(module: nn.Module, *, last: bool) -> Iterator[None]:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last)
         elif isinstance(module, DistributedDataParallel) and not last:
-            stack.enter_context(module.no_sync())  # type: ignore[no-untyped-call]
+            stack.enter_context(module.no_sync())
         yield
 
 

@@ -8,7 +8,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def whole(tensor: Tensor) -> Tensor:
     """The tensor without gradient, gathered from all processes where it is sharded; all of them have to call it."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    if isinstance(tensor, DTensor):
+        gathered: Tensor = tensor.full_tensor()
+        return gathered.detach()
+    return tensor.detach()
 
 
 def like(reference: Tensor, value: Tensor) -> Tensor:

@@ -46,9 +46,9 @@ class SynchronizedBatchNorm(_BatchNorm):
         values = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         axes = [0, *range(2, values.ndim)]
         shape = (1, -1, *[1] * (values.ndim - 2))
-        mean: Tensor = _Average.apply(values.mean(axes))  # type: ignore[no-untyped-call]
+        mean: Tensor = _Average.apply(values.mean(axes))
         centred = values - mean.view(shape)
-        variance: Tensor = _Average.apply(centred.square().mean(axes))  # type: ignore[no-untyped-call]
+        variance: Tensor = _Average.apply(centred.square().mean(axes))
         self._track(mean.detach(), variance.detach(), values.numel() // values.shape[1] * dist.get_world_size())
         normed = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
@@ -73,7 +73,7 @@ def synchronize_batch_norm(network: nn.Module, device: torch.device) -> nn.Modul
     if device.type == "cuda":
         from timm.layers import convert_sync_batchnorm  # knows timm's norms with an activation too
 
-        converted: nn.Module = convert_sync_batchnorm(network)
+        converted: nn.Module = convert_sync_batchnorm(network)  # type: ignore[no-untyped-call]  # timm's
         return converted
     for name, module in network.named_modules():
         if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):

@@ -20,7 +20,7 @@ def project_board(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[C
     when the package is not installed.
     """
     try:
-        import wandb
+        import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
     except ImportError:
         raise missing_package("wandb", "train,wandb") from None
     path = run / ID_FILE
