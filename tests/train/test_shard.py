@@ -7,7 +7,7 @@ from vitx.core.errors import InputError
 from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing
 from vitx.train.data import TrainingData
-from vitx.train.recipe import Augmentation
+from vitx.train.settings import Augmentation
 from vitx.train.shard import WHOLE, Shard
 
 
