@@ -174,15 +174,15 @@ class Batcher:
         return self.curve.at_most(min(self._full, rows)) + self._lag
 
     def _wait(self, full_batches: int, now: float) -> float:
-        """Seconds until an instance is free for what comes behind so many full batches."""
+        """Seconds until an instance is free for what comes behind so many full batches; a machine slows all of them."""
         if len(self._running) + full_batches < self.batching.instances:
             return 0.0
-        busy = sum(self._left(batch, now) for batch in self._running) + full_batches * self.curve.seconds(self._full)
+        busy = sum(self._left(batch, now) for batch in self._running) + full_batches * self.curve.at_most(self._full)
         return busy / self.batching.instances
 
     def _left(self, batch: Batch, now: float) -> float:
         """Seconds that a batch handed over still needs."""
-        seconds = self.curve.seconds(batch.rows)
+        seconds = self.curve.at_most(batch.rows)
         return seconds if batch.started is None else max(0.0, batch.started + seconds - now)
 
     def _enqueue(self, ticket: Ticket) -> None:
