@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.lanczos import (
     Density,
     Eigenvalues,
@@ -74,9 +75,13 @@ def hessian_eigenvalues(
     module: str = "",
     tolerance: float = 1e-3,
     max_products: int = 300,
+    repeated: bool = False,
     seed: int = 0,
 ) -> Eigenvalues:
-    """The k eigenvalues of largest magnitude of the Hessian of one batch; see `hessian` and `top_eigenvalues`."""
+    """The k eigenvalues of largest magnitude of the Hessian of one batch; see `hessian` and `top_eigenvalues`.
+
+    Those of a network's Hessian are simple unless two of its weights do the same, so they are not looked for twice.
+    """
     generator = torch.Generator().manual_seed(seed)
     with hessian(model, images, labels, weight_decay=weight_decay, module=module) as operator:
         return top_eigenvalues(
@@ -85,6 +90,7 @@ def hessian_eigenvalues(
             k,
             tolerance=tolerance,
             max_products=max_products,
+            repeated=repeated,
             generator=generator,
             dtype=operator.dtype,
             device=operator.device,
@@ -196,7 +202,7 @@ def hessian(
     parameters or no part in the loss, for labels that do not fit, and for a loss that is not finite.
     """
     chosen = _chosen(model, module)
-    with evaluation_mode(model), _only_differentiated(model, chosen), torch.enable_grad():
+    with in_evaluation_mode(model), _only_differentiated(model, chosen), torch.enable_grad():
         with sdpa_kernel(SDPBackend.MATH):
             loss = mean_nll(model, images, labels)
             if not loss.requires_grad:
@@ -237,18 +243,6 @@ def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
         raise InputError(f"labels reach from {labels.min()} to {labels.max()}, but the network has {classes} classes")
     target = labels.to(parameter.device) if of_classes else labels.to(logits)
     return F.cross_entropy(logits, target)
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode; afterwards every module is in its own mode again."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _chosen(model: nn.Module, module: str) -> list[nn.Parameter]:

@@ -131,17 +131,18 @@ def top_eigenvalues(
     *,
     tolerance: float = 1e-3,
     max_products: int = 300,
+    repeated: bool = True,
     generator: torch.Generator,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Eigenvalues:
-    """The k eigenvalues of largest magnitude of a symmetric operator, each as often as it occurs.
+    """The k eigenvalues of largest magnitude of a symmetric operator, with `repeated` each as often as it occurs.
 
     product: v → Hv over vectors (size,) of `dtype` on `device`. generator: of the CPU. A pair counts as found when
-    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector meets one direction of an eigenspace
-    and may miss an eigenvalue, so the space beside the eigenvectors found is searched for larger ones with another, for
-    at least the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2). With k > size all
-    `size` eigenvalues are returned. After `max_products` what is there is returned with `converged` False. Holds one
+    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector meets one direction of an eigenspace,
+    so with `repeated` the space beside the eigenvectors found is searched for larger ones with another, for at least
+    the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2). With k > size all `size`
+    eigenvalues are returned. After `max_products` what is there is returned with `converged` False. Holds one
     vector a product in memory. Raises InputError for k < 1, max_products < k and products that are not finite.
     """
     if size < 1 or not 1 <= k <= max_products:
@@ -161,7 +162,7 @@ def top_eigenvalues(
     found = list(zip(values.tolist()[:k], residuals.tolist()[:k], vectors, strict=True))
     products, bound = len(first.basis), tolerance * abs(values[0])
     del first  # its basis is most of the memory
-    while converged and len(found) < size:
+    while repeated and converged and len(found) < size:
         rest = _Krylov(product, draw, [vector for _, _, vector in found])
         threshold = sorted((abs(value) for value, _, _ in found), reverse=True)[k - 1] + bound
         converged = _iterate(rest, max_products - products, _exceeds_or_not(threshold, bound, size))

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitx.analyze.hessian import LabelledBatch, evaluation_mode, mean_nll
+from vitx.analyze.activations import in_evaluation_mode
+from vitx.analyze.hessian import LabelledBatch, mean_nll
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 
@@ -80,7 +81,7 @@ def loss_landscape(
     axis = [radius * (index - half) / half for index in range(points)]
     nll = np.empty((points, points))
     l2 = np.empty((points, points))
-    with torch.no_grad(), evaluation_mode(model), _kept(moved) as weights:
+    with torch.no_grad(), in_evaluation_mode(model), _kept(moved) as weights:
         for place in np.ndindex(points, points):
             _move(moved, weights, [axis[index] for index in place], seed)
             nll[place] = _mean_over(model, batches)
