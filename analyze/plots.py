@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from vitx.analyze.activation_metrics import AttentionCollapse, Fourier, OverSmoothing, SimilarityMatrix, Variance
 from vitx.analyze.lesions import Lesions
-from vitx.analyze.panels import LINES, WIDTH, Results, panels
 from vitx.analyze.trust_plots import DRAWERS
+from vitx.core.panels import LINES, WIDTH, Results, panels
 
 # A kind of unit's mark. No two differ in colour alone.
 _MARKS = {"attention": "o", "mlp": "s", "convolution": "^", None: "x"}

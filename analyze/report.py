@@ -1,9 +1,7 @@
 """The report of an analysis: report.json, figures as PNG, and one HTML page that needs nothing else."""
 
-import base64
 import html
-import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,10 @@ from vitx.analyze.analysis import Analysis
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.plots import draw
 from vitx.core.files import Record, write_bytes, write_json
+from vitx.core.page import page, picture, section, table
+from vitx.core.panels import png
 
 BETWEEN = "cka-between"
-DOTS_PER_INCH = 110
-
-_STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#111;background:#fff}
-h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}img{max-width:100%;height:auto}
-table{border-collapse:collapse;margin:.8rem 0}th,td{border-bottom:1px solid #bbb;padding:.2rem .8rem;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}details{margin:.5rem 0}summary{cursor:pointer}
-"""
 
 
 def write_report(folder: Path, analyses: Sequence[Analysis], between: SimilarityMatrix | None = None) -> Path:
@@ -31,14 +23,12 @@ def write_report(folder: Path, analyses: Sequence[Analysis], between: Similarity
     for metric, results in _results(names, analyses, between).items():
         figure = draw(metric, results)
         if figure is not None:
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
-            figures[metric] = buffer.getvalue()
+            figures[metric] = png(figure)
             write_bytes(folder / "figures" / f"{metric}.png", figures[metric])
     write_json(folder / "report.json", report_json(analyses, between))
-    page = folder / "index.html"
-    write_bytes(page, _page(names, analyses, between, figures).encode())
-    return page
+    index = folder / "index.html"
+    write_bytes(index, _page(names, analyses, between, figures).encode())
+    return index
 
 
 def report_json(analyses: Sequence[Analysis], between: SimilarityMatrix | None = None) -> dict[str, Any]:
@@ -81,25 +71,19 @@ def _page(
     between: SimilarityMatrix | None,
     figures: Mapping[str, bytes],
 ) -> str:
-    title = html.escape(" and ".join(names))
-    body = [f"<h1>{title}</h1>", _facts(names, analyses)]
+    body = [_facts(names, analyses)]
     for metric, results in _results(names, analyses, between).items():
         heading, reading = _words(metric)
-        body += [f'<h2 id="{metric}">{html.escape(heading)}</h2>', f"<p>{html.escape(reading)}</p>"]
+        body.append(section(metric, heading, reading))
         if metric in METRICS:
-            body.append(_table([(name, METRICS[metric].line(result)) for name, result in results.items()]))
+            body.append(table([(name, METRICS[metric].line(result)) for name, result in results.items()]))
         if metric in figures:
-            data = base64.b64encode(figures[metric]).decode()
-            body.append(f'<img alt="{html.escape(heading)}" src="data:image/png;base64,{data}">')
+            body.append(picture(figures[metric], heading))
     for name, analysis in zip(names, analyses, strict=True):
         if analysis.not_applicable:
             body.append(f"<h2>Not applicable to {html.escape(name)}</h2>")
-            body.append(_table([(METRICS[key].title, reason) for key, reason in analysis.not_applicable.items()]))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style></head>'
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+            body.append(table([(METRICS[key].title, reason) for key, reason in analysis.not_applicable.items()]))
+    return page(" and ".join(names), body)
 
 
 def _words(metric: str) -> tuple[str, str]:
@@ -114,11 +98,4 @@ def _facts(names: Sequence[str], analyses: Sequence[Analysis]) -> str:
         source = analysis.source
         rows.append((name, f"{source.spec.name}, {source.checkpoint}, {source.checkpoint_sha256[:16]}…"))
     first = analyses[0]
-    return _table([*rows, ("images", f"{len(first.images)} of {first.images.name}")])
-
-
-def _table(rows: Iterable[tuple[str, object]]) -> str:
-    cells = "".join(
-        f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in rows
-    )
-    return f"<table>{cells}</table>"
+    return table([*rows, ("images", f"{len(first.images)} of {first.images.name}")])

@@ -14,9 +14,9 @@ from vitx.analyze.hessian import HessianDensity, HessianSpectrum
 from vitx.analyze.landscape import LossLandscape
 from vitx.analyze.noise import FrequencyRobustness
 from vitx.analyze.occlusion import Occlusion
-from vitx.analyze.panels import LINES, WIDTH, Results, panels
 from vitx.analyze.robustness import CorruptionRobustness
 from vitx.analyze.trajectory import Trajectory
+from vitx.core.panels import LINES, WIDTH, Results, panels
 
 ACCURACY = "accuracy (%)"
 

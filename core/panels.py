@@ -1,22 +1,35 @@
 """What all figures have in common: sizes, and lines that no two networks share. Nothing is told by colour alone."""
 
+import io
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # A network's line.
 LINES: tuple[dict[str, Any], ...] = (
     {"color": "black", "linestyle": "-", "marker": "o"},
     {"color": "0.45", "linestyle": "--", "marker": "s"},
+    {"color": "0.25", "linestyle": ":", "marker": "^"},
 )
 WIDTH, HEIGHT = 4.2, 3.2  # inches, of one panel
+DOTS_PER_INCH = 110
 
 Results = Mapping[str, Any]  # network → its record
 
 
-def panels(count: int, *, width: float = WIDTH, height: float = HEIGHT) -> tuple[Figure, list[Axes]]:
+def panels(count: int, *, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", list["Axes"]]:
     """A figure of `count` axes beside each other."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width * count, height), layout="constrained")
     return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
+
+
+def png(figure: "Figure") -> bytes:
+    """The figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    return buffer.getvalue()
