@@ -41,7 +41,8 @@ def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
     filters = direction.flatten(1)
     lengths, drawn = (torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (weight.flatten(1), filters))
     scale = lengths / drawn.clamp_min(torch.finfo(direction.dtype).tiny)
-    return (filters * scale).view_as(direction)
+    scaled: Tensor = (filters * scale).view_as(direction)
+    return scaled
 
 
 def moved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

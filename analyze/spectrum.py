@@ -68,7 +68,7 @@ def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Te
         side = math.isqrt(patches.shape[1])
         if side * side != patches.shape[1]:
             return None
-        tokens, channels_last = patches.unflatten(1, (side, side)), True
+        tokens, channels_last = patches.reshape(len(patches), side, side, -1), True
     if tokens.ndim != 4:
         return None
     features = tokens.movedim(-1, 1) if channels_last else tokens

@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def operands(shape: tuple[int, int, int, int], dtype: torch.dtype, device: str) 
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 def correctness(_: argparse.Namespace) -> dict[str, Any]:
@@ -78,15 +79,15 @@ def correctness(_: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {}
     for shape in shapes:
         for dtype in dtypes:
-            qkv, mixes = operands(shape, dtype, device)
-            qkv = qkv.detach().requires_grad_()
-            exact = qkv.detach().double().requires_grad_()
+            drawn, mixes = operands(shape, dtype, device)
+            qkv = drawn.detach().requires_grad_()
+            exact = drawn.detach().double().requires_grad_()
             scale = shape[-1] ** -0.5
-            out = reattention(*qkv, mixes, scale, impl="flash")
-            expected = plain_reattention(*exact, mixes, scale)
+            out = reattention(qkv[0], qkv[1], qkv[2], mixes, scale, impl="flash")
+            expected = plain_reattention(exact[0], exact[1], exact[2], mixes, scale)
             weight = torch.randn_like(expected)
-            out.backward(weight.to(dtype))
-            expected.backward(weight.to(dtype).double())
+            torch.autograd.backward(out, weight.to(dtype))
+            torch.autograd.backward(expected, weight.to(dtype).double())
             assert qkv.grad is not None
             assert exact.grad is not None
             allowed = ERROR if dtype == torch.float16 else 8 * ERROR  # three bits less
@@ -108,10 +109,10 @@ def operation(arguments: argparse.Namespace) -> dict[str, Any]:
         scale = shape[-1] ** -0.5
         best, by_tiles = sweep(q, k, v, mixes, scale)
         calls: dict[str, Callable[[], Any]] = {
-            "flash": lambda q=q, k=k, v=v, mixes=mixes, s=scale: reattention(q, k, v, mixes, s, impl="flash"),
-            "eager": lambda q=q, k=k, v=v, mixes=mixes, s=scale: plain_reattention(q, k, v, mixes, s),
-            "compiled": lambda q=q, k=k, v=v, mixes=mixes, s=scale: compiled(q, k, v, mixes, s),
-            "sdpa without mix": lambda q=q, k=k, v=v: nn.functional.scaled_dot_product_attention(q, k, v),
+            "flash": partial(reattention, q, k, v, mixes, scale, impl="flash"),
+            "eager": partial(plain_reattention, q, k, v, mixes, scale),
+            "compiled": partial(compiled, q, k, v, mixes, scale),
+            "sdpa without mix": partial(nn.functional.scaled_dot_product_attention, q, k, v),
         }
         with tiles(best):
             times = interleaved(calls, arguments.repeats)
@@ -183,7 +184,7 @@ def interleaved(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, 
                 call()
         for _ in range(repeats):
             for name, call in calls.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch
                 start.record()
                 for _ in range(10):
                     call()
@@ -200,7 +201,7 @@ def whole_networks(arguments: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {}
     rates = {}
     for name in ("plain ViT of deepvit_16b's size", *WHOLE):
-        kwargs = {"attention": "plain"} if name.startswith("plain") else {}
+        kwargs: dict[str, Any] = {"attention": "plain"} if name.startswith("plain") else {}
         torch.manual_seed(0)
         model = timm.create_model("deepvit_16b" if kwargs else name, **kwargs).half().cuda().eval()
         images = torch.randn(BATCH, 3, 224, 224, device="cuda", dtype=torch.float16)

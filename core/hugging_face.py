@@ -37,7 +37,7 @@ def open_dataset(root: Path, split: Split) -> ImageSet:
     """
     if importlib.util.find_spec("datasets") is None:
         raise missing_package("datasets", "huggingface")
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     saved = (root / "dataset_dict.json").is_file()
     splits = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Triton compiles the annotations of a kernel too, and knows constexpr alone.
 """Triton kernels of attention with a mix over heads: no map is ever written. Called by flash_reattention.py alone.
 

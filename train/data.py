@@ -67,7 +67,7 @@ class _Samples(Dataset[Any]):
         side = self.augment.preprocessing.image_size
         images = torch.empty(len(part.indices), side, side, 3, dtype=torch.uint8)
         if get_worker_info() is not None:
-            images.share_memory_()  # written where the process that trains reads it
+            images.share_memory_()  # type: ignore[no-untyped-call]  # torch; written where the process that trains reads it
         pixels = images.numpy()
         try:
             for row, (index, repeat) in enumerate(zip(part.indices.tolist(), part.repeats.tolist(), strict=True)):

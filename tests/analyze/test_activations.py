@@ -114,14 +114,14 @@ def test_every_family_is_measured(name: str) -> None:
     assert [batch.images for batch in batches] == [5, 5]
     assert EMBEDDING in batches[0].streams
     assert bool(batches[0].maps) == (name not in ("resnet18", "resnet26", "convnext_atto"))
-    metrics = [FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
+    metrics: list[Any] = [FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
     for batch in batches:
         for metric in metrics:
             metric.add(batch)
     fourier, variance, cka = (metric.result() for metric in metrics)
-    assert len(fourier.units) >= 3  # type: ignore[attr-defined]  # CaiT's class blocks have no map
-    assert set(fourier.units) == set(variance.variance)  # type: ignore[attr-defined]
-    matrix = torch.tensor(cka.matrix, dtype=torch.float64)  # type: ignore[attr-defined]
+    assert len(fourier.units) >= 3  # CaiT's class blocks have no map
+    assert set(fourier.units) == set(variance.variance)
+    matrix = torch.tensor(cka.matrix, dtype=torch.float64)
     assert torch.allclose(matrix, matrix.T)
     assert matrix.diagonal().tolist() == pytest.approx([1.0] * len(matrix))
 
@@ -189,8 +189,8 @@ def test_metrics_of_batches_are_those_of_all_images() -> None:
                 metric.add(batch)
         return [metric.result().model_dump() for metric in metrics]
 
-    flat = [torch.tensor(list(_numbers(measured(size))), dtype=torch.float64) for size in (10, 4)]
-    assert torch.allclose(*flat, rtol=1e-4, atol=1e-5)
+    at_once, in_parts = (torch.tensor(list(_numbers(measured(size))), dtype=torch.float64) for size in (10, 4))
+    assert torch.allclose(at_once, in_parts, rtol=1e-4, atol=1e-5)
     (batch,) = stream_activations(model, DIGITS, preprocessing, batch_size=10)
     patches = batch.streams["blocks.1.mlp"][:, 1:]
     found = measured(10)
@@ -215,7 +215,7 @@ def _numbers(value: Any) -> Any:
 
 def test_what_does_not_apply_says_so() -> None:
     model = network("resnet18")
-    metrics = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
+    metrics: list[Any] = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
     for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32)):
         for metric in metrics:
             metric.add(batch)

@@ -55,7 +55,8 @@ def resnet(classes: int = 10) -> Source:
 def test_the_network_is_left_as_it_was(run: Path, images: ImageSet) -> None:
     source = SourceRequest(str(run)).load()
     model = source.model.train()
-    next(model.parameters()).grad = torch.ones_like(next(model.parameters()))
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     torch.manual_seed(7)
     state = torch.get_rng_state()
@@ -64,7 +65,7 @@ def test_the_network_is_left_as_it_was(run: Path, images: ImageSet) -> None:
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(next(model.parameters()).grad, torch.ones_like(next(model.parameters())))
+    assert torch.equal(first.grad, torch.ones_like(first))
     assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
 
 

@@ -110,7 +110,7 @@ def shards(root: Path, *, label: str = "cls", names: bool = True, validation: st
 
 
 def hugging_face(root: Path, *, saved: bool) -> Path:
-    import datasets  # type: ignore[import-untyped]
+    import datasets
 
     columns = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=list(NAMES))})
     splits = {

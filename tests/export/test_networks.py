@@ -123,7 +123,7 @@ class Exported(NamedTuple):
 @pytest.fixture(scope="module", params=SIZES)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
     name, preprocessing = request.param, preprocessing_of(request.param)
-    kwargs = {"num_classes": 10} | ({} if name == "alternet_18" else {"img_size": SIZES[name]})
+    kwargs: dict[str, Any] = {"num_classes": 10} | ({} if name == "alternet_18" else {"img_size": SIZES[name]})
     images = real_images(name)
     model = randomize_like_trained(timm.create_model(name, **kwargs)).eval()
     logits = reference_logits(model, images, preprocessing)

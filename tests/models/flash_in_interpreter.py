@@ -64,13 +64,15 @@ def operands(
     return qkv, mixes
 
 
-def in_float64(mixes: Mixes) -> Mixes:
-    return Mixes(*(None if part is None else part.detach().double() for part in mixes))
+def leaves(mixes: Mixes, dtype: torch.dtype) -> Mixes:
+    """The mixes as tensors that collect a gradient."""
+    parts: list[Any] = [None if part is None else part.detach().to(dtype).requires_grad_() for part in mixes]
+    return Mixes(*parts)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     assert found.isfinite().all()
-    return ((found.double() - expected).norm() / expected.norm()).item()
+    return float((found.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["re-attention", "talking-heads"])
@@ -108,23 +110,19 @@ def test_output_equals_float64(
 )
 def test_gradients_equal_float64(dtype: torch.dtype, before: bool, bias: bool) -> None:
     heads, tokens, width = 3, 21, 35
-    qkv, mixes = operands(heads, tokens, width, dtype, before=before, bias=bias)
-    qkv = qkv.clone().requires_grad_()
-    mixes = Mixes(*(None if part is None else part.requires_grad_() for part in mixes))
-    exact_qkv = qkv.detach().double().requires_grad_()
-    exact = Mixes(*(None if part is None else part.requires_grad_() for part in in_float64(mixes)))
+    qkv, drawn = operands(heads, tokens, width, dtype, before=before, bias=bias)
+    mixes, exact = leaves(drawn, torch.float32), leaves(drawn, torch.float64)
+    inputs: Any = [part.clone().requires_grad_() for part in qkv]
+    exact_inputs: Any = [part.double().requires_grad_() for part in qkv]
     weight = torch.randn(2, heads, tokens, width, generator=torch.Generator().manual_seed(1)).to(dtype)
-    out = reattention(*qkv, mixes, width**-0.5, impl="flash")
-    out.backward(weight)
-    plain_reattention(*exact_qkv, exact, width**-0.5).backward(weight.double())
+    q, k, v = inputs
+    torch.autograd.backward(reattention(q, k, v, mixes, width**-0.5, impl="flash"), weight)
+    q, k, v = exact_inputs
+    torch.autograd.backward(plain_reattention(q, k, v, exact, width**-0.5), weight.double())
     tolerance = 2e-3 if dtype == torch.float16 else 1.6e-2
-    assert qkv.grad is not None
-    assert exact_qkv.grad is not None
-    for found, expected in zip(qkv.grad, exact_qkv.grad, strict=True):
-        assert relative_error(found, expected) < tolerance
-    for name, mine, theirs in zip(Mixes._fields[:3], mixes, exact, strict=False):
+    for mine, theirs in zip((*inputs, *mixes[:3]), (*exact_inputs, *exact[:3]), strict=True):
         if mine is not None:
-            assert relative_error(mine.grad, theirs.grad) < tolerance, name  # type: ignore[union-attr]
+            assert relative_error(mine.grad, theirs.grad) < tolerance
     if mixes.before_bias is not None and exact.before_bias is not None:
         assert mixes.before_bias.grad is not None
         assert not mixes.before_bias.grad.any()
@@ -144,13 +142,13 @@ def test_any_layout_is_read() -> None:
     first = reattention(q, k, v, mixes, 1.0, impl="flash")
     again = reattention(q.contiguous(), k, v.clone(), mixes, 1.0, impl="flash")
     assert torch.equal(first, again)
-    backwards = reattention(*(part.flip(2) for part in (q, k, v)), mixes, 1.0, impl="flash").flip(2)
+    backwards = reattention(q.flip(2), k.flip(2), v.flip(2), mixes, 1.0, impl="flash").flip(2)
     assert relative_error(backwards, first.double()) < 2e-3
 
 
 @pytest.mark.parametrize("make", [ReAttention, TalkingHeadsAttention])
 def test_the_layers_take_the_kernels(make: Callable[..., Any]) -> None:
-    layer = randomize_like_trained(make(48, 3)).half().eval()
+    layer: Any = randomize_like_trained(make(48, 3)).half().eval()
     x = torch.randn(2, 17, 48, generator=torch.Generator().manual_seed(0)).half()
     with torch.no_grad():
         fused = layer(x)
@@ -160,7 +158,7 @@ def test_the_layers_take_the_kernels(make: Callable[..., Any]) -> None:
 
 
 def test_maps_are_observed_in_spite_of_the_kernels() -> None:
-    model = randomize(timm.create_model("deepvit_digits", depth=2, attention="re-attention")).half().eval()
+    model: Any = randomize(timm.create_model("deepvit_digits", depth=2, attention="re-attention")).half().eval()
     images = torch.zeros(1, 3, 32, 32).half()
     with torch.no_grad(), attention_maps(model) as maps:
         model(images)

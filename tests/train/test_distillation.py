@@ -7,10 +7,10 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
-from training_jobs import recipe_of, train_one
 
 from reference import seq
 from train_fixture import TINY, metrics_of
+from training_jobs import recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from training_jobs import losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
 
 from train_fixture import TINY, metrics_of
+from training_jobs import losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
 from vitx.core.errors import InputError
 
 SMALL = (*TINY, "epochs=1", "batch_size=32")

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_jobs import context, recipe_of, train_in_a_group
 
 from cli_fixture import Vitx
 from train_fixture import TINY, TINY_SETTINGS, metrics_of
+from training_jobs import context, recipe_of, train_in_a_group
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save

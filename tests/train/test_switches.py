@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from training_jobs import recipe_of, train_one
 
 from cli_fixture import Vitx
 from train_fixture import TINY, TINY_SETTINGS, metrics_of
+from training_jobs import recipe_of, train_one
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
 from vitx.train.checkpoint import best_of, load_last

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from training_jobs import forward_backward, outcome_of_two, small_re_attention, start_all
 
 from reference import seq
+from training_jobs import forward_backward, outcome_of_two, small_re_attention, start_all
 from vitx.core.errors import InputError
 from vitx.train.synchronized_norm import SynchronizedBatchNorm, synchronize_batch_norm
 

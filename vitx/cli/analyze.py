@@ -60,7 +60,7 @@ def command(
     between = None
     if len(sources) == 2 and "cka" in names:
         try:
-            between = compare_representations(*sources, shown, options, quiet=quiet)
+            between = compare_representations(sources[0], sources[1], shown, options, quiet=quiet)
         except NotApplicable as reason:
             log(f"analyze: no CKA between the two: {reason}", quiet=quiet)
     if out is not None:
