@@ -20,7 +20,7 @@ from torch import Tensor
 from vitx.core.errors import InputError
 from vitx.core.files import link_atomically, read_record, sha256_file, staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
-from vitx.train.trainer_settings import Metric
+from vitx.train.trainer_settings import Metric, Selection
 
 Metrics = dict[str, Any]
 FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
@@ -43,6 +43,15 @@ def best_of(history: list[Metrics], metric: Metric = "top1") -> Metrics:
     """The epoch of the best `metric` (highest top-1, lowest of the others); among equals of lowest NLL, the first."""
     sign = 1 if metric == "top1" else -1
     return max(history, key=lambda row: (sign * row[metric], -row["nll"], -row["epoch"]))
+
+
+def is_finished(history: list[Metrics], epochs: int, selection: Selection) -> bool:
+    """All epochs are done, or as many as the recipe's patience have passed since the best one."""
+    done = len(history)
+    if done >= epochs:
+        return True
+    stale = done - best_of(history, selection.metric)["epoch"] if done else 0
+    return bool(selection.patience and stale >= selection.patience)
 
 
 def save(

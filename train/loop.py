@@ -27,7 +27,7 @@ from vitx.models.recalibration import measure_batch_norm
 from vitx.train.checkpoint import (
     Metrics,
     Tensors,
-    best_of,
+    is_finished,
     load_last,
     publish,
     read_metrics,
@@ -252,12 +252,7 @@ class Trainer:
                 yield project_board(wandb, self.run.path, self.recipe.model_dump(mode="json"))
 
     def _finished(self) -> bool:
-        """All epochs are done, or as many as the recipe's patience have passed since the best one."""
-        done, selection = len(self.history), self.recipe.selection
-        if done >= self.recipe.epochs:
-            return True
-        stale = done - best_of(self.history, selection.metric)["epoch"] if done else 0
-        return bool(selection.patience and stale >= selection.patience)
+        return is_finished(self.history, self.recipe.epochs, self.recipe.selection)
 
     def _stop_signal(self, request: StopRequest) -> int:
         """The signal that asked any process to stop, or 0; all stop after the same step."""

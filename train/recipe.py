@@ -114,7 +114,10 @@ def setting_names(recipe: Recipe) -> list[str]:
 
 def first_difference(given: Recipe, stored: Recipe) -> str | None:
     """Name the first setting in which two recipes differ, with both values; None when they are the same."""
-    ours, theirs = dict(_flat(given.model_dump(mode="json"))), dict(_flat(stored.model_dump(mode="json")))
+    ours, theirs = (
+        dict(flat_settings(given.model_dump(mode="json"))),
+        dict(flat_settings(stored.model_dump(mode="json"))),
+    )
     for key in [*theirs, *(key for key in ours if key not in theirs)]:
         if ours.get(key) != theirs.get(key):
             return f"{key} is {theirs.get(key, 'absent')} in the run but {ours.get(key, 'absent')} was asked for"
@@ -132,10 +135,11 @@ def _leaves(record: Record, prefix: str) -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def _flat(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe as plain values, each with its dotted name."""
     for name, value in plain.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from flat_settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
