@@ -101,6 +101,11 @@ def losses_of_ten_steps(rank: int, count: int, port: int, recipe: Recipe, out: P
         torch.save(trainer.log.health[:10], out / f"{rank}.pt")
 
 
+def run_study(study: Any, variants: Any) -> None:
+    """Train the variants of a `Study`, whose runs are processes of their own."""
+    study.run(variants)
+
+
 def recipe_of(*overrides: str) -> Recipe:
     return apply_overrides(get_recipe("digits-deepvit"), overrides)
 

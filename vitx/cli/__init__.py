@@ -16,6 +16,8 @@ from vitx.core.errors import VitxError, missing_package
 VERBS = {
     "train": "train",
     "eval": "train",
+    "report": "analyze",
+    "study": "analyze",
     "analyze": "analyze",
     "export": "export",
     "parity": "export",

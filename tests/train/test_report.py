@@ -1,0 +1,155 @@
+"""`vitx report`: a page that needs nothing else, and numbers that are the run's."""
+
+import json
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cli_fixture import Vitx
+from train_fixture import TINY_SETTINGS, metrics_of
+from vitx.core.images import open_images
+from vitx.core.panels import png
+from vitx.core.run import RunFolder
+from vitx.models import load_run_model
+from vitx.train.report import confusion_matrix, most_confused
+from vitx.train.report_plots import draw_confusion, draw_curves, draw_layers
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two epochs with all losses."""
+    from vitx.train import resolve_recipe, train
+
+    folder = tmp_path_factory.mktemp("finished") / "run <1>"
+    recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "workers=0"])
+    train(recipe, folder, device="cpu", quiet=True)
+    return folder
+
+
+class Page(HTMLParser):
+    """What a page links to, its headings, and its tables' rows."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.rows: list[list[str]] = []
+        self.headings: list[str] = []
+        self.tags: list[str] = []
+        self._place = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data")]
+        if tag == "tr":
+            self.rows.append([])
+        self._place = tag
+
+    def handle_data(self, data: str) -> None:
+        if self._place in ("th", "td") and self.rows:
+            self.rows[-1].append(data)
+        elif self._place in ("h1", "h2"):
+            self.headings.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._place = ""
+
+
+def test_the_page_shows_the_run_and_needs_no_other_file(vitx: Vitx, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    code, printed, _ = vitx("report", finished, "--out", out, "--device", "cpu", "--json")
+    assert code == 0
+    summary, text = json.loads(printed), out.read_text()
+    page = Page(text)
+    assert len(page.links) == 4  # no icon, and three pictures
+    assert all(link.startswith("data:") for link in page.links)
+    assert "http" not in text
+    assert "script" not in page.tags
+    assert page.headings == ["run <1>", "Curves", "Layers", "Confusion matrix", "Recipe", "Environment"]
+
+    history = metrics_of(finished)
+    best = max(history, key=lambda row: row["top1"])
+    assert summary["top1"] == best["top1"]
+    assert summary["nll"] == pytest.approx(best["nll"], rel=1e-5)
+    cells = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert cells["top-1"] == f"{best['top1']:.2%} of 360 images"
+    assert cells["best epoch"].startswith(f"{best['epoch']} by top1")
+    assert cells["epochs *"] == "2"  # 30 in the recipe of that name
+    assert cells["optimizer.lr"] == "0.002"
+    assert cells["data.val.images"] == "360"
+    assert len([name for name in cells if " taken for " in name]) == 10
+
+
+def test_the_page_lies_in_the_run_by_default(vitx: Vitx, finished: Path) -> None:
+    code, printed, _ = vitx("report", finished, "--checkpoint", "last", "--device", "cpu", "--quiet")
+    assert code == 0
+    assert "epoch-0002" in printed
+    assert "epoch-0002" in (finished / "report.html").read_text()
+    (finished / "report.html").unlink()
+
+
+def test_the_confusion_matrix_is_that_of_the_averaged_weights(finished: Path) -> None:
+    import torch
+
+    from vitx.train.report import _logits
+
+    run, images = RunFolder.open(finished), open_images("digits", "val")
+    logits = _logits(run, "best", images, torch.device("cpu"), quiet=True)
+    matrix = confusion_matrix(images.labels, logits.argmax(axis=1), 10)
+    model, state = load_run_model(run)
+    slow = np.zeros((10, 10), dtype=int)
+    p = run.info.preprocessing
+    for index, label in enumerate(images.labels):
+        pixels = (p.from_bytes(images.read(index)) / 255 - np.array(p.mean)) / np.array(p.std)
+        with torch.inference_mode():
+            slow[label, model(torch.from_numpy(pixels).float().permute(2, 0, 1)[None]).argmax().item()] += 1
+    assert (matrix == slow).all()
+    assert np.trace(matrix) / 360 == metrics_of(finished)[state.epoch - 1]["top1"]
+
+
+def test_the_most_confused_pairs() -> None:
+    matrix = np.array([[5, 0, 2], [3, 9, 0], [2, 1, 4]])
+    assert most_confused(matrix) == [(1, 0, 3), (0, 2, 2), (2, 0, 2), (2, 1, 1)]
+    assert most_confused(np.diag([3, 4])) == []
+
+
+def test_images_that_are_gone_cost_the_confusion_matrix_only(vitx: Vitx, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run, symlinks=True)
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**info, "data": str(tmp_path / "gone")}))
+    code, _, said = vitx("report", run, "--device", "cpu")
+    assert code == 0
+    missing = f"No confusion matrix: no data at '{tmp_path / 'gone'}'"
+    assert missing in said
+    text = (run / "report.html").read_text()
+    assert "No confusion matrix: no data at" in text
+    assert text.count("<img") == 2
+    code, _, said = vitx("report", run, "--data", tmp_path / "gone")
+    assert (code, said.startswith("error: no data at")) == (2, True)
+
+
+def test_bad_input_is_one_error(vitx: Vitx, finished: Path, image_folder: Path, tmp_path: Path) -> None:
+    code, _, said = vitx("report", finished, "--data", image_folder)
+    assert code == 2
+    assert "has 3 classes that are not the 10 of" in said
+    code, _, said = vitx("report", tmp_path / "nothing")
+    assert (code, said) == (2, f"error: no run at '{tmp_path / 'nothing'}': expected a folder made by `vitx train`\n")
+    shutil.copytree(finished, tmp_path / "begun", ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
+    code, _, said = vitx("report", tmp_path / "begun")
+    assert (code, said) == (2, f"error: run '{tmp_path / 'begun'}' has no 'best' checkpoint yet\n")
+
+
+@pytest.mark.parametrize("classes", [2, 20, 300])
+def test_confusion_of_few_and_of_many_classes(classes: int) -> None:
+    matrix = np.arange(classes**2).reshape(classes, classes) % 7
+    assert png(draw_confusion(matrix, [f"class {i}" for i in range(classes)])).startswith(b"\x89PNG")
+
+
+def test_figures_of_a_run_of_one_epoch(finished: Path) -> None:
+    history = metrics_of(finished)[:1]
+    for draw in (draw_curves, draw_layers):
+        assert png(draw(history, 1)).startswith(b"\x89PNG")

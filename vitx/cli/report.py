@@ -1,0 +1,35 @@
+"""`vitx report`: a run folder as one HTML page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, RunArgument, SkipBad, Which
+
+
+def command(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option("--out", help="The page. Default: report.html in the run.")] = None,
+    data: Data = None,
+    checkpoint: Which = "best",
+    device: DeviceOption = "auto",
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run on one page: curves, recipe, environment, confusion matrix, layers. It needs no other file."""
+    from vitx.core.console import print_fields, print_json
+    from vitx.core.run import RunFolder
+    from vitx.models.device import choose_device
+    from vitx.train.report import write_report
+
+    folder = RunFolder.open(run)
+    page = out or folder.path / "report.html"
+    summary = write_report(
+        folder, page, data=data, which=checkpoint, device=choose_device(device), skip_bad=skip_bad, quiet=quiet
+    )
+    if as_json:
+        print_json(summary)
+    else:
+        print_fields(f"report of {run}", summary)

@@ -1,0 +1,144 @@
+"""`vitx study`: one training in several variants and seeds, side by side."""
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+
+if TYPE_CHECKING:
+    from vitx.train.study_result import Row, StudyResult
+
+RECIPES = {"ablation": "digits-deit", "depth": "digits-deit", "alternet": "digits-alternet"}
+
+
+def command(
+    kind: Annotated[
+        Literal["ablation", "depth", "alternet"],
+        typer.Argument(
+            metavar="ablation|depth|alternet",
+            help="The three patch losses on and off; depth × kind of attention; AlterNet's build-up rule.",
+        ),
+    ],
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="A name of `vitx recipes`. Default: digits-deit, digits-alternet.")
+    ] = None,
+    data: Data = None,
+    seeds: Annotated[str, typer.Option("--seeds", metavar="A,B", help="Each row is trained with each.")] = "0,1,2",
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Its folder; one that was begun goes on. Default: runs/study-KIND.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at a time; with several each has one thread.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe in all runs; may be repeated."),
+    ] = None,
+    depths: Annotated[
+        str | None, typer.Option("--depths", metavar="A,B", help="Of `depth`: numbers of blocks. Default: 6,12,24,32.")
+    ] = None,
+    device: DeviceOption = "auto",
+    skip_bad: SkipBad = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train variants of a recipe and set them side by side: a table, study.json and study.png.
+
+    Runs that are finished are kept and those that were stopped go on, so the same command continues a study. A run
+    that fails is reported at the end.
+    """
+    import matplotlib  # noqa: F401  # missing, it should say so before hours of training
+
+    from vitx.core.console import log, print_json
+    from vitx.core.errors import CheckFailed, InputError
+    from vitx.core.files import write_bytes
+    from vitx.core.panels import png
+    from vitx.train.alternet_study import study_alternet
+    from vitx.train.interruption import TrainingStopped
+    from vitx.train.study import DEPTHS, Study, ablation_variants, compare, depth_variants
+    from vitx.train.study_plots import draw_study
+
+    if depths is not None and kind != "depth":
+        raise InputError(f"--depths is of `vitx study depth`, not of {kind}")
+    folder = out or Path("runs") / f"study-{kind}"
+    study = Study(
+        kind,
+        recipe or RECIPES[kind],
+        folder,
+        _numbers("--seeds", seeds, 0),
+        data,
+        tuple(settings or ()),
+        jobs,
+        device,
+        skip_bad,
+        quiet,
+    )
+    try:
+        if kind == "ablation":
+            result = compare(study, ablation_variants(study.base))
+        elif kind == "depth":
+            result = compare(study, depth_variants(DEPTHS if depths is None else _numbers("--depths", depths, 1)))
+        else:
+            result = study_alternet(study)
+    except TrainingStopped as stopped:
+        log(f"{stopped}, all is saved: go on with the same command")
+        raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
+    if result.rows:
+        write_bytes(folder / "study.png", png(draw_study(result)))
+    if as_json:
+        print_json(result.model_dump(mode="json"))
+    else:
+        _print(result, folder)
+    if result.failed:
+        names = "; ".join(f"{name}: {reason}" for name, reason in result.failed.items())
+        raise CheckFailed(f"{len(result.failed)} runs failed, their output is in '{folder / 'logs'}': {names}")
+
+
+def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
+    """'0, 1,2' → (0, 1, 2); empty for an empty text; raise InputError for anything but whole numbers."""
+    from vitx.core.errors import InputError
+
+    try:
+        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        numbers = (smallest - 1,)
+    if not numbers or min(numbers) < smallest:
+        raise InputError(f"{option} '{text}': expected whole numbers from {smallest} on, such as {option} 6,12")
+    return numbers
+
+
+def _print(result: "StudyResult", folder: Path) -> None:
+    from vitx.core.console import print_table
+
+    factors = list(result.rows[0].factors) if result.rows else []
+    columns = [*factors, "runs", "top-1 (%)", "gain", "CosSim last block", "last quarter", "attention std"]
+    rows = [_cells(row) for row in result.rows]
+    if any(row.published_top1 is not None for row in result.rows):
+        columns.append("ImageNet (published)")
+        for cells, row in zip(rows, result.rows, strict=True):
+            cells.append("–" if row.published_top1 is None else f"{row.published_top1:.1f}")
+    print_table(f"{result.study} of {result.recipe} on {result.data}: {folder / 'study.json'}", columns, rows)
+    if result.steps:
+        steps = [
+            (_factor(step["attention_depths"]), f"{step['top1']:.2%}", "kept" if step["kept"] else "taken back")
+            for step in result.steps
+        ]
+        print_table("build-up", ("attention units of each stage", "top-1", ""), steps)
+
+
+def _cells(row: "Row") -> list[Any]:
+    layers = (row.cos_sim_last_block, row.cos_sim_last_layers, row.attention_std_last_layers)
+    return [
+        *(_factor(value) for value in row.factors.values()),
+        len(row.seeds),
+        row.top1.text(100, 2),
+        "–" if row.gain is None else row.gain.text(100, 2),
+        *("–" if spread is None else spread.text() for spread in layers),
+    ]
+
+
+def _factor(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "–" if value == 0 else str(value)
