@@ -1,12 +1,11 @@
 """What is measured on activations, a batch at a time, by metrics that share one pass."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_order
@@ -109,12 +108,10 @@ class AttentionCollapseMetric:
     """Cosine of every two layers' softmax maps, column by column (DeepViT, eq. 2), and of the heads of one layer."""
 
     def __init__(self, threshold: float = SIMILAR) -> None:
-        self._similarity, self._diversity, self._threshold = _MeanGram(), LayerMeans(), threshold
+        self._similarity, self._diversity, self._threshold = _MeanGram(axis=-2), LayerMeans(), threshold
 
     def add(self, batch: Activations) -> None:
-        unit = {layer: F.normalize(maps, dim=-2) for layer, maps in batch.maps.items()}
-        self._similarity.add(unit, batch.images, vectors=lambda maps: maps[..., 0, :].numel())
-        for layer, maps in unit.items():
+        for layer, maps in self._similarity.add(batch.maps, batch.images).items():
             heads = maps.shape[1]
             if heads > 1:
                 alike = (maps.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
@@ -142,15 +139,15 @@ class FeatureSimilarityMetric:
         self._layout = Layout.of(model)
         self._blocks = {EMBEDDING: EMBEDDING}
         self._blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
-        self._similarity = _MeanGram()
+        self._similarity = _MeanGram(axis=-1)
 
     def add(self, batch: Activations) -> None:
-        unit = {}
+        tokens = {}
         for name, layer in self._blocks.items():
             patches = self._layout.patches(batch.streams[name]) if name in batch.streams else None
             if patches is not None:
-                unit[layer] = F.normalize(patches, dim=-1)
-        self._similarity.add(unit, batch.images, vectors=lambda tokens: tokens[..., 0].numel())
+                tokens[layer] = patches
+        self._similarity.add(tokens, batch.images)
 
     def result(self) -> SimilarityMatrix:
         layers, matrix = self._similarity.means()
@@ -232,23 +229,41 @@ def cka_matrix(cka: MinibatchCKA, layers: Sequence[str], columns: Sequence[str])
 
 
 class _MeanGram:
-    """The mean inner product of unit vectors between every two layers of one shape."""
+    """The mean cosine of vectors along one axis between every two layers of one shape."""
 
-    def __init__(self) -> None:
+    def __init__(self, axis: int) -> None:
+        self._axis = axis
         self._sums: dict[tuple[str, str], float] = {}
         self._layers: dict[str, None] = {}
         self._images = 0
+        self._memory: dict[tuple[int, ...], Tensor] = {}  # kept: fresh pages cost more than the arithmetic
 
-    def add(self, units: dict[str, Tensor], images: int, vectors: Callable[[Tensor], int]) -> None:
+    def add(self, tensors: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+        """Add a batch; return its unit vectors, which hold until the next one."""
         self._images += images
-        self._layers |= dict.fromkeys(units)
-        for names in _of_one_shape(units):
-            stacked = torch.stack([units[name].flatten() for name in names])
-            gram = (stacked @ stacked.T).double() * (images / vectors(units[names[0]]))
+        self._layers |= dict.fromkeys(tensors)
+        found: dict[str, Tensor] = {}
+        for names in _of_one_shape(tensors):
+            units = self._unit_vectors([tensors[name] for name in names])
+            found |= zip(names, units, strict=True)
+            flat = units.flatten(1)
+            vectors = units[0].numel() // units.shape[self._axis]
+            gram = (flat @ flat.T).double() * (images / vectors)
             for row, first in enumerate(names):
                 for column, second in enumerate(names):
                     pair = first, second
                     self._sums[pair] = self._sums.get(pair, 0.0) + gram[row, column].item()
+        return found
+
+    def _unit_vectors(self, layers: Sequence[Tensor]) -> Tensor:
+        shape = (len(layers), *layers[0].shape)
+        if shape not in self._memory:
+            self._memory[shape] = layers[0].new_empty(shape)
+        units = self._memory[shape]
+        for unit, layer in zip(units, layers, strict=True):
+            lengths = torch.linalg.vector_norm(layer, dim=self._axis, keepdim=True).clamp_min(1e-12)
+            torch.div(layer, lengths, out=unit)
+        return units
 
     def means(self) -> tuple[tuple[str, ...], tuple[tuple[float | None, ...], ...]]:
         layers = tuple(self._layers)

