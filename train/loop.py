@@ -5,7 +5,7 @@ number of the step, and gives the same bits as never having stopped.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,9 @@ STEPS_BETWEEN_SIGNALS = 8
 SECONDS_BETWEEN_UPDATES = 0.1
 
 
+AfterEpoch = Callable[[int, nn.Module], None]
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """A finished run and its metrics, one entry an epoch."""
@@ -83,12 +86,14 @@ def train(
     skip_bad: bool = False,
     device: str = "auto",
     wandb: str | None = None,
+    after_epoch: AfterEpoch | None = None,
     quiet: bool = False,
 ) -> TrainingResult:
     """Train `recipe` into the run folder `out`; see docs/run-folder.md for what it holds.
 
     With `resume` a run that was stopped goes on where it last saved; one that has finished is returned as it is. Under
     torchrun the processes share every batch. `wandb` names a project of Weights & Biases that the metrics go to.
+    `after_epoch` is called when an epoch is saved, in every process, with its number and the averaged network.
 
     Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run, or
     when the data or a checkpoint cannot be read; CheckFailed when a loss is no longer finite; EnvironmentMissing when
@@ -102,7 +107,7 @@ def train(
         trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
         with naming_a_full_disk(folder):
             trainer.open_run()
-            return trainer.train(wandb)
+            return trainer.train(wandb, after_epoch)
 
 
 class Trainer:
@@ -227,7 +232,7 @@ class Trainer:
             )
         self.log = EpochLog(self.data.steps, self.device, sums[self.processes.rank] if self.batches_done else None)
 
-    def train(self, wandb: str | None = None) -> TrainingResult:
+    def train(self, wandb: str | None = None, after_epoch: AfterEpoch | None = None) -> TrainingResult:
         """Train the epochs that are left; see `train`."""
         done = len(self.history)
         if not self._finished():
@@ -240,6 +245,9 @@ class Trainer:
                     for write in boards:
                         write(self.history[-1])
                     log(_summary(self.history[-1], self.recipe.epochs), quiet=self.quiet)
+                    if after_epoch is not None:
+                        with unsharded(self.ema.module):
+                            after_epoch(len(self.history), self.ema.module)
                     signal = self._stop_signal(request)
                     if signal and not self._finished():
                         raise TrainingStopped(signal)

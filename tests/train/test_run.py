@@ -84,6 +84,20 @@ def test_the_metrics_are_those_of_the_weights_on_disk(finished: Path) -> None:
         assert found.nll == pytest.approx(state.metrics["nll"], rel=1e-6)
 
 
+def test_analyses_between_epochs_change_nothing(vitx: Vitx, finished: Path, tmp_path: Path) -> None:
+    settings = [*TINY_SETTINGS, "--set", "epochs=2", "--set", "losses.cosine=0.1"]
+    arguments = ("train", "digits-deepvit", "--out", tmp_path / "run", *settings, "--device", "cpu")
+    code, _, said = vitx(*arguments, "--analysis-every", 2)
+    assert code == 0, said
+    assert re.search(r"analysis of epoch 2: \d+\.\d s", said)
+    assert "analysis of epoch 1" not in said
+    report = json.loads((tmp_path / "run" / "analysis" / "epoch-0002.json").read_text())
+    assert report["images"] == 128
+    assert {"over-smoothing", "fourier", "lesions"} <= set(report["metrics"])
+    weights = [RunFolder.open(run).checkpoint("last")[1].sha256 for run in (finished, tmp_path / "run")]
+    assert weights[0] == weights[1]
+
+
 def test_a_finished_run_says_so(vitx: Vitx, finished: Path) -> None:
     before = (finished / "metrics.jsonl").read_bytes()
     code, out, err = vitx("train", "digits-deepvit", "--out", finished, "--resume")

@@ -4,11 +4,19 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vitx.train.loop import AfterEpoch
+
+# What an analysis between epochs looks at.
+ANALYSIS_IMAGES = 128
 
 
 def command(
@@ -29,6 +37,9 @@ def command(
         str | None,
         typer.Option("--wandb", metavar="PROJECT", help="Log to a project of Weights & Biases too, where installed."),
     ] = None,
+    analysis_every: Annotated[
+        int, typer.Option("--analysis-every", min=0, help="Epochs between analyses of the averaged weights; 0: none.")
+    ] = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,7 +55,16 @@ def command(
 
     resuming = f"resume with `vitx train {recipe} --out {folder} --resume`"
     try:
-        result = train(resolved, folder, resume=resume, skip_bad=skip_bad, device=device, wandb=wandb, quiet=quiet)
+        result = train(
+            resolved,
+            folder,
+            resume=resume,
+            skip_bad=skip_bad,
+            device=device,
+            wandb=wandb,
+            after_epoch=_analyst(folder, analysis_every, quiet=quiet) if analysis_every else None,
+            quiet=quiet,
+        )
     except TrainingStopped as stopped:
         _say_once(f"{stopped}, all is saved: {resuming}")
         raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
@@ -59,6 +79,41 @@ def command(
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
     _print_result(_summary(folder, result.history, resolved.selection.metric), as_json=as_json)
+
+
+def _analyst(folder: Path, every: int, *, quiet: bool) -> "AfterEpoch":
+    """Writes what `vitx analyze` measures by default to RUN/analysis/epoch-NNNN.json, and says what that took."""
+    import time
+
+    from vitx.analyze import Options, analyze, chosen_metrics
+    from vitx.analyze.images import open_analysis_images
+    from vitx.core.console import log
+    from vitx.core.files import write_json
+    from vitx.core.run import RunFolder
+    from vitx.models.source import Source
+
+    def after_epoch(epoch: int, model: "nn.Module") -> None:
+        if epoch % every or os.environ.get("RANK", "0") != "0":
+            return
+        start = time.perf_counter()
+        info = RunFolder.open(folder).info
+        source = Source(
+            name=str(folder),
+            model=model,
+            spec=info.model,
+            class_names=info.class_names,
+            preprocessing=info.preprocessing,
+            data=info.data,
+            checkpoint=f"epoch {epoch}",
+            checkpoint_sha256="",
+            recipe=info.recipe,
+        )
+        images = open_analysis_images(info.data, ANALYSIS_IMAGES)
+        found = analyze(source, images, chosen_metrics(None), Options(), quiet=True)
+        write_json(folder / "analysis" / f"epoch-{epoch:04d}.json", found.as_json())
+        log(f"analysis of epoch {epoch}: {time.perf_counter() - start:.1f} s", quiet=quiet)
+
+    return after_epoch
 
 
 def _say_once(message: str) -> None:
