@@ -13,6 +13,7 @@ from PIL import Image
 
 from browser import PROGRAM, Browser, running_browser
 from cli_fixture import Vitx
+from train_fixture import TINY_SETTINGS
 from vitx.analyze import METRICS, NotApplicable, Options, analyze, chosen_metrics, compare_representations
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.lesions import lesion_study
@@ -195,9 +196,24 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield started
 
 
-def test_the_report_opens_in_a_browser(vitx: Vitx, run: Path, make_run: Runs, tmp_path: Path, browser: Browser) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A small DeepViT on the digits, trained without the losses and with the cosine loss, two epochs each."""
+    from vitx.train import resolve_recipe, train
+
+    runs = tmp_path_factory.mktemp("trained")
+    plain = ["losses.mixing=0", "losses.contrastive=0", "cutmix.probability=0"]
+    for name, settings in (("baseline", plain), ("regularised", ["losses.cosine=1"])):
+        recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", *settings])
+        train(recipe, runs / name, device="cpu", quiet=True)
+    return runs / "baseline", runs / "regularised"
+
+
+def test_the_report_of_two_trainings_opens_in_a_browser(
+    vitx: Vitx, trained: tuple[Path, Path], tmp_path: Path, browser: Browser
+) -> None:
     out = tmp_path / "report"
-    arguments = ("analyze", run, make_run("second", 1), "--images", 24, "--out", out)
+    arguments = ("analyze", *trained, "--images", 24, "--out", out)
     code, printed, said = vitx(*arguments, "--json")
     assert code == 0, said
     report = json.loads(printed)
@@ -208,7 +224,7 @@ def test_the_report_opens_in_a_browser(vitx: Vitx, run: Path, make_run: Runs, tm
     figures = browser.run("[...document.images].map((image) => image.naturalWidth)")
     assert len(figures) == len(list((out / "figures").glob("*.png"))) >= len(FAST) + 1
     assert min(figures) > 300
-    assert "first and second" in browser.run("document.body.innerText")
+    assert "baseline and regularised" in browser.run("document.body.innerText")
     assert browser.complaints == []
     code, printed, _ = vitx(*arguments)
     assert code == 0
