@@ -61,7 +61,8 @@ def feature_variance(features_BCSS: Tensor) -> Tensor:
         places, axis = places.transpose(-1, -2), -2
     centred = places - places.mean(dim=axis, keepdim=True)
     # A third of the time of `var`, which updates mean and variance value by value.
-    return torch.linalg.vector_norm(centred, dim=axis).square().mean() / (places.shape[axis] - 1)
+    variance: Tensor = torch.linalg.vector_norm(centred, dim=axis).square().mean() / (places.shape[axis] - 1)
+    return variance
 
 
 def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Tensor | None:

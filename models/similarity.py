@@ -32,7 +32,8 @@ def attention_std(maps_BHNN: Tensor) -> Tensor:
     """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows, heads and batch."""
     centred_BHNN = maps_BHNN - maps_BHNN.mean(dim=-1, keepdim=True)
     # Half the time of `std`, which updates mean and variance value by value.
-    return torch.linalg.vector_norm(centred_BHNN, dim=-1).mean() / math.sqrt(maps_BHNN.shape[-1] - 1)
+    spread: Tensor = torch.linalg.vector_norm(centred_BHNN, dim=-1).mean() / math.sqrt(maps_BHNN.shape[-1] - 1)
+    return spread
 
 
 def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "rows") -> Tensor:
