@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record
+from vitx.core.run import ModelSpec
 from vitx.models import build_model
-from vitx.models.alternet import AlterNet
-from vitx.train.network import model_spec
+from vitx.models.alternet import STAGE_WIDTHS, AlterNet
 from vitx.train.study import Study
 from vitx.train.study_result import StudyResult, Variant, rows_of
 
@@ -100,11 +100,14 @@ def _variant(attention_depths: Depths) -> Variant:
 
 def _stages(study: Study) -> Depths:
     """How many units each stage of the recipe's network has."""
-    recipe = study.base
-    model = build_model(model_spec(recipe, len(study.train_images.class_names)))
-    if not isinstance(model, AlterNet):
-        raise InputError(f"model '{recipe.model.name}' is no AlterNet: give --recipe digits-alternet or alternet-cifar")
-    heads = recipe.model.kwargs.get("num_heads", ())
+    recipe, classes = study.base, len(study.train_images.class_names)
+    name, kwargs = recipe.model.name, recipe.model.kwargs
+    if not isinstance(build_model(ModelSpec(name=name, num_classes=classes)), AlterNet):
+        raise InputError(f"model '{name}' is no AlterNet: give --recipe digits-alternet or alternet-cifar")
+    heads = kwargs.get("num_heads", ())
     if list(heads) != sorted(heads):
         raise InputError(f"model.kwargs.num_heads={heads}: the rule wants no fewer heads in later stages")
+    nowhere = {**kwargs, "attention_depths": (0,) * len(STAGE_WIDTHS)}  # the recipe's own may not fit its depths
+    model = build_model(ModelSpec(name=name, num_classes=classes, kwargs=nowhere))
+    assert isinstance(model, AlterNet)
     return tuple(len(list(stage.children())) for stage in model.stages)

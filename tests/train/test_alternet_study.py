@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cli_fixture import Vitx
 from vitx.core.errors import CheckFailed
 from vitx.train.alternet_study import Depths, Quality, Replacement, Step, build_up, next_replacement, study_alternet
 from vitx.train.study import Study
@@ -114,7 +115,7 @@ def known(tmp_path: Path, depths: str) -> Study:
         "digits-alternet",
         tmp_path / "study",
         (0, 1, 2),
-        overrides=(f"model.kwargs.depths={depths}", "model.kwargs.attention_depths=[0,0,0,0]"),
+        overrides=(f"model.kwargs.depths={depths}",),
         quiet=True,
     )
 
@@ -135,3 +136,25 @@ def test_a_step_that_cannot_be_trained_ends_the_study(tmp_path: Path) -> None:
     ):
         study_alternet(known(tmp_path, "[1,2,1,1]"))
     assert "no memory" in (tmp_path / "study" / "study.json").read_text()
+
+
+def test_the_command_prints_the_steps(vitx: Vitx, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitx.train.study.Study", KnownStudy)
+    code, printed, said = vitx("study", "alternet", "--out", tmp_path / "study")
+    assert code == 0, said
+    lines = [line.split("│")[1:4] for line in printed.partition("build-up")[2].splitlines() if "%" in line]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["0 0 0 0", "97.50%", "kept"],
+        ["0 0 0 1", "97.78%", "kept"],
+        ["0 0 1 1", "97.78%", "taken back"],
+    ]
+    assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
+    code, _, said = vitx("study", "alternet", "--out", tmp_path / "other", "--set", "model.kwargs.depths=[1,2,1,1]")
+    assert code == 1
+    assert said.startswith("error: the rule cannot go on without msa-0-1-0-0-seed0")
+
+
+def test_fewer_heads_in_a_later_stage_are_refused(vitx: Vitx, tmp_path: Path) -> None:
+    code, _, said = vitx("study", "alternet", "--out", tmp_path / "study", "--set", "model.kwargs.num_heads=[3,6,12,6]")
+    assert code == 2
+    assert "the rule wants no fewer heads in later stages" in said

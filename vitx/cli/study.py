@@ -139,6 +139,6 @@ def _cells(row: "Row") -> list[Any]:
 
 
 def _factor(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     return "–" if value == 0 else str(value)
