@@ -1,0 +1,268 @@
+"""`vitx predict`: plan or join, verify what is done, work until all is done, summarise."""
+
+import importlib.util
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from vitx.core.bundle import Bundle
+from vitx.core.console import Progress, log, progress
+from vitx.core.errors import CheckFailed, InputError, missing_package
+from vitx.core.files import read_record, write_json
+from vitx.serve.offline.disk import PATIENCE_SECONDS, Patience
+from vitx.serve.offline.inputs import Inventory, take_inventory
+from vitx.serve.offline.ledger import LEASE_SECONDS, Ledger
+from vitx.serve.offline.outputs import PREDICTIONS, part_path, remove_leftovers, warm_up
+from vitx.serve.offline.stages import busiest
+from vitx.serve.offline.stores import is_url
+from vitx.serve.offline.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
+from vitx.serve.offline.worker import Job, Worker, refuse_unreadable
+from vitx.serve.runtimes import Session
+
+BATCH_SIZE = 32
+TOP_K = 5
+SHARD_SIZE = 4096
+# Files read at once: a local disk answers at once, a store after its latency.
+LOCAL_READERS, REMOTE_READERS = 2, 16
+# Beside the output: the ledger and the list of images.
+STATE, LEDGER = ".vitx", "ledger.sqlite"
+
+
+def predict(
+    bundle: Bundle,
+    session: Session,
+    source: str | Path,
+    out: Path,
+    *,
+    batch_size: int = BATCH_SIZE,
+    top_k: int = TOP_K,
+    logits: bool = False,
+    shard_size: int = SHARD_SIZE,
+    image_column: str | None = None,
+    strict: bool = False,
+    overwrite: bool = False,
+    allow_uncertified: bool = False,
+    read_threads: int | None = None,
+    decode_threads: int | None = None,
+    lease_seconds: float = LEASE_SECONDS,
+    patience_seconds: float = PATIENCE_SECONDS,
+    quiet: bool = False,
+) -> PredictionSummary:
+    """Classify every image of `source` (see `take_inventory`); write `out`/predictions.parquet/ and `out`/summary.json.
+
+    The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
+    have been killed. Finished shards are verified by digest and not done again. An unreadable image is a row whose
+    error says why; with `strict` it raises CheckFailed naming it, as does a bundle without a passing certificate unless
+    `allow_uncertified`. Raises InputError when `source` holds no image, when `out` cannot be written or holds the
+    predictions of something else (`overwrite` removes them), or when the input was changed after it was finished;
+    EnvironmentMissing without pyarrow, or when the disk stays full for `patience_seconds`.
+    """
+    if importlib.util.find_spec("pyarrow") is None:
+        raise missing_package("pyarrow", "serve")
+    numbers = {"batch": batch_size, "top-k": top_k, "shard size": shard_size}
+    threads = {"read threads": read_threads, "decode threads": decode_threads}
+    for name, number in (numbers | threads).items():
+        if number is not None and number < 1:
+            raise InputError(f"{name} {number}: expected at least 1")
+    certified = _is_certified(bundle, allow_uncertified)
+    where = _absolute(str(source))
+    plan: dict[str, Any] = {
+        "input": where,
+        "bundle": bundle_digest(bundle.path),
+        "top_k": top_k,
+        "logits": logits,
+        "shard_size": shard_size,
+        "image_column": image_column,
+    }
+    patience = Patience(out, patience_seconds)
+    with _state_of(out, overwrite=overwrite) as state, closing(_open_ledger(state, lease_seconds, patience)) as ledger:
+        base = _plan(ledger, state, out, plan, patience)
+        if not _has_work(ledger, out, quiet=quiet):
+            _refuse_other_listing(ledger, where, state, shard_size)
+        _refuse_errors(ledger, out, strict=strict)
+        job = Job(
+            out=out,
+            listing=state / "images",
+            base=base,
+            labels=bundle.manifest.labels,
+            preprocessing=bundle.manifest.preprocessing,
+            batch_size=batch_size,
+            top_k=top_k,
+            logits=logits,
+            image_column=image_column,
+            strict=strict,
+            read_threads=read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
+            decode_threads=decode_threads or _usable_cores(),
+        )
+        warm_up()
+        started = time.perf_counter()
+        worker = _work(job, session, ledger, patience, started, quiet=quiet)
+        seconds = time.perf_counter() - started
+        _refuse_errors(ledger, out, strict=strict)
+        remove_leftovers(out)
+        if not worker.committed and (out / SUMMARY).exists():  # of those who did the work
+            return read_record(out / SUMMARY, PredictionSummary)
+        summary = summarize(
+            *(ledger, bundle, session, where),
+            certified=certified,
+            images_here=worker.committed,
+            seconds=seconds,
+            stages=worker.clock.shares(seconds),
+        )
+        Patience(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
+        return summary
+
+
+def _is_certified(bundle: Bundle, allow_uncertified: bool) -> bool:
+    try:
+        bundle.require_certificate()
+    except CheckFailed:
+        if not allow_uncertified:
+            raise
+        return False
+    return True
+
+
+def _absolute(source: str) -> str:
+    """The same for every process, wherever it was started."""
+    return source if is_url(source) else os.path.abspath(source)
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def _state_of(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """The folder of the ledger. If nothing was planned when the block raises, all that was made here is removed."""
+    made_here = not out.exists()
+    state = out / STATE
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if overwrite:  # first the summary: it is never beside other predictions
+            (out / SUMMARY).unlink(missing_ok=True)
+            shutil.rmtree(state, ignore_errors=True)
+            shutil.rmtree(out / PREDICTIONS, ignore_errors=True)
+            (out / PREDICTIONS).unlink(missing_ok=True)
+        # In this order: a process that begins at the same moment makes the ledger first.
+        if (out / PREDICTIONS).exists() and not (state / LEDGER).exists():
+            raise InputError(f"'{out}' holds {PREDICTIONS} of another run: choose another folder, or pass --overwrite")
+        state.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
+    try:
+        yield state
+    except BaseException:
+        if not (out / PREDICTIONS).exists():
+            shutil.rmtree(state, ignore_errors=True)
+            if made_here:
+                with suppress(OSError):
+                    out.rmdir()
+        raise
+
+
+def _open_ledger(state: Path, lease_seconds: float, patience: Patience) -> Ledger:
+    return patience.retry(lambda: Ledger(state / LEDGER, lease_seconds=lease_seconds))
+
+
+def _plan(ledger: Ledger, state: Path, out: Path, plan: dict[str, Any], patience: Patience) -> str:
+    """Make the plan, or join it if it is the same; return where the images lie."""
+
+    def make() -> tuple[str, Inventory]:
+        inventory = _inventory(plan["input"], state / "images", plan["shard_size"])
+        (out / PREDICTIONS).mkdir(exist_ok=True)
+        return json.dumps(plan), inventory
+
+    text, base = patience.retry(lambda: ledger.plan(make))
+    made = json.loads(text)
+    for name, value in plan.items():
+        if made.get(name) != value:
+            raise InputError(
+                f"'{out}' holds predictions of another run: {name} {made.get(name)} there, {value} here; "
+                "choose another folder, or pass --overwrite"
+            )
+    return base
+
+
+def _inventory(source: str, listing: Path, shard_size: int) -> Inventory:
+    temporary = listing.with_name(f".{listing.name}.{os.getpid()}")
+    try:
+        inventory = take_inventory(source, temporary, shard_size)
+        os.replace(temporary, listing)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return inventory
+
+
+def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
+    """Whether there is work: shards that are not done, or whose output is not what was written."""
+    wrong = ledger.verify(lambda shard: part_path(out, shard))
+    if wrong:
+        (out / SUMMARY).unlink(missing_ok=True)
+        log(f"predict: {len(wrong)} finished files were changed or are gone, and are made again", quiet=quiet)
+    totals = ledger.totals()
+    if totals.done:
+        log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
+    return totals.done < totals.shards
+
+
+def _refuse_other_listing(ledger: Ledger, source: str, state: Path, shard_size: int) -> None:
+    """Raise InputError if images came or went since the input was listed: what is finished is not all of it."""
+    temporary = state / f".again.{os.getpid()}"
+    try:
+        digest = take_inventory(source, temporary, shard_size).digest
+    finally:
+        temporary.unlink(missing_ok=True)
+    if digest != ledger.digest():
+        raise InputError(
+            f"'{source}' is not what it was when it was predicted, images came or went: choose another folder, or "
+            "pass --overwrite"
+        )
+
+
+def _refuse_errors(ledger: Ledger, out: Path, *, strict: bool) -> None:
+    """Raise CheckFailed for the first unreadable image of the finished shards."""
+    if not strict or (shard := ledger.first_with_errors()) is None:
+        return
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(part_path(out, shard), columns=["path", "error"])
+    refuse_unreadable(iter(rows["path"].to_pylist()), rows["error"].to_pylist())
+
+
+def _work(job: Job, session: Session, ledger: Ledger, patience: Patience, started: float, *, quiet: bool) -> Worker:
+    totals = ledger.totals()
+    # Where the images are not counted beforehand, the shards are.
+    total = totals.shards if totals.expected is None else totals.expected
+    with progress("predict", total, quiet=quiet) as bar:
+        worker = Worker(job, session, ledger, patience)
+        shown = _Shown(worker, ledger, bar, started)
+        worker.on_progress = shown.update
+        worker.run()
+    return worker
+
+
+class _Shown:
+    """What the bar says, at most twice a second: images per second of all processes, time left, the binding stage."""
+
+    def __init__(self, worker: Worker, ledger: Ledger, bar: Progress, started: float) -> None:
+        self._worker, self._ledger, self._bar, self._started = worker, ledger, bar, started
+        self._before = ledger.totals().images
+        self._next = started
+
+    def update(self) -> None:
+        now = time.perf_counter()
+        if now < self._next:
+            return
+        self._next = now + 0.5
+        totals, worker, seconds = self._ledger.totals(), self._worker, now - self._started
+        images = totals.images + worker.images - worker.committed
+        rate = (images - self._before) / seconds
+        left = "" if totals.expected is None or not rate else f", {(totals.expected - images) / rate:.0f} s left"
+        note = f"{rate:.0f} images/s{left}, bound by {busiest(worker.clock.shares(seconds))}"
+        self._bar.update(totals.done if totals.expected is None else images, note)

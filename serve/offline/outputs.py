@@ -1,0 +1,168 @@
+"""Predictions as Parquet: the columns, the ranking of the classes, and files that appear whole or not at all.
+
+Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
+top_k_scores (list of float32), error (string), and where asked for logits (list of float16).
+"""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.core.calibration import softmax
+from vitx.core.files import sha256_file, sync
+
+PREDICTIONS = "predictions.parquet"
+# Rows held until they are written as one row group.
+ROW_GROUP = 8192
+
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+
+
+def part_path(out: Path, shard: int) -> Path:
+    return out / PREDICTIONS / f"part-{shard:08d}.parquet"
+
+
+def readable(name: str) -> str:
+    """A file name as valid Unicode: bytes that are not UTF-8 become \\xNN, because Parquet strings are UTF-8."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N images, of which M have a prediction: those whose error is None, in order.
+
+    indices and scores: (M, K), best first; logits: (M, C), or None where nobody asked.
+    """
+
+    keys: Sequence[str]
+    errors: Sequence[str | None]
+    indices: Int32Array
+    scores: Float32Array
+    logits: Float32Array | None = None
+
+
+def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
+    """Class indices and softmax scores (N, K) of logits (N, C), best first; equal scores in the classes' order."""
+    scores = softmax(logits)
+    count = min(top_k, scores.shape[1])
+    indices = np.empty((len(scores), count), dtype=np.int32)
+    kth = np.partition(scores, -count, axis=1)[:, -count] if len(scores) else ()
+    for row, (values, least) in enumerate(zip(scores, kth, strict=True)):
+        among = np.flatnonzero(values >= least)
+        indices[row] = among[np.argsort(-values[among], kind="stable")[:count]]
+    return indices, np.take_along_axis(scores, indices, axis=1).astype(np.float32)
+
+
+class PartWriter:
+    """Writes one shard's rows under a temporary name; `publish` puts them in their place."""
+
+    def __init__(self, out: Path, shard: int, worker: str, labels: Sequence[str], *, logits: bool) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.path = part_path(out, shard)
+        # pyarrow and Spark leave out names that begin with a dot.
+        self._temporary = self.path.with_name(f".{self.path.name}.{worker}")
+        self._labels = pa.array(labels, pa.string())
+        columns = {
+            "path": pa.string(),
+            "class": pa.string(),
+            "class_index": pa.int32(),
+            "score": pa.float32(),
+            "top_k_classes": pa.list_(pa.string()),
+            "top_k_scores": pa.list_(pa.float32()),
+            "error": pa.string(),
+        }
+        self._schema = pa.schema(columns | ({"logits": pa.list_(pa.float16())} if logits else {}))
+        self._waiting: list[Any] = []
+        self.images = self.errors = 0
+        self.classes: dict[int, int] = {}
+        self._writer = pq.ParquetWriter(self._temporary, self._schema)
+
+    def add(self, rows: Rows) -> None:
+        self._waiting.append(_record_batch(rows, self._labels, self._schema))
+        self.images += len(rows.keys)
+        self.errors += len(rows.keys) - len(rows.indices)
+        for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
+            self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
+        if sum(batch.num_rows for batch in self._waiting) >= ROW_GROUP:
+            self._flush()
+
+    def finish(self) -> str:
+        """Flush to the disk; return the file's sha256."""
+        self._flush()
+        self._writer.close()
+        self._temporary.chmod(0o644)
+        sync(self._temporary)
+        return sha256_file(self._temporary)
+
+    def publish(self) -> None:
+        """Put the finished file in its place; a second call does nothing."""
+        if self._temporary.exists():
+            os.replace(self._temporary, self.path)
+            sync(self.path.parent)
+
+    def abandon(self) -> None:
+        with suppress(OSError):  # closing writes a footer, for which there may be no room
+            self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._waiting:
+            table = pa.Table.from_batches(self._waiting, self._schema)
+            self._writer.write_table(table, row_group_size=table.num_rows)
+            self._waiting.clear()
+
+
+def warm_up() -> None:
+    """Import pyarrow, and what its first conversion imports (pandas, half a second): neither is the writing's time."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.array(np.zeros(1))
+
+
+def remove_leftovers(out: Path) -> None:
+    """Remove the temporary files of workers that died."""
+    for path in (out / PREDICTIONS).glob(".part-*"):
+        path.unlink(missing_ok=True)
+
+
+def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
+    import pyarrow as pa
+
+    missing = np.array([error is not None for error in rows.errors], dtype=bool)
+    best = np.zeros(len(missing), dtype=np.int32)
+    score = np.zeros(len(missing), dtype=np.float32)
+    best[~missing], score[~missing] = rows.indices[:, 0], rows.scores[:, 0]
+    class_index = pa.array(best, mask=missing)
+
+    def lists(values: Any, width: int) -> Any:
+        offsets = np.concatenate([[0], np.cumsum(~missing * width)]).astype(np.int32)
+        return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
+
+    width = rows.indices.shape[1]
+    columns = [
+        pa.array([readable(key) for key in rows.keys], pa.string()),
+        labels.take(class_index),
+        class_index,
+        pa.array(score, mask=missing),
+        lists(labels.take(pa.array(rows.indices.reshape(-1))), width),
+        lists(pa.array(rows.scores.reshape(-1)), width),
+        pa.array([None if error is None else readable(error) for error in rows.errors], pa.string()),
+    ]
+    if "logits" in schema.names:
+        # Beyond ±65504 float16 has no number.
+        logits = np.zeros((0, 1)) if rows.logits is None else rows.logits
+        halves = np.clip(logits, -65504, 65504).astype(np.float16)
+        columns.append(lists(pa.array(halves.reshape(-1), pa.float16()), logits.shape[1]))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -1,0 +1,254 @@
+"""One process's work on a ledger: claim → read → decode → batch → infer → write, all at the same time."""
+
+import sqlite3
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from vitx.core.errors import CheckFailed, VitxError
+from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
+from vitx.serve.offline.disk import Patience, is_full
+from vitx.serve.offline.inputs import Item, read_item, read_shard
+from vitx.serve.offline.ledger import Claim, Done, Ledger
+from vitx.serve.offline.outputs import PartWriter, Rows, rank
+from vitx.serve.offline.stages import Background, Clock, Sink, results, submitted
+from vitx.serve.runtimes import Session
+
+# Batches that are decoded, or being decoded, ahead of the one in the model.
+BATCHES_AHEAD = 3
+# Seconds between two looks at shards that other workers hold.
+LOOK_AGAIN = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker of a ledger does alike, and how this one does it."""
+
+    out: Path
+    listing: Path
+    base: str
+    labels: tuple[str, ...]
+    preprocessing: Preprocessing
+    batch_size: int
+    top_k: int
+    logits: bool
+    image_column: str | None
+    strict: bool
+    read_threads: int
+    decode_threads: int
+
+    @property
+    def slice_size(self) -> int:
+        """Images that one thread decodes at a time: a call for each would cost as much as a tiny image."""
+        return max(1, self.batch_size // (2 * self.decode_threads))
+
+
+class Prepared(NamedTuple):
+    """An image's key and its pixels uint8 (S, S, 3), or why there are none."""
+
+    key: str
+    pixels: UInt8Array | ImageError
+
+
+class Worker:
+    """Works until every shard of the ledger is done, by this worker or another."""
+
+    def __init__(self, job: Job, session: Session, ledger: Ledger, patience: Patience) -> None:
+        self.job, self.session, self.patience = job, session, patience
+        self.images = self.committed = 0
+        # Reading from a container is one thread's work, whatever the number of readers.
+        readers = job.read_threads if ledger.has_lists() else 1
+        self.clock = Clock({"read": readers, "decode": job.decode_threads, "infer": 1, "write": 1})
+        self.on_progress: Callable[[], None] = lambda: None
+        # One connection for each thread that uses the ledger.
+        self._claims, self._commits, self._renewals = (ledger.same_worker() for _ in range(3))
+        self._lease_seconds = ledger.lease_seconds
+        self._changed, self._stopped = threading.Event(), patience.stopped
+        self._part: PartWriter | None = None
+        self._dropped: Claim | None = None
+
+    def run(self) -> None:
+        """Raise CheckFailed for an unreadable image of a strict job, EnvironmentMissing when the disk stays full.
+
+        Whatever ends the work, the shards that were begun are given back.
+        """
+        renewing = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
+        renewing.start()
+        sink = Sink(self._write, 2, "write")
+        readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
+        decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
+        per_batch = -(-self.job.batch_size // self.job.slice_size)
+        depth = max(per_batch, self.job.read_threads)
+        read = Background(submitted(readers, self._read, self._slices()), depth, "read-ahead")
+        calls = submitted(decoders, self._decode, results(read))
+        decoded = Background(calls, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
+        try:
+            self._infer_all(results(decoded), sink)
+            sink.finish()
+        except BaseException:
+            sink.abandon()
+            raise
+        finally:
+            self._stop()
+            decoded.close()  # first: it reads from the other to the end
+            read.close()
+            readers.shutdown(cancel_futures=True)
+            decoders.shutdown(cancel_futures=True)
+            renewing.join()
+            self._end()
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._changed.set()
+
+    def _end(self) -> None:
+        if self._part is not None:
+            self._part.abandon()
+        with suppress(sqlite3.Error, VitxError):  # else the leases run out by themselves
+            self._commits.release()
+        for connection in (self._claims, self._commits, self._renewals):
+            connection.close()
+
+    def _keep_renewing(self) -> None:
+        while not self._stopped.wait(self._lease_seconds / 4):
+            # A renewal that failed is made up for by the next; a lease that ran out costs a shard done twice.
+            with suppress(sqlite3.Error, VitxError):
+                self._renewals.renew()
+
+    def _claimed(self) -> Iterator[Claim]:
+        """Yield shards until all are done; wait while others hold the rest, whose leases may run out."""
+        patience = self.patience.another()
+        while not self._stopped.is_set():
+            self._changed.clear()
+            claim = patience.retry(self._claims.claim)
+            if claim is not None:
+                yield claim
+            elif self._claims.remaining():
+                self._changed.wait(LOOK_AGAIN)
+            else:
+                return
+
+    def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
+        """Yield the images of each shard, a few at a time, and an empty list after the last of it."""
+        for claim in self._claimed():
+            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column)
+            with closing(items):
+                while True:
+                    with self.clock.busy("read"):
+                        part = list(islice(items, self.job.slice_size))
+                    yield claim, part
+                    if not part:
+                        break
+
+    def _read(self, part: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
+        with self.clock.busy("read"):
+            return part[0], [read_item(item) for item in part[1]]
+
+    def _decode(self, part: tuple[Claim, list[Item]]) -> tuple[Claim, list[Prepared]]:
+        with self.clock.busy("decode"):
+            return part[0], [self._prepare(item) for item in part[1]]
+
+    def _prepare(self, item: Item) -> Prepared:
+        try:
+            if isinstance(item.source, bytes):
+                return Prepared(item.key, self.job.preprocessing.from_bytes(item.source))
+        except ImageError as error:
+            return Prepared(item.key, error)
+        assert isinstance(item.source, ImageError)  # read_item left no location
+        return Prepared(item.key, item.source)
+
+    def _infer_all(
+        self, decoded: Iterator[tuple[Claim, list[Prepared]]], sink: Sink[tuple[Claim, Rows | None]]
+    ) -> None:
+        """Batch what comes decoded; a batch is of one shard, so that its rows do not depend on who did the others."""
+        waiting: list[Prepared] = []
+        size = self.job.batch_size
+        for claim, part in decoded:
+            waiting += part
+            while len(waiting) >= size or (waiting and not part):
+                sink.put((claim, self._infer(waiting[:size])))
+                self.images += len(waiting[:size])
+                del waiting[:size]
+                self.on_progress()
+            if not part:
+                sink.put((claim, None))
+
+    def _infer(self, batch: Sequence[Prepared]) -> Rows:
+        errors = [str(item.pixels) if isinstance(item.pixels, ImageError) else None for item in batch]
+        if self.job.strict:
+            refuse_unreadable((item.key for item in batch), errors)
+        classes = len(self.job.labels)
+        logits = np.zeros((0, classes), dtype=np.float32)
+        pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
+        if pixels:
+            with self.clock.busy("infer"):
+                logits = self.session.infer(np.stack(pixels))
+        finite = np.atleast_1d(np.isfinite(logits).all(axis=1))
+        predicted = (row for row, error in enumerate(errors) if error is None)
+        for row, is_finite in zip(list(predicted), finite, strict=True):
+            if not is_finite:
+                errors[row] = "the model's output is not finite"
+        logits = logits[finite]
+        indices, scores = rank(logits, self.job.top_k)
+        return Rows([item.key for item in batch], errors, indices, scores, logits if self.job.logits else None)
+
+    def _write(self, message: tuple[Claim, Rows | None]) -> None:
+        """Runs in the thread of the sink. Without rows: the shard is complete."""
+        claim, rows = message
+        if self._dropped == claim:
+            self._dropped = None if rows is None else claim
+            return
+        try:
+            with self.clock.busy("write"):
+                self._put_or_drop(claim, rows)
+        except BaseException:
+            self._stop()  # or the readers would wait for a shard that this worker itself holds
+            raise
+
+    def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
+        try:
+            self._put(claim, rows)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._drop(claim, complete=rows is None)
+            self.patience.wait(error)
+
+    def _put(self, claim: Claim, rows: Rows | None) -> None:
+        if self._part is None:
+            job = self.job
+            self._part = PartWriter(job.out, claim.id, self._commits.worker, job.labels, logits=job.logits)
+        if rows is not None:
+            self._part.add(rows)
+            return
+        part = self._part
+        done = Done(part.finish(), part.images, part.errors, part.classes)
+        held = self.patience.retry(lambda: self._commits.commit(claim, done, part.publish))
+        self._part = None
+        if held:
+            self.committed += part.images
+        else:
+            part.abandon()
+        self._changed.set()
+
+    def _drop(self, claim: Claim, *, complete: bool) -> None:
+        """The rows of a shard are lost to a full disk: give the shard back, to be done again."""
+        if self._part is not None:
+            self._part.abandon()
+        self._part, self._dropped = None, None if complete else claim
+        self.patience.another().retry(lambda: self._commits.release(claim))
+        self._changed.set()
+
+
+def refuse_unreadable(keys: Iterator[str], errors: Sequence[str | None]) -> None:
+    """Raise CheckFailed naming the first image that has an error."""
+    for key, error in zip(keys, errors, strict=True):
+        if error is not None:
+            raise CheckFailed(f"unreadable image {key}: {error}; without --strict it becomes a row")
