@@ -52,12 +52,15 @@ def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
     """Class indices and softmax scores (N, K) of logits (N, C), best first; equal scores in the classes' order."""
     scores = softmax(logits)
     count = min(top_k, scores.shape[1])
-    indices = np.empty((len(scores), count), dtype=np.int32)
-    kth = np.partition(scores, -count, axis=1)[:, -count] if len(scores) else ()
-    for row, (values, least) in enumerate(zip(scores, kth, strict=True)):
-        among = np.flatnonzero(values >= least)
-        indices[row] = among[np.argsort(-values[among], kind="stable")[:count]]
-    return indices, np.take_along_axis(scores, indices, axis=1).astype(np.float32)
+    # Of many classes only the best are sorted, unless one of them ties with one that is not among them.
+    best = scores >= np.partition(scores, -count, axis=1)[:, -count, None]
+    if (best.sum(axis=1) == count).all():
+        columns = np.nonzero(best)[1].reshape(-1, count)
+        order = np.argsort(-np.take_along_axis(scores, columns, axis=1), axis=1, kind="stable")
+        indices = np.take_along_axis(columns, order, axis=1)
+    else:
+        indices = np.argsort(-scores, axis=1, kind="stable")[:, :count]
+    return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
 
 
 class PartWriter:
@@ -81,18 +84,16 @@ class PartWriter:
             "error": pa.string(),
         }
         self._schema = pa.schema(columns | ({"logits": pa.list_(pa.float16())} if logits else {}))
-        self._waiting: list[Any] = []
+        self._waiting: list[Rows] = []
+        self._row_count = 0
         self.images = self.errors = 0
         self.classes: dict[int, int] = {}
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
-        self._waiting.append(_record_batch(rows, self._labels, self._schema))
-        self.images += len(rows.keys)
-        self.errors += len(rows.keys) - len(rows.indices)
-        for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
-            self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
-        if sum(batch.num_rows for batch in self._waiting) >= ROW_GROUP:
+        self._waiting.append(rows)
+        self._row_count += len(rows.keys)
+        if self._row_count >= ROW_GROUP:
             self._flush()
 
     def finish(self) -> str:
@@ -115,12 +116,16 @@ class PartWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _flush(self) -> None:
-        import pyarrow as pa
-
-        if self._waiting:
-            table = pa.Table.from_batches(self._waiting, self._schema)
-            self._writer.write_table(table, row_group_size=table.num_rows)
-            self._waiting.clear()
+        if not self._waiting:
+            return
+        rows = _joined(self._waiting)
+        self._waiting.clear()
+        self._row_count = 0
+        self.images += len(rows.keys)
+        self.errors += len(rows.keys) - len(rows.indices)
+        for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
+            self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
+        self._writer.write_batch(_record_batch(rows, self._labels, self._schema), row_group_size=len(rows.keys))
 
 
 def warm_up() -> None:
@@ -135,6 +140,17 @@ def remove_leftovers(out: Path) -> None:
     """Remove the temporary files of workers that died."""
     for path in (out / PREDICTIONS).glob(".part-*"):
         path.unlink(missing_ok=True)
+
+
+def _joined(several: Sequence[Rows]) -> Rows:
+    logits = [rows.logits for rows in several if rows.logits is not None]
+    return Rows(
+        keys=[key for rows in several for key in rows.keys],
+        errors=[error for rows in several for error in rows.errors],
+        indices=np.concatenate([rows.indices for rows in several]),
+        scores=np.concatenate([rows.scores for rows in several]),
+        logits=np.concatenate(logits) if logits else None,
+    )
 
 
 def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:

@@ -1,0 +1,223 @@
+"""`vitx predict` measured: against its stages alone, its bookkeeping, its memory, and two processes against one.
+
+    python benchmarks/predict.py [--parts speed,bookkeeping,processes,memory] [--json FILE]
+
+speed        DeiT-Ti's shape with random weights on 224-px JPEGs, one thread decoding and one in the model, so that each
+             has a core: images/s of the whole over the smaller of decoding alone and the model alone, in turns.
+bookkeeping  100,000 images whose pixels and logits cost nothing: what is left is listing, claims, ranking, Parquet,
+             digests. At 100,000 images a minute (the rate of the target) it takes that part of the minute.
+processes    Two processes on one input against one, each on its own core.
+memory       Listing 100,000 and 1,000,000 paths and reading the list back: the largest resident size of a process.
+
+Every image is in a tmpfs or the page cache. Exit code 1 when a target is missed.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from bundle_fixture import LABELS, write_bundle
+from vitx.core.bundle import Bundle
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.serve import load_session
+from vitx.serve.offline import predict
+from vitx.serve.offline.listing import read_range, sort_paths, write_list
+from vitx.serve.offline.outputs import warm_up
+
+JPEGS, TINY, BATCH = 256, 100_000, 16
+SPEED_TARGET, BOOKKEEPING_TARGET, PROCESSES_TARGET, MEMORY_TARGET = 0.95, 0.03, 1.9, 1.1
+
+
+def write_jpegs(folder: Path, count: int) -> None:
+    """Images of 256 × 320 pixels, with detail: a plain one would decode too fast."""
+    rng = np.random.default_rng(0)
+    for index in range(count):
+        coarse = Image.fromarray(rng.integers(0, 256, (32, 40, 3), dtype=np.uint8)).resize((320, 256))
+        noise = rng.integers(-12, 12, (256, 320, 3))
+        pixels = np.clip(np.asarray(coarse) + noise, 0, 255).astype(np.uint8)
+        path = folder / f"{index % 8}" / f"{index:05d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=90)
+
+
+def write_deit(path: Path) -> Bundle:
+    from vitx.export import ExportOptions, SourceRequest, export_bundle
+
+    request = SourceRequest("model:timm/deit_tiny_patch16_224", weights="random")
+    return export_bundle(request, path, ExportOptions(quiet=True))
+
+
+def bind(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+
+
+def speed(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
+    folder = scratch / "jpegs"
+    paths = sorted(folder.rglob("*.jpg"))
+    preprocessing = bundle.manifest.preprocessing
+    session = load_session(bundle, device="cpu", threads=1)
+    batch = np.stack([preprocessing.from_bytes(path.read_bytes()) for path in paths[:BATCH]])
+    session.infer(batch)
+    rates: dict[str, list[float]] = {"decode": [], "infer": [], "predict": []}
+    stages = {}
+    for turn in range(rounds):
+        start = time.perf_counter()
+        for path in paths:
+            preprocessing.from_bytes(path.read_bytes())
+        rates["decode"].append(len(paths) / (time.perf_counter() - start))
+        start = time.perf_counter()
+        for _ in range(len(paths) // BATCH):
+            session.infer(batch)
+        rates["infer"].append(len(paths) / (time.perf_counter() - start))
+        summary = whole(bundle, session, folder, scratch / f"speed-{turn}", batch_size=BATCH, decode_threads=1)
+        rates["predict"].append(summary.images_per_second)
+        stages = summary.stages
+    alone = {name: statistics.median(rates[name]) for name in rates}
+    ratio = alone["predict"] / min(alone["decode"], alone["infer"])
+    return {"images_per_second": alone, "rounds": rates, "stages": stages, "ratio": ratio, "target": SPEED_TARGET}
+
+
+def whole(bundle: Bundle, session: Any, folder: Path, out: Path, **options: Any) -> Any:
+    return predict(bundle, session, folder, out, allow_uncertified=True, quiet=True, **options)
+
+
+class NoModel:
+    """Logits that are there already."""
+
+    def __init__(self) -> None:
+        self._logits = np.random.default_rng(0).normal(size=(4096, len(LABELS))).astype(np.float32)
+
+    def infer(self, images: UInt8Array) -> Any:
+        return self._logits[: len(images)]
+
+    def describe(self) -> dict[str, Any]:
+        return {"runtime": "none"}
+
+
+def bookkeeping(scratch: Path) -> dict[str, Any]:
+    """The seconds that `predict` takes when reading, decoding and the model take none."""
+    bundle = write_bundle(scratch / "tiny.vitx")
+    listed = scratch / "names.txt"
+    listed.write_text("".join(f"{index % 100:03d}/{index:06d}.png\n" for index in range(TINY)))
+    pixels = np.zeros((16, 16, 3), dtype=np.uint8)
+    from vitx.serve.offline import inputs
+
+    real = (inputs.read_bytes, Preprocessing.from_bytes)
+    inputs.read_bytes = lambda _: b""
+    Preprocessing.from_bytes = lambda *_: pixels  # type: ignore[method-assign]  # what is measured is the rest
+    seconds, cpu = [], []
+    try:
+        for turn in range(3):
+            start, used = time.perf_counter(), time.process_time()
+            whole(bundle, NoModel(), listed, scratch / f"bookkeeping-{turn}", decode_threads=1)
+            seconds.append(time.perf_counter() - start)
+            cpu.append(time.process_time() - used)
+    finally:
+        inputs.read_bytes, Preprocessing.from_bytes = real  # type: ignore[method-assign]  # as above
+    share = statistics.median(seconds) / 60
+    return {"images": TINY, "seconds": seconds, "processor_seconds": cpu, "share": share, "target": BOOKKEEPING_TARGET}
+
+
+def one_process(core: int, bundle: Path, folder: Path, out: Path, ready: Any) -> None:
+    bind(core)
+    opened = Bundle.open(bundle)
+    session = load_session(opened, device="cpu", threads=1)
+    warm_up()
+    ready.wait()
+    whole(opened, session, folder, out, batch_size=BATCH, shard_size=32, decode_threads=1)
+
+
+def processes(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
+    """Seconds from the common start to the end of the last; a shard is 32 images, so that the work divides evenly."""
+    context = multiprocessing.get_context("spawn")
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for turn in range(rounds):
+        for count in (1, 2):
+            ready = context.Barrier(count + 1)
+            out = scratch / f"processes-{turn}-{count}"
+            out.mkdir()
+            started = [
+                context.Process(target=one_process, args=(core, bundle.path, scratch / "jpegs", out, ready))
+                for core in range(count)
+            ]
+            for process in started:
+                process.start()
+            ready.wait()
+            start = time.perf_counter()
+            for process in started:
+                process.join()
+            seconds[count].append(time.perf_counter() - start)
+    ratio = statistics.median(seconds[1]) / statistics.median(seconds[2])
+    return {"images": JPEGS, "seconds": seconds, "ratio": ratio, "target": PROCESSES_TARGET}
+
+
+def list_paths(scratch: Path, count: int, result: Any) -> None:
+    names = (f"{index * 7919 % count:09d}/photo of something.jpg" for index in range(count))
+    start = time.perf_counter()
+    ranges, _ = write_list(scratch / "list", sort_paths(names, scratch), 4096)
+    read = sum(1 for part in ranges for _ in read_range(scratch / "list", part))
+    result.put((read, time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+
+
+def memory(scratch: Path) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for count in (100_000, 1_000_000):
+        result = context.Queue()
+        process = context.Process(target=list_paths, args=(scratch, count, result))
+        process.start()
+        read, seconds, kibibytes = result.get()
+        process.join()
+        found[count] = {"read": read, "seconds": seconds, "largest_resident_mib": kibibytes / 1024}
+    ratio = found[1_000_000]["largest_resident_mib"] / found[100_000]["largest_resident_mib"]
+    return {"paths": found, "ratio": ratio, "target": MEMORY_TARGET}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default="speed,bookkeeping,processes,memory")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    found: dict[str, Any] = {}
+    warm_up()
+    memory_disk = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(prefix="vitx-predict-", dir=memory_disk if memory_disk.is_dir() else None) as name:
+        scratch = Path(name)
+        if {"speed", "processes"} & set(parts):
+            write_jpegs(scratch / "jpegs", JPEGS)
+            bundle = write_deit(scratch / "deit.vitx")
+        if "speed" in parts:
+            found["speed"] = speed(scratch, bundle)
+        if "bookkeeping" in parts:
+            found["bookkeeping"] = bookkeeping(scratch)
+        if "processes" in parts:
+            found["processes"] = processes(scratch, bundle)
+        if "memory" in parts:
+            found["memory"] = memory(scratch)
+    print(json.dumps(found, indent=2))
+    if options.json:
+        earlier = json.loads(options.json.read_text()) if options.json.exists() else {}
+        head = {"machine": describe_machine(), "versions": installed_versions()}
+        options.json.write_text(json.dumps(earlier | head | found, indent=2) + "\n")
+    low = [found[name]["ratio"] < found[name]["target"] for name in ("speed", "processes") if name in found]
+    high = [found["bookkeeping"]["share"] > BOOKKEEPING_TARGET] if "bookkeeping" in found else []
+    grown = [found["memory"]["ratio"] > MEMORY_TARGET] if "memory" in found else []
+    sys.exit(any((*low, *high, *grown)))
+
+
+if __name__ == "__main__":
+    main()
