@@ -112,10 +112,10 @@ def _print(result: "StudyResult", folder: Path) -> None:
     from vitx.core.console import print_table
 
     factors = list(result.rows[0].factors) if result.rows else []
-    columns = [*factors, "runs", "top-1 (%)", "gain", "CosSim last block", "last quarter", "attention std"]
+    columns = [*factors, "n", "top-1 (%)", "gain", "CosSim, last", "last quarter", "attention std"]
     rows = [_cells(row) for row in result.rows]
     if any(row.published_top1 is not None for row in result.rows):
-        columns.append("ImageNet (published)")
+        columns.append("paper")
         for cells, row in zip(rows, result.rows, strict=True):
             cells.append("–" if row.published_top1 is None else f"{row.published_top1:.1f}")
     print_table(f"{result.study} of {result.recipe} on {result.data}: {folder / 'study.json'}", columns, rows)
@@ -132,8 +132,8 @@ def _cells(row: "Row") -> list[Any]:
     return [
         *(_factor(value) for value in row.factors.values()),
         len(row.seeds),
-        row.top1.text(100, 2),
-        "–" if row.gain is None else row.gain.text(100, 2),
+        row.top1.text(100, 1),
+        "–" if row.gain is None else row.gain.text(100, 1),
         *("–" if spread is None else spread.text() for spread in layers),
     ]
 
