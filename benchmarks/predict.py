@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from PIL import Image
@@ -112,20 +113,15 @@ def bookkeeping(scratch: Path) -> dict[str, Any]:
     listed = scratch / "names.txt"
     listed.write_text("".join(f"{index % 100:03d}/{index:06d}.png\n" for index in range(TINY)))
     pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    from vitx.serve.offline import inputs
-
-    real = (inputs.read_bytes, Preprocessing.from_bytes)
-    inputs.read_bytes = lambda _: b""
-    Preprocessing.from_bytes = lambda *_: pixels  # type: ignore[method-assign]  # what is measured is the rest
+    reading = mock.patch("vitx.serve.offline.inputs.read_bytes", lambda location: b"")
+    decoding = mock.patch.object(Preprocessing, "from_bytes", lambda self, data: pixels)
     seconds, cpu = [], []
-    try:
+    with reading, decoding:
         for turn in range(3):
             start, used = time.perf_counter(), time.process_time()
             whole(bundle, NoModel(), listed, scratch / f"bookkeeping-{turn}", decode_threads=1)
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - used)
-    finally:
-        inputs.read_bytes, Preprocessing.from_bytes = real  # type: ignore[method-assign]  # as above
     share = statistics.median(seconds) / 60
     return {"images": TINY, "seconds": seconds, "processor_seconds": cpu, "share": share, "target": BOOKKEEPING_TARGET}
 
