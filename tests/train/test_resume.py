@@ -65,6 +65,9 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, ima
             time.sleep(0.005)
         time.sleep(moments.uniform(0, 0.1))
         assert process.pid is not None
+        while os.getpgid(process.pid) != process.pid:  # it goes into a group of its own first
+            assert process.is_alive(), "the run ended before it was killed"
+            time.sleep(0.005)
         os.killpg(process.pid, signal.SIGKILL)  # the workers too: none is left behind
         process.join()
         assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
