@@ -1,6 +1,7 @@
 """How each metric that runs passes of its own is measured on the images of an analysis."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,13 +14,14 @@ from vitx.analyze.activation_metrics import SIMILAR, NotApplicable
 from vitx.analyze.activations import Activations
 from vitx.analyze.adversarial import AdversarialRobustness, adversarial_robustness
 from vitx.analyze.confidence import Confidence, TemperatureScaling, confidence, temperature_scaling
+from vitx.analyze.corrupted_copies import open_corrupted_copies
 from vitx.analyze.hessian import HessianDensity, HessianSpectrum, hessian_density, hessian_spectrum
 from vitx.analyze.landscape import LossLandscape, loss_landscape
 from vitx.analyze.lesions import Lesions, lesion_study
 from vitx.analyze.noise import FrequencyRobustness, frequency_robustness
 from vitx.analyze.occlusion import Occlusion, default_patch_size, gradient_saliency, occlusion
 from vitx.analyze.predictor import predictor
-from vitx.analyze.robustness import CorruptionRobustness, corruption_robustness
+from vitx.analyze.robustness import CorruptionRobustness, copies_robustness, corruption_robustness
 from vitx.analyze.trajectory import Trajectory, run_trajectory
 from vitx.core.calibration import softmax
 from vitx.core.errors import InputError
@@ -40,6 +42,8 @@ class Options(Record):
     loss_batches: PositiveInt = Field(default=4, description="batches whose loss surface is measured")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="of the loss ½·wd·‖w‖²")
     landscape_points: PositiveInt = 11
+    module: str = Field(default="", description="whose weights the Hessian is in: blocks.3.attn; '' for all")
+    corrupted: Path | None = Field(default=None, description="copies of CIFAR-C or ImageNet-C for `corruptions`")
 
 
 class Measured(NamedTuple):
@@ -85,8 +89,12 @@ def lesions(measured: Measured) -> Lesions:
 
 
 def corruptions(measured: Measured) -> CorruptionRobustness:
-    predict = predictor(measured.source.model, measured.source.preprocessing)
-    return corruption_robustness(predict, measured.batches(), measured.images.labels, seed=measured.options.seed)
+    source, images, options, _ = measured
+    predict = predictor(source.model, source.preprocessing)
+    if options.corrupted is None:
+        return corruption_robustness(predict, measured.batches(), images.labels, seed=options.seed)
+    copies = open_corrupted_copies(options.corrupted, source.class_names)
+    return copies_robustness(predict, copies, source.preprocessing, batch_size=options.batch_size, limit=len(images))
 
 
 def frequency_noise(measured: Measured) -> FrequencyRobustness:
@@ -125,6 +133,7 @@ def spectrum(measured: Measured) -> HessianSpectrum:
         augmented_batches(measured),
         options.eigenvalues,
         weight_decay=options.weight_decay,
+        module=options.module,
         seed=options.seed,
     )
 
@@ -132,7 +141,11 @@ def spectrum(measured: Measured) -> HessianSpectrum:
 def density(measured: Measured) -> HessianDensity:
     options = measured.options
     return hessian_density(
-        measured.source.model, augmented_batches(measured), weight_decay=options.weight_decay, seed=options.seed
+        measured.source.model,
+        augmented_batches(measured),
+        weight_decay=options.weight_decay,
+        module=options.module,
+        seed=options.seed,
     )
 
 

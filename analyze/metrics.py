@@ -232,7 +232,7 @@ METRICS: dict[str, Metric] = {
         line=_corruptions_line,
         measure=measures.corruptions,
         labels=True,
-        options=("seed",),
+        options=("seed", "corrupted"),
         default=False,
     ),
     "frequency-noise": Metric(
@@ -275,7 +275,7 @@ METRICS: dict[str, Metric] = {
         line=_hessian_line,
         measure=measures.spectrum,
         labels=True,
-        options=("seed", "eigenvalues", "loss_batches", "weight_decay"),
+        options=("seed", "eigenvalues", "loss_batches", "weight_decay", "module"),
         default=False,
     ),
     "hessian-density": Metric(
@@ -285,7 +285,7 @@ METRICS: dict[str, Metric] = {
         line=_density_line,
         measure=measures.density,
         labels=True,
-        options=("seed", "loss_batches", "weight_decay"),
+        options=("seed", "loss_batches", "weight_decay", "module"),
         default=False,
     ),
     "landscape": Metric(

@@ -188,6 +188,26 @@ def test_every_metric_is_measured_told_and_drawn(run: Path, tmp_path: Path) -> N
     assert again.as_json() == found.as_json()
 
 
+def test_the_hessian_of_one_module_and_published_copies(vitx: Vitx, run: Path, tmp_path: Path) -> None:
+    labels = np.tile(np.arange(4, dtype=np.uint8), 5)
+    np.save(tmp_path / "fog.npy", np.random.default_rng(0).integers(0, 256, (20, 32, 32, 3), dtype=np.uint8))
+    np.save(tmp_path / "labels.npy", labels)
+    arguments = ("analyze", run, "--images", 4, "--batch", 4, "--only", "hessian,corruptions", "--json", "-q")
+    code, printed, said = vitx(*arguments, "--module", "blocks.1.attn", "--corrupted", tmp_path)
+    assert code == 0, said
+    (network,) = json.loads(printed)["networks"]
+    hessian, corrupted = network["metrics"]["hessian"], network["metrics"]["corruptions"]
+    model = SourceRequest(str(run)).load().model
+    assert hessian["parameters"] == sum(p.numel() for p in model.get_submodule("blocks.1.attn").parameters())
+    assert (list(corrupted["accuracy"]), corrupted["images"]) == (["fog"], 4)
+    code, _, said = vitx(*arguments, "--module", "blocks.9")
+    assert code == 2
+    assert "unknown module 'blocks.9'" in said
+    code, _, said = vitx(*arguments, "--corrupted", tmp_path / "nothing")
+    assert code == 2
+    assert "no corrupted copies" in said
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if PROGRAM is None:

@@ -20,6 +20,13 @@ def command(
     ] = None,
     images: Annotated[int, typer.Option("--images", min=1, help="At most so many images, evenly spaced.")] = 512,
     batch_size: Annotated[int, typer.Option("--batch", min=1, help="Images at a time.")] = 16,
+    module: Annotated[
+        str, typer.Option("--module", help="The Hessian in one module's weights: blocks.3.attn. Default: in all.")
+    ] = "",
+    corrupted: Annotated[
+        Path | None,
+        typer.Option("--corrupted", metavar="DIR", help="Take corruptions from copies of CIFAR-C or ImageNet-C."),
+    ] = None,
     weights: Annotated[
         str, typer.Option("--weights", help="Of a model: a checkpoint file, 'pretrained' (timm's) or 'random'.")
     ] = "pretrained",
@@ -51,7 +58,7 @@ def command(
     if not chosen:
         raise InputError(f"'{source}' brings no images: give --data")
     shown = open_analysis_images(chosen, images, skip_bad=skip_bad)
-    options = Options(batch_size=batch_size)
+    options = Options(batch_size=batch_size, module=module, corrupted=corrupted)
     analyses = []
     for one in sources:
         one.model.to(place)
