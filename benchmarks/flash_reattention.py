@@ -22,9 +22,9 @@ Without a GPU (b) and (c) print that they were not run, and the exit code stays 
 
 import argparse
 import json
-import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -301,15 +301,13 @@ def blocks_of_queries(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def blocked_session(blocks: int, inputs: list[Any]) -> Any:
     tensors = tuple(map(torch.from_numpy, inputs))
-    path = Path(f"/tmp/blocked-{os.getpid()}-{blocks}.onnx")
     module = Blocked(torch.randn(12, 12, generator=torch.Generator().manual_seed(0)), blocks).eval()
-    torch.onnx.export(module, tensors, path, dynamo=True, verbose=False, external_data=False)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "blocked.onnx"
+        torch.onnx.export(module, tensors, path, dynamo=True, verbose=False, external_data=False)
         return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    finally:
-        path.unlink()
 
 
 def not_run(reason: str) -> dict[str, Any]:
