@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import vitx.models
-from targets import all_hold, verdict
+from targets import all_hold, saved, verdict
 from vitx.core.bundle import timestamp
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.models import flash_reattention
@@ -337,10 +337,7 @@ def main() -> int:
         title, measure = PARTS[part]
         report[title] = measure(arguments)
     report["commands"][" ".join(["python", "benchmarks/flash_reattention.py", *sys.argv[1:]])] = timestamp()
-    if arguments.json:
-        old = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
-        report["commands"] = {**old.get("commands", {}), **report["commands"]}
-        arguments.json.write_text(json.dumps({**old, **report}, indent=2) + "\n")
+    saved(report, arguments.json)
     return 0 if all_hold(report) else 1
 
 

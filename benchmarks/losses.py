@@ -40,7 +40,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitx.models
-from targets import all_hold, verdict
+from targets import all_hold, saved, verdict
 from vitx.core.bundle import timestamp
 from vitx.core.images import open_images
 from vitx.core.machine import describe_machine, installed_versions
@@ -129,7 +129,7 @@ def three_losses(arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             total = losses_of(model, batch, recipe, 1000)["total"]
-        total.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(total)
         optimizer.step()
 
     found = paired(lambda: step(with_losses), lambda: step(alone), arguments.pairs, timer)
@@ -158,7 +158,7 @@ def cosine(arguments: argparse.Namespace) -> dict[str, Any]:
 
     def run(loss: Callable[[Tensor], Tensor]) -> None:
         tokens.grad = None
-        loss(tokens).backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss(tokens))
 
     times = paired(
         lambda: run(patch_cosine_loss), lambda: run(pairwise_cosine), arguments.pairs, Timer(device), warm_up=2
@@ -189,7 +189,7 @@ def print_extra_memory(arguments: argparse.Namespace) -> None:
     loss = patch_cosine_loss if arguments.memory_of == "ours" else pairwise_cosine
     device = torch.device(arguments.device)
     small = torch.randn(2, *TOKENS[1:], device=device, requires_grad=True)
-    loss(small).backward()  # type: ignore[no-untyped-call]  # libraries are loaded, threads have started
+    torch.autograd.backward(loss(small))  # libraries are loaded, threads have started
     tokens = torch.randn(TOKENS, device=device, requires_grad=True)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -197,7 +197,7 @@ def print_extra_memory(arguments: argparse.Namespace) -> None:
     else:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = status_bytes("VmRSS")
-    loss(tokens).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(loss(tokens))
     peak = float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else status_bytes("VmHWM")
     print((peak - before - tokens.numel() * tokens.element_size()) / 2**20)
 
@@ -234,7 +234,7 @@ def loop(arguments: argparse.Namespace) -> dict[str, Any]:
             bare.optimizer.zero_grad(set_to_none=True)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 losses = losses_of(bare.model, mixed, recipe, 10)
-            losses["total"].backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(losses["total"])
             nn.utils.clip_grad_norm_(bare.model.parameters(), recipe.optimizer.clip)
             bare.optimizer.step()
 
@@ -367,10 +367,7 @@ def main() -> int:
         title, measure = PARTS[part]
         report[title] = measure(arguments)
     report["commands"][" ".join(["python", "benchmarks/losses.py", *sys.argv[1:]])] = timestamp()
-    if arguments.json:
-        old = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
-        report["commands"] = {**old.get("commands", {}), **report["commands"]}
-        arguments.json.write_text(json.dumps({**old, **report}, indent=2) + "\n")
+    saved(report, arguments.json)
     return 0 if all_hold(report) else 1
 
 

@@ -56,7 +56,7 @@ from server_peers import (
     triton_server,
     vitx_server,
 )
-from targets import all_hold, verdict
+from targets import all_hold, saved, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import VitxError
 from vitx.core.machine import describe_machine, installed_versions
@@ -392,10 +392,7 @@ def main() -> int:
                 return error.exit_code
     options = f"--parts {arguments.parts} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
     report["commands"][f"python benchmarks/server.py --triton VENV --litserve VENV {options}"] = timestamp()
-    if arguments.json:
-        old = json.loads(arguments.json.read_text()) if arguments.json.is_file() else {}
-        report["commands"] = {**old.get("commands", {}), **report["commands"]}
-        arguments.json.write_text(json.dumps({**old, **report}, indent=2) + "\n")
+    saved(report, arguments.json)
     return 0 if all_hold(report) else 1
 
 
