@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import InputError
-from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, reattention, why_not_flash
+from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, flash_reattention, why_not_flash
 
 HeadNorm = Literal["batch", "layer", "none"]
 MixInit = Literal["random", "identity"]
@@ -95,7 +95,7 @@ class HeadMixAttention(nn.Module):
             v_BHNK = v_BHNK * self.value_scale
         mixes = self._flash_mixes(q_BHNK)
         if mixes is not None:
-            out_BHNK = reattention(q_BHNK, k_BHNK, v_BHNK, mixes, self.scale, impl="flash")
+            out_BHNK = flash_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, self.scale)
         else:
             maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
             out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK

@@ -50,6 +50,19 @@ def _load_matrix(base, heads, H: tl.constexpr):
 
 
 @triton.jit
+def _load_mixes(
+    mix_base, before_base, before_bias_base, heads, H: tl.constexpr, HP: tl.constexpr, BEFORE: tl.constexpr
+):
+    """The mix of the maps, that of the scores and its bias; without one before softmax the last two are not used."""
+    mix = _load_matrix(mix_base, heads, H)
+    before, before_bias = mix, tl.zeros((HP,), tl.float32)
+    if BEFORE:
+        before = _load_matrix(before_base, heads, H)
+        before_bias = tl.load(before_bias_base + heads, mask=heads < H, other=0.0)
+    return mix, before, before_bias
+
+
+@triton.jit
 def _mix(weight, maps, HP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """Σ_g weight[h, g] · maps[g]: (H, H) and (H, M, N) → (H, M, N)."""
     return tl.reshape(tl.dot(weight, tl.reshape(maps, (HP, M * N))), (HP, M, N))
@@ -91,11 +104,7 @@ def forward_kernel(
     image = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix = _load_matrix(mix_base, heads, H)
-    before, before_bias = mix, tl.zeros((HP,), tl.float32)
-    if BEFORE:
-        before = _load_matrix(before_base, heads, H)
-        before_bias = tl.load(before_bias_base + heads, mask=heads < H, other=0.0)
+    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
     q = _load_tile(q_base + image * stride_b, stride_h, stride_n, rows, tokens, heads, width, H, K)
 
     largest = tl.full((HP, M), float("-inf"), tl.float32)
@@ -137,11 +146,7 @@ def backward_queries_kernel(
     image = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix = _load_matrix(mix_base, heads, H)
-    before, before_bias = mix, tl.zeros((HP,), tl.float32)
-    if BEFORE:
-        before = _load_matrix(before_base, heads, H)
-        before_bias = tl.load(before_bias_base + heads, mask=heads < H, other=0.0)
+    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
     q = _load_tile(q_base + image * stride_b, stride_h, stride_n, rows, tokens, heads, width, H, K)
     out_grad = _load_tile(
         out_grad_base + image * out_stride_b, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K
@@ -205,11 +210,7 @@ def backward_keys_kernel(
     image = tl.program_id(1).to(tl.int64)
     keys = tl.program_id(0) * N + tl.arange(0, N)
     heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix = _load_matrix(mix_base, heads, H)
-    before, before_bias = mix, tl.zeros((HP,), tl.float32)
-    if BEFORE:
-        before = _load_matrix(before_base, heads, H)
-        before_bias = tl.load(before_bias_base + heads, mask=heads < H, other=0.0)
+    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
     k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
     v = _load_tile(v_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
     k_grad = tl.zeros((HP, N, KP), tl.float32)

@@ -63,6 +63,11 @@ def reattention(
         q_BHNK, k_BHNK, v_BHNK = (part.to(dtype) for part in (q_BHNK, k_BHNK, v_BHNK))
     if choose_impl(q_BHNK, impl) == "plain":
         return plain_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, scale)
+    return flash_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, scale)
+
+
+def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
+    """The same by the kernels, for a caller who has asked `choose_impl`."""
     floats = [None if part is None else part.float().contiguous() for part in mixes]
     out: Tensor = torch.ops.vitx.reattention(q_BHNK, k_BHNK, v_BHNK, *floats, scale)[0]
     return out
