@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from vitx.analyze.accuracy import Tally, numbered
 from vitx.analyze.activation_metrics import NotApplicable
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.units import Kind, residual_units
@@ -41,23 +42,22 @@ def lesion_study(
     if not units:
         raise NotApplicable("the network has no residual units that are known")
     device = next(model.parameters()).device
-    correct = [0] * (1 + len(units))
+    tally = Tally()
     batches = -(-len(images) // batch_size)
+    pixels_of = images.batches(preprocessing, batch_size)
     with in_evaluation_mode(model), torch.inference_mode(), progress("lesions", batches, quiet=quiet) as bar:
-        for index, pixels in enumerate(images.batches(preprocessing, batch_size)):
+        for done, (_, pixels, labels) in enumerate(numbered(pixels_of, images.labels), 1):
             inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
-            labels = torch.as_tensor(images.labels[index * batch_size :][: len(pixels)], device=device)
-            for place, unit in enumerate([None, *units]):
+            tally.add(None, model(inputs).cpu().numpy(), labels)
+            for unit in units:
                 with ExitStack() as restore:
-                    if unit is not None:
-                        restore.callback(unit.branch.register_forward_hook(_nothing).remove)
-                    correct[place] += int((model(inputs).argmax(dim=1) == labels).sum())
-            bar.update(index + 1)
-    whole, *without = (count / len(images) for count in correct)
+                    restore.callback(unit.branch.register_forward_hook(_nothing).remove)
+                    tally.add(unit.name, model(inputs).cpu().numpy(), labels)
+            bar.update(done)
     return Lesions(
         images=len(images),
-        accuracy=whole,
-        units={unit.name: Lesion(kind=unit.kind, accuracy=left) for unit, left in zip(units, without, strict=True)},
+        accuracy=tally.accuracy(None),
+        units={unit.name: Lesion(kind=unit.kind, accuracy=tally.accuracy(unit.name)) for unit in units},
     )
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor
 
+from vitx.analyze.accuracy import numbered
 from vitx.analyze.activation_metrics import SIMILAR, NotApplicable
 from vitx.analyze.activations import Activations
 from vitx.analyze.adversarial import AdversarialRobustness, adversarial_robustness
@@ -181,12 +182,12 @@ def augmented_batches(measured: Measured) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
     reach = max(1, source.preprocessing.image_size // 8)
-    for index, pixels in enumerate(chosen.batches(source.preprocessing, options.batch_size)):
+    batches = chosen.batches(source.preprocessing, options.batch_size)
+    for _, pixels, labels in numbered(batches, chosen.labels):
         inputs = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
         padded, side = F.pad(inputs, (reach,) * 4, mode="reflect"), inputs.shape[-1]
         offsets = torch.randint(0, 2 * reach + 1, (len(pixels), 2), generator=generator).tolist()
         shifted = [
             image[:, top : top + side, left : left + side] for image, (top, left) in zip(padded, offsets, strict=True)
         ]
-        labels = torch.as_tensor(chosen.labels[index * options.batch_size :][: len(pixels)])
-        yield torch.stack(shifted).to(device), labels.to(device)
+        yield torch.stack(shifted).to(device), torch.as_tensor(labels).to(device)
