@@ -12,12 +12,12 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}details{margin:.5rem 0}s
 """
 
 
-def page(title: str, body: Iterable[str]) -> str:
-    """A whole document; `title` is text, `body` is HTML."""
+def page(title: str, body: Iterable[str], *, style: str = _STYLE) -> str:
+    """A whole document; `title` is text, `body` is HTML, `style` CSS."""
     title = html.escape(title)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style></head>'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style></head>'
         f"<body><h1>{title}</h1>{''.join(body)}</body></html>\n"
     )
 

@@ -12,6 +12,7 @@ from PIL import Image
 
 from vitx.core.certificate import Certificate, Flip
 from vitx.core.images import ImageSet
+from vitx.core.page import page
 from vitx.core.preprocess import Preprocessing
 
 # Flips that are shown; all of them are in the JSON.
@@ -61,7 +62,6 @@ def render(report: Report, images: ImageSet, preprocessing: Preprocessing) -> st
     """The report as HTML; thumbnails are the prepared images, embedded as PNG."""
     certificate = report.certificate
     body = [
-        f"<h1>{html.escape(report.title)}</h1>",
         f'<p class="{certificate.verdict}"><strong>{certificate.verdict}</strong></p>',
         _list(certificate.reasons),
         _list(report.notes),
@@ -71,11 +71,7 @@ def render(report: Report, images: ImageSet, preprocessing: Preprocessing) -> st
         *(_plot(plot) for plot in report.plots),
         _flips(certificate.flips, report.labels, images, preprocessing),
     ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>{html.escape(report.title)}</title><style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+    return page(report.title, body, style=_STYLE)
 
 
 def summary(certificate: Certificate) -> dict[str, object]:
