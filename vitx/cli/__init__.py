@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from vitx import __version__
+from vitx.cli.options import Command
 from vitx.core.errors import VitxError, missing_package
 
 # Each verb, in the order of a checkpoint's way, with the extra that brings what it needs.
@@ -68,7 +69,7 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
 
 
 for _verb, _extra in VERBS.items():
-    app.command(_verb)(_naming_the_extra(importlib.import_module(f"vitx.cli.{_verb}").command, _extra))
+    app.command(_verb, cls=Command)(_naming_the_extra(importlib.import_module(f"vitx.cli.{_verb}").command, _extra))
 
 
 def main() -> None:

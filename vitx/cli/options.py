@@ -1,9 +1,12 @@
 """Options that several verbs share, each defined once."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from vitx.core.errors import InputError
 
@@ -34,6 +37,32 @@ AllowUncertified = Annotated[
     bool,
     typer.Option("--allow-uncertified", help="Accept a bundle without a passing certificate; shown wherever it runs."),
 ]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run on Ray: a cluster of this machine, or the one at ADDRESS (auto, HOST:PORT or ray://HOST:PORT).",
+    ),
+]
+LOCAL_RAY = "local"
+_RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
+
+
+class Command(TyperCommand):
+    """A verb whose `--ray` needs no value: what follows it and is no address is an argument of its own."""
+
+    # Any: newer versions of typer hold click inside, older ones depend on it.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_ray_address(args))
+
+
+def _with_ray_address(arguments: Sequence[str]) -> list[str]:
+    following = [*arguments[1:], ""]
+    return [
+        f"--ray={LOCAL_RAY}" if one == "--ray" and not _RAY_ADDRESS.fullmatch(after) else one
+        for one, after in zip(arguments, following, strict=True)
+    ]
 
 
 def batch_sizes(option: str, text: str) -> tuple[int, ...]:
