@@ -16,6 +16,7 @@ from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
 from vitx.serve.offline.disk import PATIENCE_SECONDS, Patience
 from vitx.serve.offline.inputs import Inventory, take_inventory
+from vitx.serve.offline.leases import LeasedShards
 from vitx.serve.offline.ledger import LEASE_SECONDS, Ledger
 from vitx.serve.offline.outputs import PREDICTIONS, part_path, remove_leftovers, warm_up
 from vitx.serve.offline.stages import busiest
@@ -98,6 +99,7 @@ def predict(
             strict=strict,
             read_threads=read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=decode_threads or _usable_cores(),
+            has_lists=ledger.has_lists(),
         )
         warm_up()
         started = time.perf_counter()
@@ -240,7 +242,7 @@ def _work(job: Job, session: Session, ledger: Ledger, patience: Patience, starte
     # Where the images are not counted beforehand, the shards are.
     total = totals.shards if totals.expected is None else totals.expected
     with progress("predict", total, quiet=quiet) as bar:
-        worker = Worker(job, session, ledger, patience)
+        worker = Worker(job, session, LeasedShards(ledger, patience), patience)
         shown = _Shown(worker, ledger, bar, started)
         worker.on_progress = shown.update
         worker.run()

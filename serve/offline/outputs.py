@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from vitx.core.calibration import softmax
 from vitx.core.files import sha256_file, sync
+from vitx.serve.offline.ledger import Done
 
 PREDICTIONS = "predictions.parquet"
 # Rows held until they are written as one row group.
@@ -63,8 +64,26 @@ def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
     return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A shard's complete file under its temporary name."""
+
+    path: Path
+    temporary: Path
+    done: Done
+
+    def publish(self) -> None:
+        """Put the file in its place; a second call does nothing."""
+        if self.temporary.exists():
+            os.replace(self.temporary, self.path)
+            sync(self.path.parent)
+
+    def abandon(self) -> None:
+        self.temporary.unlink(missing_ok=True)
+
+
 class PartWriter:
-    """Writes one shard's rows under a temporary name; `publish` puts them in their place."""
+    """Writes one shard's rows under a temporary name."""
 
     def __init__(self, out: Path, shard: int, worker: str, labels: Sequence[str], *, logits: bool) -> None:
         import pyarrow as pa
@@ -96,19 +115,14 @@ class PartWriter:
         if self._row_count >= ROW_GROUP:
             self._flush()
 
-    def finish(self) -> str:
-        """Flush to the disk; return the file's sha256."""
+    def finish(self) -> Part:
+        """Flush to the disk."""
         self._flush()
         self._writer.close()
         self._temporary.chmod(0o644)
         sync(self._temporary)
-        return sha256_file(self._temporary)
-
-    def publish(self) -> None:
-        """Put the finished file in its place; a second call does nothing."""
-        if self._temporary.exists():
-            os.replace(self._temporary, self.path)
-            sync(self.path.parent)
+        done = Done(sha256_file(self._temporary), self.images, self.errors, self.classes)
+        return Part(self.path, self._temporary, done)
 
     def abandon(self) -> None:
         with suppress(OSError):  # closing writes a footer, for which there may be no room

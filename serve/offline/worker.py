@@ -1,30 +1,26 @@
-"""One process's work on a ledger: claim → read → decode → batch → infer → write, all at the same time."""
+"""One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-import sqlite3
-import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from vitx.core.errors import CheckFailed, VitxError
+from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.serve.offline.disk import Patience, is_full
 from vitx.serve.offline.inputs import Item, read_item, read_shard
-from vitx.serve.offline.ledger import Claim, Done, Ledger
-from vitx.serve.offline.outputs import PartWriter, Rows, rank
+from vitx.serve.offline.ledger import Claim
+from vitx.serve.offline.outputs import Part, PartWriter, Rows, rank
 from vitx.serve.offline.stages import Background, Clock, Sink, results, submitted
 from vitx.serve.runtimes import Session
 
 # Batches that are decoded, or being decoded, ahead of the one in the model.
 BATCHES_AHEAD = 3
-# Seconds between two looks at shards that other workers hold.
-LOOK_AGAIN = 0.5
 
 
 @dataclass(frozen=True)
@@ -43,11 +39,40 @@ class Job:
     strict: bool
     read_threads: int
     decode_threads: int
+    # Whether some shards are ranges of single files.
+    has_lists: bool = True
 
     @property
     def slice_size(self) -> int:
         """Images that one thread decodes at a time: a call for each would cost as much as a tiny image."""
         return max(1, self.batch_size // (2 * self.decode_threads))
+
+
+class Shards(Protocol):
+    """Where a worker's shards come from and where they go. `claimed` and `commit` run in threads of their own."""
+
+    # Of this worker, in the temporary names of its files.
+    name: str
+
+    def claimed(self) -> Iterator[Claim]:
+        """Yield shards until there will be no more."""
+        ...
+
+    def commit(self, claim: Claim, part: Part) -> bool:
+        """A shard is complete; return False, and remove its file, if it was no longer this worker's."""
+        ...
+
+    def release(self, claim: Claim) -> None:
+        """The rows of a shard were lost: it is to be done again."""
+        ...
+
+    def stop(self) -> None:
+        """End `claimed`."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and give back the shards that are not complete."""
+        ...
 
 
 class Prepared(NamedTuple):
@@ -58,19 +83,15 @@ class Prepared(NamedTuple):
 
 
 class Worker:
-    """Works until every shard of the ledger is done, by this worker or another."""
+    """Works until there are no more shards."""
 
-    def __init__(self, job: Job, session: Session, ledger: Ledger, patience: Patience) -> None:
-        self.job, self.session, self.patience = job, session, patience
+    def __init__(self, job: Job, session: Session, shards: Shards, patience: Patience) -> None:
+        self.job, self.session, self.shards, self.patience = job, session, shards, patience
         self.images = self.committed = 0
         # Reading from a container is one thread's work, whatever the number of readers.
-        readers = job.read_threads if ledger.has_lists() else 1
+        readers = job.read_threads if job.has_lists else 1
         self.clock = Clock({"read": readers, "decode": job.decode_threads, "infer": 1, "write": 1})
         self.on_progress: Callable[[], None] = lambda: None
-        # One connection for each thread that uses the ledger.
-        self._claims, self._commits, self._renewals = (ledger.same_worker() for _ in range(3))
-        self._lease_seconds = ledger.lease_seconds
-        self._changed, self._stopped = threading.Event(), patience.stopped
         self._part: PartWriter | None = None
         self._dropped: Claim | None = None
 
@@ -79,8 +100,6 @@ class Worker:
 
         Whatever ends the work, the shards that were begun are given back.
         """
-        renewing = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
-        renewing.start()
         sink = Sink(self._write, 2, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
@@ -96,48 +115,18 @@ class Worker:
             sink.abandon()
             raise
         finally:
-            self._stop()
+            self.shards.stop()
             decoded.close()  # first: it reads from the other to the end
             read.close()
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
-            renewing.join()
-            self._end()
-
-    def _stop(self) -> None:
-        self._stopped.set()
-        self._changed.set()
-
-    def _end(self) -> None:
-        if self._part is not None:
-            self._part.abandon()
-        with suppress(sqlite3.Error, VitxError):  # else the leases run out by themselves
-            self._commits.release()
-        for connection in (self._claims, self._commits, self._renewals):
-            connection.close()
-
-    def _keep_renewing(self) -> None:
-        while not self._stopped.wait(self._lease_seconds / 4):
-            # A renewal that failed is made up for by the next; a lease that ran out costs a shard done twice.
-            with suppress(sqlite3.Error, VitxError):
-                self._renewals.renew()
-
-    def _claimed(self) -> Iterator[Claim]:
-        """Yield shards until all are done; wait while others hold the rest, whose leases may run out."""
-        patience = self.patience.another()
-        while not self._stopped.is_set():
-            self._changed.clear()
-            claim = patience.retry(self._claims.claim)
-            if claim is not None:
-                yield claim
-            elif self._claims.remaining():
-                self._changed.wait(LOOK_AGAIN)
-            else:
-                return
+            if self._part is not None:
+                self._part.abandon()
+            self.shards.close()
 
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a few at a time, and an empty list after the last of it."""
-        for claim in self._claimed():
+        for claim in self.shards.claimed():
             items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column)
             with closing(items):
                 while True:
@@ -209,7 +198,7 @@ class Worker:
             with self.clock.busy("write"):
                 self._put_or_drop(claim, rows)
         except BaseException:
-            self._stop()  # or the readers would wait for a shard that this worker itself holds
+            self.shards.stop()  # or the readers would wait for a shard that this worker itself holds
             raise
 
     def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
@@ -224,27 +213,22 @@ class Worker:
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._part is None:
             job = self.job
-            self._part = PartWriter(job.out, claim.id, self._commits.worker, job.labels, logits=job.logits)
+            self._part = PartWriter(job.out, claim.id, self.shards.name, job.labels, logits=job.logits)
         if rows is not None:
             self._part.add(rows)
             return
-        part = self._part
-        done = Done(part.finish(), part.images, part.errors, part.classes)
-        held = self.patience.retry(lambda: self._commits.commit(claim, done, part.publish))
+        part = self._part.finish()
+        held = self.shards.commit(claim, part)
         self._part = None
         if held:
-            self.committed += part.images
-        else:
-            part.abandon()
-        self._changed.set()
+            self.committed += part.done.images
 
     def _drop(self, claim: Claim, *, complete: bool) -> None:
         """The rows of a shard are lost to a full disk: give the shard back, to be done again."""
         if self._part is not None:
             self._part.abandon()
         self._part, self._dropped = None, None if complete else claim
-        self.patience.another().retry(lambda: self._commits.release(claim))
-        self._changed.set()
+        self.shards.release(claim)
 
 
 def refuse_unreadable(keys: Iterator[str], errors: Sequence[str | None]) -> None:

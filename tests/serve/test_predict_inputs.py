@@ -23,7 +23,7 @@ from vitx.serve.offline import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.serve.offline import listing as listing_module
 from vitx.serve.offline.inputs import Shard, read_item, read_shard, take_inventory
 from vitx.serve.offline.listing import read_range, sort_paths, write_list
-from vitx.serve.offline.outputs import PartWriter, rank
+from vitx.serve.offline.outputs import Part, PartWriter, rank
 
 IMAGES = {f"{index:02d}.png": png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)}
 
@@ -367,7 +367,7 @@ def test_disk_that_is_full_for_a_while_and_for_good(
     failures = 3
     finish = PartWriter.finish
 
-    def full(self: PartWriter) -> str:
+    def full(self: PartWriter) -> Part:
         nonlocal failures
         failures -= 1
         if failures >= 0:

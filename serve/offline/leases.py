@@ -1,0 +1,69 @@
+"""The shards of a ledger as a worker meets them: claimed under leases that are renewed while it works."""
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+from vitx.core.errors import VitxError
+from vitx.serve.offline.disk import Patience
+from vitx.serve.offline.ledger import Claim, Ledger
+from vitx.serve.offline.outputs import Part
+
+# Seconds between two looks at shards that other workers hold.
+LOOK_AGAIN = 0.5
+
+
+class LeasedShards:
+    """Shards until every one of the ledger is done, by this worker or another."""
+
+    def __init__(self, ledger: Ledger, patience: Patience) -> None:
+        self.name = ledger.worker
+        self._patience = patience
+        # One connection for each thread that uses the ledger.
+        self._claims, self._commits, self._renewals = (ledger.same_worker() for _ in range(3))
+        self._changed, self._stopped = threading.Event(), patience.stopped
+        self._renewing = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
+        self._renewing.start()
+
+    def claimed(self) -> Iterator[Claim]:
+        """Yield shards until all are done; wait while others hold the rest, whose leases may run out."""
+        patience = self._patience.another()
+        while not self._stopped.is_set():
+            self._changed.clear()
+            claim = patience.retry(self._claims.claim)
+            if claim is not None:
+                yield claim
+            elif self._claims.remaining():
+                self._changed.wait(LOOK_AGAIN)
+            else:
+                return
+
+    def commit(self, claim: Claim, part: Part) -> bool:
+        held = self._patience.retry(lambda: self._commits.commit(claim, part.done, part.publish))
+        if not held:
+            part.abandon()
+        self._changed.set()
+        return held
+
+    def release(self, claim: Claim) -> None:
+        self._patience.another().retry(lambda: self._commits.release(claim))
+        self._changed.set()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._changed.set()
+
+    def close(self) -> None:
+        self.stop()
+        self._renewing.join()
+        with suppress(sqlite3.Error, VitxError):  # else the leases run out by themselves
+            self._commits.release()
+        for connection in (self._claims, self._commits, self._renewals):
+            connection.close()
+
+    def _keep_renewing(self) -> None:
+        while not self._stopped.wait(self._renewals.lease_seconds / 4):
+            # A renewal that failed is made up for by the next; a lease that ran out costs a shard done twice.
+            with suppress(sqlite3.Error, VitxError):
+                self._renewals.renew()
