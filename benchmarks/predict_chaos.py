@@ -147,7 +147,7 @@ class Chaos:
             return False
         # Never waits: who holds the lock may be asleep, and it is this process that wakes it.
         with closing(sqlite3.connect(path, timeout=0)) as database, suppress(sqlite3.OperationalError):
-            return database.execute("SELECT 1 FROM shard WHERE digest IS NULL LIMIT 1").fetchone() is None
+            return database.execute("SELECT 1 FROM vitx_shard WHERE digest IS NULL LIMIT 1").fetchone() is None
         return False
 
     def _strike(self) -> None:

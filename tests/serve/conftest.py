@@ -1,7 +1,9 @@
 """Bundles that every test of the serving stage can use."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +14,9 @@ from vitx.core.files import write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import RunFolder
 from vitx.serve import certify, load_session
+
+if TYPE_CHECKING:
+    from postgres_server import PostgresServer
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +78,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> 
 def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
     """Call `vitx(verb, …)` as on the command line: (exit code, standard output, standard error)."""
     return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> "Iterator[PostgresServer]":
+    """A PostgreSQL server of these tests' own."""
+    from postgres_server import find_programs, postgres_server
+
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL server here: no initdb on the path or under /usr/lib/postgresql")
+    with postgres_server(programs) as server:
+        yield server
