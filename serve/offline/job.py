@@ -4,25 +4,23 @@ import importlib.util
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import Bundle
-from vitx.core.console import Progress, log, progress
+from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
 from vitx.serve.offline.disk import PATIENCE_SECONDS, Patience
+from vitx.serve.offline.executor import Executor, Local
 from vitx.serve.offline.inputs import Inventory, take_inventory
-from vitx.serve.offline.leases import LeasedShards
 from vitx.serve.offline.ledger import LEASE_SECONDS, Ledger
-from vitx.serve.offline.outputs import PREDICTIONS, part_path, remove_leftovers, warm_up
-from vitx.serve.offline.stages import busiest
+from vitx.serve.offline.outputs import PREDICTIONS, part_path, remove_leftovers
 from vitx.serve.offline.stores import is_url
 from vitx.serve.offline.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
-from vitx.serve.offline.worker import Job, Worker, refuse_unreadable
+from vitx.serve.offline.worker import Job, refuse_unreadable
 from vitx.serve.runtimes import Session
 
 BATCH_SIZE = 32
@@ -36,7 +34,7 @@ STATE, LEDGER = ".vitx", "ledger.sqlite"
 
 def predict(
     bundle: Bundle,
-    session: Session,
+    session: Session | Executor,
     source: str | Path,
     out: Path,
     *,
@@ -101,21 +99,17 @@ def predict(
             decode_threads=decode_threads or _usable_cores(),
             has_lists=ledger.has_lists(),
         )
-        warm_up()
-        started = time.perf_counter()
-        worker = _work(job, session, ledger, patience, started, quiet=quiet)
-        seconds = time.perf_counter() - started
+        totals = ledger.totals()
+        # Where the images are not counted beforehand, the shards are.
+        total = totals.shards if totals.expected is None else totals.expected
+        executor = session if isinstance(session, Executor) else Local(session)
+        with progress("predict", total, quiet=quiet) as bar:
+            performance = executor.execute(job, ledger, patience, bar)
         _refuse_errors(ledger, out, strict=strict)
         remove_leftovers(out)
-        if not worker.committed and (out / SUMMARY).exists():  # of those who did the work
+        if not performance.images and (out / SUMMARY).exists():  # of those who did the work
             return read_record(out / SUMMARY, PredictionSummary)
-        summary = summarize(
-            *(ledger, bundle, session, where),
-            certified=certified,
-            images_here=worker.committed,
-            seconds=seconds,
-            stages=worker.clock.shares(seconds),
-        )
+        summary = summarize(ledger, bundle, where, performance, certified=certified)
         Patience(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
         return summary
 
@@ -235,36 +229,3 @@ def _refuse_errors(ledger: Ledger, out: Path, *, strict: bool) -> None:
 
     rows = pq.read_table(part_path(out, shard), columns=["path", "error"])
     refuse_unreadable(iter(rows["path"].to_pylist()), rows["error"].to_pylist())
-
-
-def _work(job: Job, session: Session, ledger: Ledger, patience: Patience, started: float, *, quiet: bool) -> Worker:
-    totals = ledger.totals()
-    # Where the images are not counted beforehand, the shards are.
-    total = totals.shards if totals.expected is None else totals.expected
-    with progress("predict", total, quiet=quiet) as bar:
-        worker = Worker(job, session, LeasedShards(ledger, patience), patience)
-        shown = _Shown(worker, ledger, bar, started)
-        worker.on_progress = shown.update
-        worker.run()
-    return worker
-
-
-class _Shown:
-    """What the bar says, at most twice a second: images per second of all processes, time left, the binding stage."""
-
-    def __init__(self, worker: Worker, ledger: Ledger, bar: Progress, started: float) -> None:
-        self._worker, self._ledger, self._bar, self._started = worker, ledger, bar, started
-        self._before = ledger.totals().images
-        self._next = started
-
-    def update(self) -> None:
-        now = time.perf_counter()
-        if now < self._next:
-            return
-        self._next = now + 0.5
-        totals, worker, seconds = self._ledger.totals(), self._worker, now - self._started
-        images = totals.images + worker.images - worker.committed
-        rate = (images - self._before) / seconds
-        left = "" if totals.expected is None or not rate else f", {(totals.expected - images) / rate:.0f} s left"
-        note = f"{rate:.0f} images/s{left}, bound by {busiest(worker.clock.shares(seconds))}"
-        self._bar.update(totals.done if totals.expected is None else images, note)

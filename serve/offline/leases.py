@@ -18,13 +18,15 @@ class LeasedShards:
     """Shards until every one of the ledger is done, by this worker or another."""
 
     def __init__(self, ledger: Ledger, patience: Patience) -> None:
-        self.name = ledger.worker
-        self._patience = patience
+        self._worker, self._patience = ledger.worker, patience
         # One connection for each thread that uses the ledger.
         self._claims, self._commits, self._renewals = (ledger.same_worker() for _ in range(3))
         self._changed, self._stopped = threading.Event(), patience.stopped
         self._renewing = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
         self._renewing.start()
+
+    def suffix(self) -> str:
+        return self._worker
 
     def claimed(self) -> Iterator[Claim]:
         """Yield shards until all are done; wait while others hold the rest, whose leases may run out."""

@@ -7,10 +7,10 @@ from typing import Any
 from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
+from vitx.serve.offline.executor import Performance
 from vitx.serve.offline.ledger import Ledger
 from vitx.serve.offline.outputs import readable
 from vitx.serve.offline.stages import busiest
-from vitx.serve.runtimes import Session
 
 SUMMARY = "summary.json"
 
@@ -42,15 +42,7 @@ class PredictionSummary(Record):
 
 
 def summarize(
-    ledger: Ledger,
-    bundle: Bundle,
-    session: Session,
-    source: str,
-    *,
-    certified: bool,
-    images_here: int,
-    seconds: float,
-    stages: dict[str, float],
+    ledger: Ledger, bundle: Bundle, source: str, performance: Performance, *, certified: bool
 ) -> PredictionSummary:
     """The summary of a ledger whose shards are all done."""
     totals = ledger.totals()
@@ -68,12 +60,12 @@ def summarize(
         shards=totals.shards,
         # Labels may repeat: two classes of one name are one entry.
         classes={label: sum(counts[i] for i in indices) for label, indices in _by_label(labels).items()},
-        images_here=images_here,
-        seconds=seconds,
-        images_per_second=images_here / seconds,
-        binding=busiest(stages),
-        stages=stages,
-        runtime=session.describe(),
+        images_here=performance.images,
+        seconds=performance.seconds,
+        images_per_second=performance.images / performance.seconds,
+        binding=busiest(performance.stages),
+        stages=performance.stages,
+        runtime=performance.runtime,
         versions=installed_versions(),
         created=timestamp(),
     )

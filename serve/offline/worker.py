@@ -51,8 +51,9 @@ class Job:
 class Shards(Protocol):
     """Where a worker's shards come from and where they go. `claimed` and `commit` run in threads of their own."""
 
-    # Of this worker, in the temporary names of its files.
-    name: str
+    def suffix(self) -> str:
+        """Of the next file's temporary name, which no file of the same shard that others write may have."""
+        ...
 
     def claimed(self) -> Iterator[Claim]:
         """Yield shards until there will be no more."""
@@ -213,18 +214,22 @@ class Worker:
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._part is None:
             job = self.job
-            self._part = PartWriter(job.out, claim.id, self.shards.name, job.labels, logits=job.logits)
+            self._part = PartWriter(job.out, claim.id, self.shards.suffix(), job.labels, logits=job.logits)
         if rows is not None:
             self._part.add(rows)
             return
-        part = self._part.finish()
+        try:
+            part = self._part.finish()
+        except FileNotFoundError:  # removed as a leftover by who did the last shard: others have done this one
+            self._drop(claim, complete=True)
+            return
         held = self.shards.commit(claim, part)
         self._part = None
         if held:
             self.committed += part.done.images
 
     def _drop(self, claim: Claim, *, complete: bool) -> None:
-        """The rows of a shard are lost to a full disk: give the shard back, to be done again."""
+        """The rows of a shard are lost, to a full disk: give it back, to be done again if others have not done it."""
         if self._part is not None:
             self._part.abandon()
         self._part, self._dropped = None, None if complete else claim
