@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+import socket
+import sys
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -30,8 +33,20 @@ def context() -> ForkServerContext:
     return chosen
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def start_all(function: Callable[..., None], count: int, *arguments: Any) -> None:
     """Run `function(rank, *arguments)` in `count` processes and wait; fail when one of them does."""
+    codes = exit_codes(function, count, *arguments)
+    assert codes == [0] * count, f"the processes ended with {codes}"
+
+
+def exit_codes(function: Callable[..., None], count: int, *arguments: Any) -> list[int | None]:
+    """Run `function(rank, *arguments)` in `count` processes and wait; how each ended."""
     processes: list[ForkServerProcess] = [
         context().Process(target=function, args=(rank, *arguments)) for rank in range(count)
     ]
@@ -40,8 +55,7 @@ def start_all(function: Callable[..., None], count: int, *arguments: Any) -> Non
     try:
         for process in processes:
             process.join(TIMEOUT)
-        codes = [process.exitcode for process in processes]
-        assert codes == [0] * count, f"the processes ended with {codes}"
+        return [process.exitcode for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -79,6 +93,67 @@ def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
 def train_one_of(rank: int, count: int, port: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
     """Train as one of torchrun's processes."""
     train_one(recipe, out, torchrun_environment(rank, count, port), resume)
+
+
+def die_at(rank: int, count: int, port: int, recipe: Recipe, out: Path, place: tuple[int, int]) -> None:
+    """Train; the last process is killed before it takes the step of (epoch, batch). An error's exit code is vitx's."""
+    from vitx.core.errors import VitxError
+    from vitx.train.loop import Trainer
+
+    step = Trainer.step
+
+    def fatal(self: Trainer, epoch: int, batch: Any) -> None:
+        if rank == count - 1 and (epoch, batch.number) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, epoch, batch)
+
+    Trainer.step = fatal  # type: ignore[method-assign]  # of this process alone
+    try:
+        train_one_of(rank, count, port, recipe, out)
+    except VitxError as error:
+        if "another process has died" not in str(error):
+            raise
+        sys.exit(error.exit_code)
+
+
+def refused_among_others(
+    rank: int, count: int, port: int, recipes: list[Recipe], outs: list[Path], places: list[Path], text: str
+) -> None:
+    """Train each with its own recipe, folder and working directory; all are told `text`."""
+    from vitx.core.errors import InputError
+    from vitx.train import resuming
+
+    resuming.SECONDS_TO_BE_SEEN = 0.0  # here all is seen at once
+    os.chdir(places[rank])
+    try:
+        train_one_of(rank, count, port, recipes[rank], outs[rank], True)
+    except InputError as error:
+        if text not in str(error):
+            raise
+        return
+    raise AssertionError("nothing was refused")
+
+
+def restored_state(rank: int, count: int, port: int, recipe: Recipe, run: Path, out: Path) -> None:
+    """Take a run up in `count` processes, and gather again what each has of it into the file `out`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from vitx.core.run import RunFolder
+    from vitx.train.checkpoint import FILES
+    from vitx.train.distributed import joined
+    from vitx.train.loop import Trainer
+
+    torch.set_num_threads(1)
+    os.environ.update(torchrun_environment(rank, count, port))
+    device = torch.device("cpu")
+    with joined(device) as processes:
+        trainer = Trainer(recipe, RunFolder(run), device, processes, skip_bad=False, quiet=True)
+        trainer.open_run()
+        tensors, _ = trainer._state()
+        if processes.writes:
+            named = zip(FILES, tensors, strict=True)
+            save_file({f"{file}: {name}": value.clone() for file, part in named for name, value in part.items()}, out)
 
 
 def losses_of_ten_steps(rank: int, count: int, port: int, recipe: Recipe, out: Path) -> None:

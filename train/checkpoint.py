@@ -141,16 +141,21 @@ def _remove_unnamed(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+def newest(run: RunFolder) -> tuple[Path, CheckpointState] | None:
+    """The checkpoint to resume from; None when nothing was ever saved."""
+    links = [link for link in ("last", "resume") if (run.path / "checkpoints" / link).is_symlink()]
+    return max((_read_state(run, link) for link in links), key=lambda pair: pair[1].step, default=None)
+
+
 def load_last(run: RunFolder) -> tuple[Tensors, CheckpointState] | None:
     """The newest checkpoint to resume from, every file verified; None when nothing was ever saved.
 
     Raises InputError naming the file that is corrupt or missing.
     """
-    links = [link for link in ("last", "resume") if (run.path / "checkpoints" / link).is_symlink()]
-    found = [_read_state(run, link) for link in links]
-    if not found:
+    found = newest(run)
+    if found is None:
         return None
-    folder, state = max(found, key=lambda pair: pair[1].step)
+    folder, state = found
     verify_digests(folder, state.sha256)
     return Tensors(*(load_file(folder / name) for name in FILES)), state
 

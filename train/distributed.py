@@ -1,7 +1,8 @@
 """Several processes that train one network: started by torchrun, each with its part of every batch."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -50,6 +51,20 @@ class Processes:
         dist.all_gather_object(values, value)
         return values
 
+    def same(self, look: Callable[[], T], complaint: str, patience: float = 0.0) -> T:
+        """What every process sees when it looks; raise InputError(complaint) in all of them where that differs.
+
+        They look again for `patience` seconds: a network file system shows a change late.
+        """
+        deadline = time.monotonic() + patience
+        while True:
+            seen = self.gather((look(), time.monotonic() > deadline))
+            if all(value == seen[0][0] for value, _ in seen):
+                return seen[0][0]
+            if any(late for _, late in seen):
+                raise InputError(complaint)
+            time.sleep(1)
+
     def wait(self) -> None:
         """Return when all processes are here."""
         if self.count > 1:
@@ -76,14 +91,18 @@ def joined(device: torch.device) -> Iterator[Processes]:
 def parallelize(objective: nn.Module, parallel: str, processes: Processes, device: torch.device) -> nn.Module:
     """Return the module whose backward pass averages the gradients of all processes.
 
-    `objective` holds the network as `network`. Raises InputError for FSDP in a single process.
+    `objective` holds the network as `network`. One process that torchrun started, such as the last that is left of
+    several, holds all of it. Raises InputError for FSDP without torchrun.
     """
-    if parallel == "fsdp":
-        if processes.count == 1:
-            raise InputError("execution.parallel=fsdp shares a network among processes: start them with torchrun")
-        shard_module(objective, device)
-        return objective
+    if parallel == "fsdp" and "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "execution.parallel=fsdp shares a network among processes: start them with torchrun, or go on in one with "
+            "--set execution.parallel=ddp"
+        )
     if processes.count == 1:
+        return objective
+    if parallel == "fsdp":
+        shard_module(objective, device)
         return objective
     return DistributedDataParallel(objective, device_ids=[device] if device.type == "cuda" else None)
 

@@ -1,4 +1,4 @@
-"""What went wrong in training, kept for a look: the batch whose loss or gradient was not finite."""
+"""What goes wrong in training: a loss that is not finite, whose batch is kept, a full disk, a process that dies."""
 
 import errno
 import math
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch.distributed as dist
 from PIL import Image
 
 from vitx.core.errors import EnvironmentMissing
@@ -51,4 +52,19 @@ def naming_a_full_disk(run: RunFolder) -> Iterator[None]:
         raise EnvironmentMissing(
             f"cannot write{where}: {error.strerror}; '{run.path}' keeps its last checkpoint: make room, then "
             "go on with --resume"
+        ) from None
+
+
+@contextmanager
+def naming_a_lost_process(run: RunFolder) -> Iterator[None]:
+    """Turn the failed exchange with a process that has died into an error that says how to go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises a plain RuntimeError that names its source file.
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise EnvironmentMissing(
+            f"another process has died or cannot be reached: '{run.path}' keeps its last checkpoint, go on with "
+            f"--resume, with any number of processes ({str(error).splitlines()[0][:200]})"
         ) from None

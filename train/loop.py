@@ -17,7 +17,7 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from vitx.core.console import log, progress
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed
 from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
@@ -40,7 +40,7 @@ from vitx.train.distillation import load_teacher
 from vitx.train.distributed import Processes, joined, parallelize, shard_module, unsharded
 from vitx.train.environment import RunEnvironment
 from vitx.train.evaluate import evaluate
-from vitx.train.faults import naming_a_full_disk, save_failed_batch
+from vitx.train.faults import naming_a_full_disk, naming_a_lost_process, save_failed_batch
 from vitx.train.interruption import StopRequest, TrainingStopped, stop_request
 from vitx.train.network import build_checked, load_initial_weights, model_spec, switch_on
 from vitx.train.optimization import (
@@ -50,10 +50,11 @@ from vitx.train.optimization import (
     optimizer_state,
     restore_optimizer,
 )
-from vitx.train.recipe import Recipe, first_difference
+from vitx.train.recipe import Recipe
+from vitx.train.resuming import check_alike, check_out, layout_differences
 from vitx.train.shard import Shard
 from vitx.train.sharded import load_whole_state, whole_state
-from vitx.train.step import EpochLog, Objective, Stepper, mean_losses
+from vitx.train.step import EpochLog, Objective, Stepper, mean_losses, sums_for
 from vitx.train.tensorboard import scalar_board
 from vitx.train.weights_and_biases import project_board
 
@@ -101,8 +102,9 @@ def train(
     """
     folder = RunFolder(out)
     chosen = choose_device(device)
-    with joined(chosen) as processes:
-        _check_out(folder, recipe, resume=resume)
+    with joined(chosen) as processes, naming_a_lost_process(folder):
+        check_alike(processes, folder, recipe)
+        check_out(folder, recipe, resume=resume)
         processes.wait()  # before the first of them makes the folder
         trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
         with naming_a_full_disk(folder):
@@ -153,7 +155,7 @@ class Trainer:
         if recipe.model.initial_checkpoint:
             load_initial_weights(model, self.spec, recipe.model.initial_checkpoint, quiet=self.quiet)
         model = model.to(self.device)
-        sharded = recipe.execution.parallel == "fsdp"
+        sharded = recipe.execution.parallel == "fsdp" and self.processes.count > 1
         # Tensors in parts cannot be mixed with whole ones in one fused update.
         self.ema = ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=True, foreach=not sharded)
         self.model: nn.Module = switch_on(
@@ -173,11 +175,16 @@ class Trainer:
         environment = RunEnvironment.now(
             self.device, self.train_images, self.val_images, processes=self.processes.count
         )
+        self.processes.same(
+            lambda: environment.data, "the processes see other images than each other: copy the same to each node"
+        )
         if self.run.info_path.is_file():
             begun = read_record(self.run.path / "environment.json", RunEnvironment)
             begun.check_same_data(environment)
             for difference in begun.differences(environment):
                 log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
+            for difference in layout_differences(read_record(self.run.path / "recipe.json", Recipe), self.recipe):
+                log(f"resumed {difference}", quiet=self.quiet)
             self._restore()
         elif self.processes.writes:
             self._make_folder(environment)
@@ -224,13 +231,9 @@ class Trainer:
     def _restore_progress(self, state: CheckpointState) -> None:
         """How far into the next epoch the checkpoint is, and what its batches have cost so far."""
         self.batches_done = state.trainer.get("batches", 0)
-        sums = state.trainer.get("losses") or [{}]
-        if self.batches_done and len(sums) != self.processes.count:
-            raise InputError(
-                f"'{self.run.path}' was stopped within an epoch of {len(sums)} processes: resume with as many, "
-                f"not with {self.processes.count}"
-            )
-        self.log = EpochLog(self.data.steps, self.device, sums[self.processes.rank] if self.batches_done else None)
+        sums = state.trainer["losses"] if self.batches_done else [{}]
+        ours = sums_for(self.processes.rank, self.processes.count, sums)
+        self.log = EpochLog(self.data.steps, self.device, ours)
 
     def train(self, wandb: str | None = None, after_epoch: AfterEpoch | None = None) -> TrainingResult:
         """Train the epochs that are left; see `train`."""
@@ -371,18 +374,6 @@ class Trainer:
         if self.stepper.scaler.is_enabled():
             trainer["scaler"] = self.stepper.scaler.state_dict()
         return Tensors(whole_state(self.model), whole_state(self.ema.module), state.tensors), trainer
-
-
-def _check_out(run: RunFolder, recipe: Recipe, *, resume: bool) -> None:
-    """Refuse a folder in use, and a run that was started with another recipe."""
-    if not run.path.exists() or (run.path.is_dir() and not any(run.path.iterdir())):
-        return
-    if not resume:
-        raise InputError(f"'{run.path}' exists: pass --resume to go on with it, or another --out")
-    RunFolder.open(run.path)
-    difference = first_difference(recipe, read_record(run.path / "recipe.json", Recipe))
-    if difference:
-        raise InputError(f"cannot resume '{run.path}': {difference}; leave it as it is, or pass another --out")
 
 
 def _log_skipped(*sets: ImageSet) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -112,14 +112,14 @@ def setting_names(recipe: Recipe) -> list[str]:
     return [name for name in _leaves(recipe, "") if name not in FIXED]
 
 
-def first_difference(given: Recipe, stored: Recipe) -> str | None:
-    """Name the first setting in which two recipes differ, with both values; None when they are the same."""
+def first_difference(given: Recipe, stored: Recipe, *, but: Collection[str] = ()) -> str | None:
+    """Name the first setting, none of `but`, in which two recipes differ, with both values; None when none does."""
     ours, theirs = (
         dict(flat_settings(given.model_dump(mode="json"))),
         dict(flat_settings(stored.model_dump(mode="json"))),
     )
     for key in [*theirs, *(key for key in ours if key not in theirs)]:
-        if ours.get(key) != theirs.get(key):
+        if key not in but and ours.get(key) != theirs.get(key):
             return f"{key} is {theirs.get(key, 'absent')} in the run but {ours.get(key, 'absent')} was asked for"
     return None
 

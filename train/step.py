@@ -146,6 +146,16 @@ class EpochLog:
         return {name: value.item() for name, value in self.sums.items()}
 
 
+def sums_for(rank: int, count: int, sums: list[dict[str, float]]) -> dict[str, float]:
+    """What process `rank` of `count` goes on from, where processes had come to `sums` in an epoch.
+
+    Each goes on from its own; where there were more or fewer of them, all from the mean.
+    """
+    if len(sums) == count:
+        return sums[rank]
+    return mean_losses(sums, 1)
+
+
 def mean_losses(totals: list[dict[str, float]], steps: int) -> dict[str, float]:
     """The mean of each loss over `steps` steps and all processes, whose sums are `totals`."""
     return {name: math.fsum(part[name] for part in totals) / (steps * len(totals)) for name in totals[0]}

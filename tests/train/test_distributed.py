@@ -1,6 +1,5 @@
 """Two processes that train one network are one process with their batches put together."""
 
-import socket
 from pathlib import Path
 
 import pytest
@@ -8,16 +7,10 @@ import torch
 from torch import Tensor
 
 from train_fixture import TINY, metrics_of
-from training_jobs import losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
+from training_jobs import free_port, losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
 from vitx.core.errors import InputError
 
 SMALL = (*TINY, "epochs=1", "batch_size=32")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def losses(count: int, folder: Path, *overrides: str) -> Tensor:

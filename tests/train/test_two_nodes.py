@@ -1,0 +1,36 @@
+"""torchrun on two nodes, one of which dies: the run goes on, and ends where one process does."""
+
+from pathlib import Path
+
+import pytest
+from two_nodes import Node, NotPermitted, two_namespaces, wait_for
+
+from train_fixture import TINY, metrics_of
+from training_jobs import recipe_of, train_one
+
+SETTINGS = (*TINY, "epochs=2", "batch_size=48", "checkpoint_steps=4")
+
+
+def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [part for setting in SETTINGS for part in ("--set", setting)]
+    arguments = ("train", "digits-deepvit", "--out", str(run), "--resume", "-q", *overrides)
+    try:
+        with (
+            two_namespaces() as names,
+            Node(names, 0, arguments, tmp_path / "first.log") as first,
+            Node(names, 1, arguments, tmp_path / "second.log") as second,
+        ):
+            wait_for(run, first, lambda step, epoch, count: epoch == 1 and count == 2)
+            second.kill()
+            train_one(recipe_of(*SETTINGS), tmp_path / "alone", {})
+            first.process.wait(60)
+    except NotPermitted as reason:
+        pytest.skip(str(reason))
+    text = (tmp_path / "first.log").read_text()
+    assert first.process.returncode == 0, text
+    assert "error: another process has died or cannot be reached" in text
+    expected, found = metrics_of(tmp_path / "alone"), metrics_of(run)
+    assert len(expected) == len(found) == 2
+    for before, after in zip(expected, found, strict=True):
+        assert after["losses"] == pytest.approx(before["losses"], rel=1e-4)
