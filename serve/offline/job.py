@@ -30,6 +30,8 @@ SHARD_SIZE = 4096
 LOCAL_READERS, REMOTE_READERS = 2, 16
 # Beside the output: the ledger and the list of images.
 STATE, LEDGER = ".vitx", "ledger.sqlite"
+# What plans did not say before there was the option.
+ADDED_LATER = {"embeddings": False}
 
 
 def predict(
@@ -41,6 +43,7 @@ def predict(
     batch_size: int = BATCH_SIZE,
     top_k: int = TOP_K,
     logits: bool = False,
+    embeddings: bool = False,
     shard_size: int = SHARD_SIZE,
     image_column: str | None = None,
     strict: bool = False,
@@ -77,6 +80,7 @@ def predict(
         "logits": logits,
         "shard_size": shard_size,
         "image_column": image_column,
+        "embeddings": embeddings,
     }
     patience = Patience(out, patience_seconds)
     with _state_of(out, overwrite=overwrite) as state, closing(_open_ledger(state, lease_seconds, patience)) as ledger:
@@ -93,6 +97,7 @@ def predict(
             batch_size=batch_size,
             top_k=top_k,
             logits=logits,
+            embeddings=embeddings,
             image_column=image_column,
             strict=strict,
             read_threads=read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
@@ -175,7 +180,7 @@ def _plan(ledger: Ledger, state: Path, out: Path, plan: dict[str, Any], patience
         return json.dumps(plan), inventory
 
     text, base = patience.retry(lambda: ledger.plan(make))
-    made = json.loads(text)
+    made = ADDED_LATER | json.loads(text)
     for name, value in plan.items():
         if made.get(name) != value:
             raise InputError(

@@ -1,7 +1,7 @@
 """Predictions as Parquet: the columns, the ranking of the classes, and files that appear whole or not at all.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and where asked for logits (list of float16).
+top_k_scores (list of float32), error (string), and where asked for logits and embeddings (lists of float16).
 """
 
 import os
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from vitx.core.calibration import softmax
 from vitx.core.files import sha256_file, sync
 from vitx.serve.offline.ledger import Done
+from vitx.serve.runtimes import FeatureArray
 
 PREDICTIONS = "predictions.parquet"
 # Rows held until they are written as one row group.
@@ -39,7 +40,7 @@ def readable(name: str) -> str:
 class Rows:
     """N images, of which M have a prediction: those whose error is None, in order.
 
-    indices and scores: (M, K), best first; logits: (M, C), or None where nobody asked.
+    indices and scores: (M, K), best first; logits (M, C) and embeddings (M, D), or None where nobody asked.
     """
 
     keys: Sequence[str]
@@ -47,6 +48,7 @@ class Rows:
     indices: Int32Array
     scores: Float32Array
     logits: Float32Array | None = None
+    embeddings: FeatureArray | None = None
 
 
 def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
@@ -85,7 +87,16 @@ class Part:
 class PartWriter:
     """Writes one shard's rows under a temporary name."""
 
-    def __init__(self, out: Path, shard: int, worker: str, labels: Sequence[str], *, logits: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        shard: int,
+        worker: str,
+        labels: Sequence[str],
+        *,
+        logits: bool = False,
+        embeddings: bool = False,
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -102,7 +113,8 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        self._schema = pa.schema(columns | ({"logits": pa.list_(pa.float16())} if logits else {}))
+        asked = [name for name, wanted in (("logits", logits), ("embeddings", embeddings)) if wanted]
+        self._schema = pa.schema(columns | dict.fromkeys(asked, pa.list_(pa.float16())))
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
@@ -158,12 +170,14 @@ def remove_leftovers(out: Path) -> None:
 
 def _joined(several: Sequence[Rows]) -> Rows:
     logits = [rows.logits for rows in several if rows.logits is not None]
+    embeddings = [rows.embeddings for rows in several if rows.embeddings is not None]
     return Rows(
         keys=[key for rows in several for key in rows.keys],
         errors=[error for rows in several for error in rows.errors],
         indices=np.concatenate([rows.indices for rows in several]),
         scores=np.concatenate([rows.scores for rows in several]),
         logits=np.concatenate(logits) if logits else None,
+        embeddings=np.concatenate(embeddings) if embeddings else None,
     )
 
 
@@ -190,9 +204,10 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
         lists(pa.array(rows.scores.reshape(-1)), width),
         pa.array([None if error is None else readable(error) for error in rows.errors], pa.string()),
     ]
-    if "logits" in schema.names:
-        # Beyond ±65504 float16 has no number.
-        logits = np.zeros((0, 1)) if rows.logits is None else rows.logits
-        halves = np.clip(logits, -65504, 65504).astype(np.float16)
-        columns.append(lists(pa.array(halves.reshape(-1), pa.float16()), logits.shape[1]))
+    for name, values in (("logits", rows.logits), ("embeddings", rows.embeddings)):
+        if name in schema.names:
+            found = np.zeros((0, 1)) if values is None else values
+            # Beyond ±65504 float16 has no number.
+            halves = np.clip(found, -65504, 65504).astype(np.float16)
+            columns.append(lists(pa.array(halves.reshape(-1), pa.float16()), found.shape[1]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

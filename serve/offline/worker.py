@@ -6,18 +6,18 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.serve.offline.disk import Patience, is_full
 from vitx.serve.offline.inputs import Item, read_item, read_shard
 from vitx.serve.offline.ledger import Claim
 from vitx.serve.offline.outputs import Part, PartWriter, Rows, rank
 from vitx.serve.offline.stages import Background, Clock, Sink, results, submitted
-from vitx.serve.runtimes import Session
+from vitx.serve.runtimes import FeatureArray, FeatureSession, Float32Array, Session
 
 # Batches that are decoded, or being decoded, ahead of the one in the model.
 BATCHES_AHEAD = 3
@@ -41,6 +41,8 @@ class Job:
     decode_threads: int
     # Whether some shards are ranges of single files.
     has_lists: bool = True
+    # A column of features; the session is a FeatureSession then.
+    embeddings: bool = False
 
     @property
     def slice_size(self) -> int:
@@ -87,6 +89,8 @@ class Worker:
     """Works until there are no more shards."""
 
     def __init__(self, job: Job, session: Session, shards: Shards, patience: Patience) -> None:
+        if job.embeddings and not hasattr(session, "infer_features"):
+            raise InputError("embeddings need a session that gives features: load_session(…, features=True)")
         self.job, self.session, self.shards, self.patience = job, session, shards, patience
         self.images = self.committed = 0
         # Reading from a container is one thread's work, whatever the number of readers.
@@ -175,11 +179,12 @@ class Worker:
         if self.job.strict:
             refuse_unreadable((item.key for item in batch), errors)
         classes = len(self.job.labels)
-        logits = np.zeros((0, classes), dtype=np.float32)
+        logits: Float32Array = np.zeros((0, classes), dtype=np.float32)
+        features: FeatureArray | None = None
         pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
         if pixels:
             with self.clock.busy("infer"):
-                logits = self.session.infer(np.stack(pixels))
+                logits, features = self._outputs(np.stack(pixels))
         finite = np.atleast_1d(np.isfinite(logits).all(axis=1))
         predicted = (row for row, error in enumerate(errors) if error is None)
         for row, is_finite in zip(list(predicted), finite, strict=True):
@@ -187,7 +192,19 @@ class Worker:
                 errors[row] = "the model's output is not finite"
         logits = logits[finite]
         indices, scores = rank(logits, self.job.top_k)
-        return Rows([item.key for item in batch], errors, indices, scores, logits if self.job.logits else None)
+        return Rows(
+            keys=[item.key for item in batch],
+            errors=errors,
+            indices=indices,
+            scores=scores,
+            logits=logits if self.job.logits else None,
+            embeddings=None if features is None else features[finite],
+        )
+
+    def _outputs(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray | None]:
+        if self.job.embeddings:
+            return cast(FeatureSession, self.session).infer_features(images)
+        return self.session.infer(images), None
 
     def _write(self, message: tuple[Claim, Rows | None]) -> None:
         """Runs in the thread of the sink. Without rows: the shard is complete."""
@@ -214,7 +231,9 @@ class Worker:
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._part is None:
             job = self.job
-            self._part = PartWriter(job.out, claim.id, self.shards.suffix(), job.labels, logits=job.logits)
+            self._part = PartWriter(
+                *(job.out, claim.id, self.shards.suffix(), job.labels), logits=job.logits, embeddings=job.embeddings
+            )
         if rows is not None:
             self._part.add(rows)
             return

@@ -1,6 +1,7 @@
 """Runtimes: one file each, one protocol. A session maps uint8 images (N, S, S, 3) to float32 logits (N, C)."""
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -8,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.bundle import Bundle
-from vitx.core.errors import InputError, unknown_name
+from vitx.core.errors import InputError, missing_package, unknown_name
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.runtimes.requirements import RUNTIMES, require
 
 Float32Array = npt.NDArray[np.float32]
+FeatureArray = npt.NDArray[np.float32] | npt.NDArray[np.float16]
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -29,6 +31,14 @@ class Session(Protocol):
         ...
 
 
+class FeatureSession(Session, Protocol):
+    """A model that also gives what its classifier is given."""
+
+    def infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
+        """Return logits float32 (N, C) and features (N, D), float32 or float16, of images uint8 (N, S, S, 3)."""
+        ...
+
+
 def load_session(
     bundle: Bundle,
     runtime: str = "onnxruntime",
@@ -36,11 +46,13 @@ def load_session(
     device: str = "auto",
     threads: int | None = None,
     engine_cache: Path | None = None,
+    features: bool = False,
 ) -> Session:
     """Load a bundle into a runtime, by its name in `RUNTIMES`.
 
     threads: of one session, on a CPU. engine_cache: the folder in which onnxruntime-tensorrt keeps what it compiled,
-    to load faster the next time; without it the compilation is thrown away with the session.
+    to load faster the next time; without it the compilation is thrown away with the session. features: return a
+    FeatureSession, which gives the classifier's input too; this needs the package onnx.
 
     Raises InputError for an unknown runtime or device, for one that does not run bundles, and when the bundle lacks
     what the runtime loads; EnvironmentMissing when the device or a package is not there; CheckFailed for a plan of
@@ -56,6 +68,12 @@ def load_session(
     if found is not None and found.device != "auto" and chosen not in ("auto", found.device):
         raise InputError(f"the runtime {runtime} runs on {found.device}, and device {chosen} was asked for: drop one")
     require(runtime)
+    if features:
+        if find_spec("onnx") is None:
+            raise missing_package("onnx", "export")
+        from vitx.serve.runtimes.features import load_features
+
+        return load_features(bundle, runtime, device=chosen, threads=threads)
     match runtime:
         case "openvino":
             from vitx.serve.runtimes.openvino import OpenVinoSession

@@ -148,14 +148,17 @@ class OnnxRuntimeSession:
         return self._run(images)
 
     def _run(self, images: UInt8Array) -> Float32Array:
+        (logits,) = self._outputs([self._manifest.output.name], images)
+        return logits
+
+    def _outputs(self, names: list[str], images: UInt8Array) -> list[Float32Array]:
         try:
-            (logits,) = self._session.run([self._manifest.output.name], {self._manifest.input.name: images})
+            found: list[Float32Array] = self._session.run(names, {self._manifest.input.name: images})
         except _RUN_ERRORS as error:
             raise CheckFailed(
                 f"the graph of '{self._manifest.name}' fails on a batch of {len(images)}: {error}"
             ) from None
-        result: Float32Array = logits
-        return result
+        return found
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,9 @@ def command(
     batch: Annotated[int, typer.Option("--batch", min=1, help="Images to a batch.")] = 32,
     top_k: Annotated[int, typer.Option("--top-k", min=1, help="Classes listed for each image.")] = 5,
     logits: Annotated[bool, typer.Option("--logits", help="Add a column of all logits, in float16.")] = False,
+    embeddings: Annotated[
+        bool, typer.Option("--embeddings", help="Add a column of the features before the classifier, in float16.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first unreadable image.")] = False,
     shard_size: Annotated[int, typer.Option("--shard-size", min=1, help="Files to a unit of work.")] = 4096,
     image_column: Annotated[
@@ -55,12 +58,13 @@ def command(
     opened = Bundle.open(bundle)
     summary = predict(
         opened,
-        load_session(opened, runtime, device=device, threads=threads),
+        load_session(opened, runtime, device=device, threads=threads, features=embeddings),
         source,
         out,
         batch_size=batch,
         top_k=top_k,
         logits=logits,
+        embeddings=embeddings,
         shard_size=shard_size,
         image_column=image_column,
         strict=strict,
