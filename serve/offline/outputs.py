@@ -162,9 +162,9 @@ def warm_up() -> None:
     pa.array(np.zeros(1))
 
 
-def remove_leftovers(out: Path) -> None:
-    """Remove the temporary files of workers that died."""
-    for path in (out / PREDICTIONS).glob(".part-*"):
+def remove_leftovers(out: Path, worker: str = "*") -> None:
+    """Remove the temporary files of workers that died, or of one worker."""
+    for path in (out / PREDICTIONS).glob(f".part-*.parquet.{worker}"):
         path.unlink(missing_ok=True)
 
 
