@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -32,21 +32,17 @@ def write_list(path: Path, records: Iterable[str], shard_size: int) -> tuple[lis
     """Write records in the order given; return the ranges of `shard_size` records each, and the file's sha256."""
     ranges: list[Range] = []
     hasher = hashlib.sha256()
-    position = start = count = 0
+    remaining = iter(records)
+    position = 0
     with path.open("wb") as file:
-        for record in records:
-            encoded = os.fsencode(record) + b"\0"
+        while shard := list(islice(remaining, shard_size)):
+            encoded = os.fsencode("\0".join(shard)) + b"\0"  # one call a record would take longer than all else here
             file.write(encoded)
             hasher.update(encoded)
+            ranges.append(Range(position, len(shard)))
             position += len(encoded)
-            count += 1
-            if count == shard_size:
-                ranges.append(Range(start, count))
-                start, count = position, 0
         file.flush()
         os.fsync(file.fileno())
-    if count:
-        ranges.append(Range(start, count))
     return ranges, hasher.hexdigest()
 
 
@@ -54,7 +50,8 @@ def read_range(path: Path, part: Range) -> Iterator[str]:
     """Yield the records of one range."""
     with path.open("rb") as file:
         file.seek(part.start)
-        yield from islice(map(os.fsdecode, _records(file)), part.count)
+        decoded = (os.fsdecode(b"\0".join(block)).split("\0") for block in _blocks(file))
+        yield from islice(chain.from_iterable(decoded), part.count)
 
 
 def sort_paths(paths: Iterable[str], folder: Path) -> Iterator[str]:
@@ -80,7 +77,13 @@ def _by_parts(path: bytes) -> bytes:
 
 
 def _records(file: IO[bytes]) -> Iterator[bytes]:
+    return chain.from_iterable(_blocks(file))
+
+
+def _blocks(file: IO[bytes]) -> Iterator[list[bytes]]:
+    """Yield the records that end in each block."""
     rest = b""
     while block := file.read(BLOCK):
         *whole, rest = (rest + block).split(b"\0")
-        yield from whole
+        if whole:
+            yield whole

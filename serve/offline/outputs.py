@@ -33,6 +33,8 @@ def part_path(out: Path, shard: int) -> Path:
 
 def readable(name: str) -> str:
     """A file name as valid Unicode: bytes that are not UTF-8 become \\xNN, because Parquet strings are UTF-8."""
+    if name.isascii():
+        return name
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -57,13 +59,13 @@ def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
     count = min(top_k, scores.shape[1])
     # Of many classes only the best are sorted, unless one of them ties with one that is not among them.
     best = scores >= np.partition(scores, -count, axis=1)[:, -count, None]
-    if (best.sum(axis=1) == count).all():
+    rows = np.arange(len(scores))[:, None]
+    if np.count_nonzero(best) == best.shape[0] * count:
         columns = np.nonzero(best)[1].reshape(-1, count)
-        order = np.argsort(-np.take_along_axis(scores, columns, axis=1), axis=1, kind="stable")
-        indices = np.take_along_axis(columns, order, axis=1)
+        indices = columns[rows, np.argsort(-scores[rows, columns], axis=1, kind="stable")]
     else:
         indices = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
+    return indices.astype(np.int32), scores[rows, indices].astype(np.float32)
 
 
 @dataclass(frozen=True)

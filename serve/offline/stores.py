@@ -29,9 +29,10 @@ def is_url(location: str) -> bool:
 
 def join(base: str, name: str) -> str:
     """The location of `name`: as it is when absolute or a URL, else under `base`."""
-    if is_url(name) or not base:
+    # os.path.isabs for every name would take longer than reading the list.
+    if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
         return name
-    return f"{base.rstrip('/')}/{name}" if is_url(base) else os.path.join(base, name)
+    return f"{base.rstrip('/')}/{name}"
 
 
 def is_image_name(name: str) -> bool:

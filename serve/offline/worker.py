@@ -85,6 +85,15 @@ class Prepared(NamedTuple):
     pixels: UInt8Array | ImageError
 
 
+class Outputs(NamedTuple):
+    """What the model said of a batch: logits (M, C) and features (M, D) of those whose error is None."""
+
+    keys: list[str]
+    errors: list[str | None]
+    logits: Float32Array
+    features: FeatureArray | None
+
+
 class Worker:
     """Works until there are no more shards."""
 
@@ -159,7 +168,7 @@ class Worker:
         return Prepared(item.key, item.source)
 
     def _infer_all(
-        self, decoded: Iterator[tuple[Claim, list[Prepared]]], sink: Sink[tuple[Claim, Rows | None]]
+        self, decoded: Iterator[tuple[Claim, list[Prepared]]], sink: Sink[tuple[Claim, Outputs | None]]
     ) -> None:
         """Batch what comes decoded; a batch is of one shard, so that its rows do not depend on who did the others."""
         waiting: list[Prepared] = []
@@ -174,7 +183,7 @@ class Worker:
             if not part:
                 sink.put((claim, None))
 
-    def _infer(self, batch: Sequence[Prepared]) -> Rows:
+    def _infer(self, batch: Sequence[Prepared]) -> Outputs:
         errors = [str(item.pixels) if isinstance(item.pixels, ImageError) else None for item in batch]
         if self.job.strict:
             refuse_unreadable((item.key for item in batch), errors)
@@ -184,37 +193,36 @@ class Worker:
         pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
         if pixels:
             with self.clock.busy("infer"):
-                logits, features = self._outputs(np.stack(pixels))
-        finite = np.atleast_1d(np.isfinite(logits).all(axis=1))
-        predicted = (row for row, error in enumerate(errors) if error is None)
-        for row, is_finite in zip(list(predicted), finite, strict=True):
-            if not is_finite:
-                errors[row] = "the model's output is not finite"
-        logits = logits[finite]
-        indices, scores = rank(logits, self.job.top_k)
-        return Rows(
-            keys=[item.key for item in batch],
-            errors=errors,
-            indices=indices,
-            scores=scores,
-            logits=logits if self.job.logits else None,
-            embeddings=None if features is None else features[finite],
-        )
+                logits, features = self._run(np.stack(pixels))
+        return Outputs([item.key for item in batch], errors, logits, features)
 
-    def _outputs(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray | None]:
+    def _run(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray | None]:
         if self.job.embeddings:
             return cast(FeatureSession, self.session).infer_features(images)
         return self.session.infer(images), None
 
-    def _write(self, message: tuple[Claim, Rows | None]) -> None:
-        """Runs in the thread of the sink. Without rows: the shard is complete."""
-        claim, rows = message
+    def _rows(self, outputs: Outputs) -> Rows:
+        """Runs in the thread of the sink: the model waits for none of it."""
+        keys, errors, logits, features = outputs
+        finite = np.isfinite(logits).all(axis=1)
+        if not finite.all():
+            predicted = [row for row, error in enumerate(errors) if error is None]
+            for row in np.array(predicted)[~finite]:
+                errors[row] = "the model's output is not finite"
+            logits = logits[finite]
+            features = None if features is None else features[finite]
+        indices, scores = rank(logits, self.job.top_k)
+        return Rows(keys, errors, indices, scores, logits if self.job.logits else None, features)
+
+    def _write(self, message: tuple[Claim, Outputs | None]) -> None:
+        """Runs in the thread of the sink. Without outputs: the shard is complete."""
+        claim, outputs = message
         if self._dropped == claim:
-            self._dropped = None if rows is None else claim
+            self._dropped = None if outputs is None else claim
             return
         try:
             with self.clock.busy("write"):
-                self._put_or_drop(claim, rows)
+                self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
         except BaseException:
             self.shards.stop()  # or the readers would wait for a shard that this worker itself holds
             raise
