@@ -162,11 +162,11 @@ class PostgresDatabase:
 
     def __init__(self, url: str) -> None:
         """Raise InputError for what is no such URL, EnvironmentMissing without psycopg or when nobody answers."""
-        import psycopg
-
         self._link = _Link(url)
         self._stopped: threading.Event | None = None
         self.name = self._link.name
+        import psycopg
+
         try:
             self._link.connection()
         except psycopg.Error as error:
@@ -188,9 +188,10 @@ class PostgresDatabase:
         return self._retried(lambda connection: _transaction(connection, work, alone))
 
     def _retried(self, attempt: Callable[["psycopg.Connection"], T]) -> T:
+        """The result of `attempt`; after a lost connection of another one, first at once, then with growing waits."""
         import psycopg
 
-        wait = 0.1
+        wait = 0.0
         while True:
             try:
                 with self._link.turn:
@@ -200,7 +201,7 @@ class PostgresDatabase:
             except psycopg.Error as error:
                 self._link.drop()
                 self._give_up_or_wait(error, wait)
-            wait = min(2 * wait, LONGEST_WAIT)
+            wait = min(2 * wait, LONGEST_WAIT) or 0.1
 
     def _give_up_or_wait(self, error: "psycopg.Error", wait: float) -> None:
         import psycopg
@@ -211,7 +212,7 @@ class PostgresDatabase:
             raise EnvironmentMissing(f"the ledger {self.name} refused: {self._link.reason(error)}") from None
         now = time.monotonic()
         since = self._link.lost_since = now if self._link.lost_since is None else self._link.lost_since
-        if now - since >= LOST_SECONDS or (self._stopped or threading.Event()).wait(wait):
+        if wait and (now - since >= LOST_SECONDS or (self._stopped or threading.Event()).wait(wait)):
             raise EnvironmentMissing(
                 f"the ledger {self.name} was lost for {now - since:.0f} s ({self._link.reason(error)}): run the same "
                 "command again when it is back; what is finished stays"
@@ -306,5 +307,6 @@ def _parsed(url: str) -> tuple[dict[str, Any], str]:
     if any("@" in place for place in places) or (ports and not ports.isdigit()):
         raise InputError(f"--ledger: cannot read the URL: {expected}; write @ / : and spaces of a password as %40 …")
     service = given.get("service")
-    place = f"service {service}" if service else f"{places[0] or 'PGHOST'}/{places[1] or 'PGDATABASE'}"
-    return _DEFAULTS | given, place
+    host, database = (place or default for place, default in zip(places, ("PGHOST", "PGDATABASE"), strict=True))
+    port = f":{given['port']}" if given.get("port") else ""
+    return _DEFAULTS | given, f"service {service}" if service else f"{host}{port}/{database}"

@@ -1,11 +1,8 @@
 """`vitx predict`: plan or join, verify what is done, work until all is done, summarise."""
 
 import importlib.util
-import json
 import os
-import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,10 @@ from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
 from vitx.serve.offline.disk import PATIENCE_SECONDS, Patience
 from vitx.serve.offline.executor import Executor, Local
-from vitx.serve.offline.inputs import Inventory, take_inventory
+from vitx.serve.offline.inputs import take_inventory
 from vitx.serve.offline.ledger import LEASE_SECONDS, Ledger
-from vitx.serve.offline.outputs import PREDICTIONS, part_path, remove_leftovers
+from vitx.serve.offline.outputs import part_path, remove_leftovers
+from vitx.serve.offline.state import join_plan, open_ledger
 from vitx.serve.offline.stores import is_url
 from vitx.serve.offline.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
 from vitx.serve.offline.worker import Job, refuse_unreadable
@@ -28,10 +26,6 @@ TOP_K = 5
 SHARD_SIZE = 4096
 # Files read at once: a local disk answers at once, a store after its latency.
 LOCAL_READERS, REMOTE_READERS = 2, 16
-# Beside the output: the ledger and the list of images.
-STATE, LEDGER = ".vitx", "ledger.sqlite"
-# What plans did not say before there was the option.
-ADDED_LATER = {"embeddings": False}
 
 
 def predict(
@@ -51,6 +45,8 @@ def predict(
     allow_uncertified: bool = False,
     read_threads: int | None = None,
     decode_threads: int | None = None,
+    ledger_url: str | None = None,
+    run_name: str | None = None,
     lease_seconds: float = LEASE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
     quiet: bool = False,
@@ -58,11 +54,12 @@ def predict(
     """Classify every image of `source` (see `take_inventory`); write `out`/predictions.parquet/ and `out`/summary.json.
 
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
-    have been killed. Finished shards are verified by digest and not done again. An unreadable image is a row whose
-    error says why; with `strict` it raises CheckFailed naming it, as does a bundle without a passing certificate unless
-    `allow_uncertified`. Raises InputError when `source` holds no image, when `out` cannot be written or holds the
-    predictions of something else (`overwrite` removes them), or when the input was changed after it was finished;
-    EnvironmentMissing without pyarrow, or when the disk stays full for `patience_seconds`.
+    have been killed: on this machine, or with a ledger at a PostgreSQL URL (see `open_ledger`) on any that sees `out`.
+    Finished shards are verified by digest and not done again. An unreadable image is a row whose error says why; with
+    `strict` it raises CheckFailed naming it, as does a bundle without a passing certificate unless `allow_uncertified`.
+    Raises InputError when `source` holds no image, when `out` cannot be written or holds the predictions of something
+    else (`overwrite` removes them), or when the input was changed after it was finished;
+    EnvironmentMissing without pyarrow, when the ledger stays away, or the disk full for `patience_seconds`.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing_package("pyarrow", "serve")
@@ -83,14 +80,15 @@ def predict(
         "embeddings": embeddings,
     }
     patience = Patience(out, patience_seconds)
-    with _state_of(out, overwrite=overwrite) as state, closing(_open_ledger(state, lease_seconds, patience)) as ledger:
-        base = _plan(ledger, state, out, plan, patience)
+    place = {"url": ledger_url, "run_name": run_name}
+    with open_ledger(out, patience, **place, lease_seconds=lease_seconds, overwrite=overwrite) as ledger:
+        base, listing = join_plan(ledger, out, plan, patience)
         if not _has_work(ledger, out, quiet=quiet):
-            _refuse_other_listing(ledger, where, state, shard_size)
+            _refuse_other_listing(ledger, where, listing, shard_size)
         _refuse_errors(ledger, out, strict=strict)
         job = Job(
             out=out,
-            listing=state / "images",
+            listing=listing,
             base=base,
             labels=bundle.manifest.labels,
             preprocessing=bundle.manifest.preprocessing,
@@ -138,68 +136,6 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextmanager
-def _state_of(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """The folder of the ledger. If nothing was planned when the block raises, all that was made here is removed."""
-    made_here = not out.exists()
-    state = out / STATE
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        if overwrite:  # first the summary: it is never beside other predictions
-            (out / SUMMARY).unlink(missing_ok=True)
-            shutil.rmtree(state, ignore_errors=True)
-            shutil.rmtree(out / PREDICTIONS, ignore_errors=True)
-            (out / PREDICTIONS).unlink(missing_ok=True)
-        # In this order: a process that begins at the same moment makes the ledger first.
-        if (out / PREDICTIONS).exists() and not (state / LEDGER).exists():
-            raise InputError(f"'{out}' holds {PREDICTIONS} of another run: choose another folder, or pass --overwrite")
-        state.mkdir(exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
-    try:
-        yield state
-    except BaseException:
-        if not (out / PREDICTIONS).exists():
-            shutil.rmtree(state, ignore_errors=True)
-            if made_here:
-                with suppress(OSError):
-                    out.rmdir()
-        raise
-
-
-def _open_ledger(state: Path, lease_seconds: float, patience: Patience) -> Ledger:
-    return patience.retry(lambda: Ledger(state / LEDGER, lease_seconds=lease_seconds))
-
-
-def _plan(ledger: Ledger, state: Path, out: Path, plan: dict[str, Any], patience: Patience) -> str:
-    """Make the plan, or join it if it is the same; return where the images lie."""
-
-    def make() -> tuple[str, Inventory]:
-        inventory = _inventory(plan["input"], state / "images", plan["shard_size"])
-        (out / PREDICTIONS).mkdir(exist_ok=True)
-        return json.dumps(plan), inventory
-
-    text, base = patience.retry(lambda: ledger.plan(make))
-    made = ADDED_LATER | json.loads(text)
-    for name, value in plan.items():
-        if made.get(name) != value:
-            raise InputError(
-                f"'{out}' holds predictions of another run: {name} {made.get(name)} there, {value} here; "
-                "choose another folder, or pass --overwrite"
-            )
-    return base
-
-
-def _inventory(source: str, listing: Path, shard_size: int) -> Inventory:
-    temporary = listing.with_name(f".{listing.name}.{os.getpid()}")
-    try:
-        inventory = take_inventory(source, temporary, shard_size)
-        os.replace(temporary, listing)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return inventory
-
-
 def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
     """Whether there is work: shards that are not done, or whose output is not what was written."""
     wrong = ledger.verify(lambda shard: part_path(out, shard))
@@ -212,9 +148,9 @@ def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(ledger: Ledger, source: str, state: Path, shard_size: int) -> None:
+def _refuse_other_listing(ledger: Ledger, source: str, listing: Path, shard_size: int) -> None:
     """Raise InputError if images came or went since the input was listed: what is finished is not all of it."""
-    temporary = state / f".again.{os.getpid()}"
+    temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # of one process, on whatever machine
     try:
         digest = take_inventory(source, temporary, shard_size).digest
     finally:
