@@ -92,6 +92,41 @@ def _masked_scores(
 
 
 @triton.jit
+def _attend(
+    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base,
+    stride_h, stride_n, rows, heads, width, tokens, scale,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BEFORE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Output (HP, M, KP) of one image's queries `rows`, and log2 of each row's sum of exponentials (HP, M)."""
+    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
+    q = _load_tile(q_base, stride_h, stride_n, rows, tokens, heads, width, H, K)
+
+    largest = tl.full((HP, M), float("-inf"), tl.float32)
+    total = tl.zeros((HP, M), tl.float32)
+    for start in range(0, tokens, N):
+        keys = start + tl.arange(0, N)
+        k = _load_tile(k_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
+        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
+        higher = tl.maximum(largest, tl.max(scores, 2))
+        total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(scores - higher[:, :, None]), 2)
+        largest = higher
+    sums = largest + tl.log2(total)
+
+    out = tl.zeros((HP, M, KP), tl.float32)
+    for start in range(0, tokens, N):
+        keys = start + tl.arange(0, N)
+        k = _load_tile(k_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
+        v = _load_tile(v_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
+        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
+        mixed = _mix(mix, tl.exp2(scores - sums[:, :, None]), HP, M, N)
+        if BIAS:  # values beyond the tokens are zero, so the bias needs no mask
+            mixed += tl.load(bias_base + heads, mask=heads < H, other=0.0)[:, None, None]
+        out += tl.dot(mixed.to(v.dtype), v)
+    return out, sums
+
+
+@triton.jit
 def forward_kernel(
     q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base,
     out_base, sums_base,
@@ -104,33 +139,56 @@ def forward_kernel(
     image = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0) * M + tl.arange(0, M)
     heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
-    q = _load_tile(q_base + image * stride_b, stride_h, stride_n, rows, tokens, heads, width, H, K)
-
-    largest = tl.full((HP, M), float("-inf"), tl.float32)
-    total = tl.zeros((HP, M), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        higher = tl.maximum(largest, tl.max(scores, 2))
-        total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(scores - higher[:, :, None]), 2)
-        largest = higher
-    sums = largest + tl.log2(total)
-
-    out = tl.zeros((HP, M, KP), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        v = _load_tile(v_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        mixed = _mix(mix, tl.exp2(scores - sums[:, :, None]), HP, M, N)
-        if BIAS:  # values beyond the tokens are zero, so the bias needs no mask
-            mixed += tl.load(bias_base + heads, mask=heads < H, other=0.0)[:, None, None]
-        out += tl.dot(mixed.to(v.dtype), v)
+    first = image * stride_b
+    out, sums = _attend(
+        q_base + first, k_base + first, v_base + first, mix_base, bias_base, before_base, before_bias_base,
+        stride_h, stride_n, rows, heads, width, tokens, scale, H, HP, K, KP, M, N, BEFORE, BIAS,
+    )  # fmt: skip
     _store_tile(out_base + image * out_stride_b, out, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K)
     inside = (heads[:, None] < H) & (rows[None, :] < tokens)
     tl.store(sums_base + (image * H + heads[:, None]) * tokens + rows[None, :], sums, mask=inside)
+
+
+@triton.jit
+def reattention_kernel(
+    q_base, k_base, v_base, mix_base, bias_base, tokens, out_base,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Re-Attention on (B, tokens, H, K) tensors, without scale or sums: what an engine launches by position.
+
+    Inputs come first, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
+    """
+    _joined(
+        q_base, k_base, v_base, mix_base, bias_base, mix_base, bias_base, tokens, out_base, H, HP, K, KP, M, N, False
+    )
+
+
+@triton.jit
+def talking_heads_kernel(
+    q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """The same with a mix of the scores before softmax."""
+    _joined(
+        q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base, tokens, out_base,
+        H, HP, K, KP, M, N, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _joined(
+    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base, tokens, out_base,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    BEFORE: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * M + tl.arange(0, M)
+    heads, width = tl.arange(0, HP), tl.arange(0, KP)
+    first = tl.program_id(1).to(tl.int64) * tokens * (H * K)
+    out, _ = _attend(
+        q_base + first, k_base + first, v_base + first, mix_base, bias_base, before_base, before_bias_base,
+        K, H * K, rows, heads, width, tokens, 1.0, H, HP, K, KP, M, N, BEFORE, True,
+    )  # fmt: skip
+    _store_tile(out_base + first, out, K, H * K, rows, tokens, heads, width, H, K)
 
 
 @triton.jit

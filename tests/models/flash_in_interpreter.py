@@ -16,10 +16,19 @@ from triton.runtime import interpreter
 
 from reference import randomize, randomize_like_trained
 from vitx.core.errors import InputError
-from vitx.models import flash_reattention
+from vitx.export.flash_kernel import KERNELS, TILES, FlashKernel, Operator
+from vitx.models import flash_kernels, flash_reattention
 from vitx.models.attention import ReAttention, TalkingHeadsAttention
 from vitx.models.attention_maps import attention_maps
-from vitx.models.flash_reattention import INTERPRETED, Mixes, Tiles, choose_impl, plain_reattention, reattention
+from vitx.models.flash_reattention import (
+    INTERPRETED,
+    Mixes,
+    Tiles,
+    choose_impl,
+    plain_reattention,
+    reattention,
+    sizes,
+)
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
 _multiply = interpreter.InterpreterBuilder.create_dot
@@ -97,6 +106,27 @@ def test_output_equals_float64(
     expected = plain_reattention(q.double(), k.double(), v.double(), mixes, width**-0.5)
     assert relative_error(found, expected) < 2e-3
     assert (found.double() - expected).abs().max() < 2e-3 * expected.abs().max()
+
+
+@pytest.mark.parametrize("operator", list(KERNELS))
+@pytest.mark.parametrize(
+    ("heads", "tokens", "width", "tiles"),
+    [(3, 7, 33, TILES[0]), (12, 37, 32, TILES[1]), (16, 21, 64, TILES[2]), (1, 1, 16, TILES[0])],
+)
+def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens: int, width: int, tiles: Tiles) -> None:
+    """By position, inputs, the number of tokens, the output, on (B, N, H, K), with the grid of the plugin."""
+    talking = operator == "TalkingHeads"
+    qkv, mixes = operands(heads, tokens, width, torch.float16, before=talking)
+    scale = width**-0.5
+    inputs = [part.transpose(1, 2).contiguous() for part in ((qkv[0].float() * scale).half(), qkv[1], qkv[2])]
+    order = [mixes.before_weight, mixes.before_bias, mixes.weight, mixes.bias] if talking else list(mixes[:2])
+    out = torch.empty_like(inputs[0])
+    launch = FlashKernel("", "", tiles, 0, 0)
+    kernel = getattr(flash_kernels, KERNELS[operator])
+    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **sizes(heads, width, tiles))
+    q, k, v = (part.transpose(1, 2).double() for part in inputs)
+    expected = plain_reattention(q, k, v, mixes, 1.0).transpose(1, 2)
+    assert relative_error(out, expected) < 2e-3
 
 
 @pytest.mark.parametrize(
