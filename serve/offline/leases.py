@@ -4,14 +4,15 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 
 from vitx.core.errors import VitxError
 from vitx.serve.offline.disk import Patience
 from vitx.serve.offline.ledger import Claim, Ledger
 from vitx.serve.offline.outputs import Part
 
-# Seconds between two looks at shards that other workers hold.
-LOOK_AGAIN = 0.5
+# Seconds between two looks at shards that other workers hold: twice as long each time, as there may be many who look.
+LOOK_AGAIN, LONGEST_LOOK = 0.5, 4.0
 
 
 class LeasedShards:
@@ -20,7 +21,7 @@ class LeasedShards:
     def __init__(self, ledger: Ledger, patience: Patience) -> None:
         self._worker, self._patience = ledger.worker, patience
         # One connection for each thread that uses the ledger.
-        self._claims, self._commits, self._renewals = (ledger.same_worker() for _ in range(3))
+        self._claims, self._commits, self._renewals = (ledger.same_worker(patience.stopped) for _ in range(3))
         self._changed, self._stopped = threading.Event(), patience.stopped
         self._renewing = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
         self._renewing.start()
@@ -30,16 +31,25 @@ class LeasedShards:
 
     def claimed(self) -> Iterator[Claim]:
         """Yield shards until all are done; wait while others hold the rest, whose leases may run out."""
-        patience = self._patience.another()
+        patience, wait = self._patience.another(), LOOK_AGAIN
         while not self._stopped.is_set():
             self._changed.clear()
             claim = patience.retry(self._claims.claim)
             if claim is not None:
+                wait = LOOK_AGAIN
                 yield claim
             elif self._claims.remaining():
-                self._changed.wait(LOOK_AGAIN)
+                self._changed.wait(wait)
+                wait = min(2 * wait, LONGEST_LOOK)
             else:
                 return
+
+    def take(self, limit: int) -> list[Claim]:
+        """All shards that are free, at most `limit`; none when all are done. Waits while others hold the rest."""
+        taken = list(islice(self.claimed(), 1))
+        while taken and len(taken) < limit and (claim := self._patience.retry(self._claims.claim)) is not None:
+            taken.append(claim)
+        return taken
 
     def commit(self, claim: Claim, part: Part) -> bool:
         held = self._patience.retry(lambda: self._commits.commit(claim, part.done, part.publish))

@@ -1,11 +1,25 @@
 """`vitx predict`: any number of images into Parquet."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.cli.options import AllowUncertified, BundleArgument, DeviceOption, Json, Quiet, RuntimeOption, Threads
+from vitx.cli.options import (
+    AllowUncertified,
+    BundleArgument,
+    DeviceOption,
+    Json,
+    Quiet,
+    RayAddress,
+    RuntimeOption,
+    Threads,
+)
+from vitx.core.errors import InputError
+
+if TYPE_CHECKING:
+    from vitx.serve.offline.executor import Executor
+    from vitx.serve.runtimes import Session
 
 INPUT_HELP = "A folder of images, a pattern, a list of paths (.txt), a .tar or .parquet file, or a URL of these."
 # Numbers without a default here take predict()'s own.
@@ -36,10 +50,22 @@ def command(
     lease: Annotated[
         float, typer.Option("--lease", min=1, help="Seconds until the work of a process that died is another's.")
     ] = 60.0,
+    ledger: Annotated[
+        str | None,
+        typer.Option("--ledger", metavar="URL", help="postgresql://… that shares the work among machines; see --out."),
+    ] = None,
+    run_name: Annotated[
+        str | None, typer.Option("--run-name", help="Of this run in --ledger. Default: the absolute path of --out.")
+    ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Remove the predictions that --out holds, and begin anew.")
     ] = False,
     allow_uncertified: AllowUncertified = False,
+    ray: RayAddress = None,
+    ray_actors: Annotated[
+        str | None,
+        typer.Option(metavar="N|MIN:MAX", help="Actors of --ray. Default: one a GPU, or as many as fit the CPUs."),
+    ] = None,
     threads: Threads = None,
     device: DeviceOption = "auto",
     runtime: RuntimeOption = "onnxruntime",
@@ -56,9 +82,24 @@ def command(
     from vitx.serve.runtimes import load_session
 
     opened = Bundle.open(bundle)
+    actors = _actors(ray, ray_actors)
+    executor: Session | Executor
+    if ray is None:
+        executor = load_session(opened, runtime, device=device, threads=threads, features=embeddings)
+    else:
+        from vitx.serve.offline.ray_pool import RayPool
+
+        executor = RayPool(
+            *(opened, ray),
+            actors=actors,
+            runtime=runtime,
+            device=device,
+            threads=threads,
+            decode_threads=decode_threads,
+        )
     summary = predict(
         opened,
-        load_session(opened, runtime, device=device, threads=threads, features=embeddings),
+        executor,
         source,
         out,
         batch_size=batch,
@@ -72,6 +113,8 @@ def command(
         allow_uncertified=allow_uncertified,
         read_threads=read_threads,
         decode_threads=decode_threads,
+        ledger_url=ledger,
+        run_name=run_name,
         lease_seconds=lease,
         quiet=quiet,
     )
@@ -93,3 +136,19 @@ def command(
             "certified": "yes" if summary.certified else "no",
         },
     )
+
+
+def _actors(ray: str | None, text: str | None) -> tuple[int, int] | None:
+    """'4' → (4, 4), '2:8' → (2, 8)."""
+    if text is None:
+        return None
+    if ray is None:
+        raise InputError(f"--ray-actors {text} is for --ray: pass that too, or leave it out")
+    least, _, most = text.partition(":")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        found = 0, 0
+    if not 1 <= found[0] <= found[1]:
+        raise InputError(f"--ray-actors {text}: expected a number such as 4, or a least and a most such as 2:8")
+    return found
