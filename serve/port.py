@@ -30,15 +30,13 @@ def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
     return listener
 
 
-def hold_shared_port(host: str, port: int) -> socket.socket:
-    """Return a socket that holds a port, 0 for any, for workers that each listen on it with SO_REUSEPORT.
+def hold_shared_port(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
+    """Return a socket that holds a port, 0 for any, for processes that each listen on it with SO_REUSEPORT.
 
     It does not listen, so no connection comes to it; and it keeps others from the port, who could join with the same
     option and take connections. Raises as `claim_port`.
     """
-    with claim_port(
-        host, port, "--grpc-port"
-    ) as first:  # fails where anybody has the port, with that option or without
+    with claim_port(host, port, option) as first:  # fails where anybody has the port, with SO_REUSEPORT or without
         address, family = first.getsockname(), first.family
     holder = socket.socket(family, socket.SOCK_STREAM)
     try:

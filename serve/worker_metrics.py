@@ -14,11 +14,11 @@ async def gather(siblings: Siblings) -> bytes:
     return merge({index: data.decode() for index, data in answers.items()}).encode()
 
 
-def merge(texts: Mapping[str, str]) -> str:
-    """Join Prometheus texts, by worker, into one: a family's lines stay together, and each sample says its worker."""
+def merge(texts: Mapping[str, str], label: str = "worker") -> str:
+    """Join Prometheus texts, by source, into one: a family's lines stay together, and each sample says its source."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    for worker, text in texts.items():
+    for source, text in texts.items():
         family = ""
         for line in text.splitlines():
             if line.startswith("# "):
@@ -27,15 +27,15 @@ def merge(texts: Mapping[str, str]) -> str:
                 if line not in head:
                     head.append(line)
             else:
-                samples.setdefault(family, []).append(_labelled(line, worker))
+                samples.setdefault(family, []).append(_labelled(line, label, source))
     lines = [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
     return "".join(line + "\n" for line in lines)
 
 
-def _labelled(sample: str, worker: str) -> str:
+def _labelled(sample: str, label: str, source: str) -> str:
     """`name{a="b"} 1` → `name{worker="0",a="b"} 1`."""
     name, brace, rest = sample.partition("{")
     if brace and " " not in name:
-        return f'{name}{{worker="{worker}",{rest}'
+        return f'{name}{{{label}="{source}",{rest}'
     name, _, value = sample.partition(" ")
-    return f'{name}{{worker="{worker}"}} {value}'
+    return f'{name}{{{label}="{source}"}} {value}'

@@ -7,10 +7,32 @@ from typing import Annotated
 
 import typer
 
-from vitx.cli.options import AllowUncertified, DeviceOption, RuntimeOption
+from vitx.cli.options import AllowUncertified, DeviceOption, RayAddress, RuntimeOption
+from vitx.core.errors import InputError, missing_package
+
+# What --ray does not offer, and what to do instead.
+_CONNECTION = "the connections are those of Ray's proxies, and so are their limits"
+_NOT_ON_RAY = {
+    "repository": "name the bundles, and deploy again for new ones",
+    "grpc_port": "Ray's proxies pass on HTTP",
+    "shared_memory": "a region is known to one replica",
+    "workers": "give --replicas",
+    "watch": "deploy again for new bundles",
+    "management": "deploy again for new bundles",
+    "management_token_file": "there are no management calls",
+    "tls_cert": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
+    "tls_key": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
+    "access_log": "Ray Serve has one, see its logging_config",
+    "otlp_endpoint": "Ray Serve has traces of its own",
+    "max_header_kib": _CONNECTION,
+    "max_connections": _CONNECTION,
+    "header_timeout": _CONNECTION,
+    "body_timeout": _CONNECTION,
+}
 
 
 def command(
+    context: typer.Context,
     bundles: Annotated[
         list[Path] | None, typer.Argument(metavar="BUNDLE...", help="Bundles made by `vitx export`.")
     ] = None,
@@ -69,11 +91,51 @@ def command(
     otlp_endpoint: Annotated[
         str | None, typer.Option(help="Send traces to this OpenTelemetry collector, such as http://127.0.0.1:4318.")
     ] = None,
+    ray: RayAddress = None,
+    replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX",
+            help="With --ray: server processes on the cluster; of MIN to MAX as many as the load asks for.",
+        ),
+    ] = None,
     allow_uncertified: AllowUncertified = False,
 ) -> None:
     """Serve bundles: Open Inference Protocol v2, image classification, metrics and a web page."""
-    from vitx.core.errors import InputError, missing_package
-
+    if ray is not None:
+        _require_offered_on_ray(context)
+        try:
+            from vitx.serve.ray_app import ServeArgs
+            from vitx.serve.ray_cluster import serve_on_ray
+        except ModuleNotFoundError as error:
+            raise missing_package(str(error.name), "ray") from None
+        if not bundles:
+            raise InputError("no bundle to serve: give one or more")
+        fewest, most = _replica_range(replicas or "1")
+        args = ServeArgs(
+            bundles=tuple(bundles),
+            min_replicas=fewest,
+            max_replicas=most,
+            allow_uncertified=allow_uncertified,
+            device=device,
+            runtime=runtime,
+            instances=instances or 1,
+            threads=threads,
+            max_batch=max_batch,
+            max_delay_ms=max_delay_ms,
+            queue=queue,
+            timeout_ms=timeout_ms,
+            max_body_mib=max_body_mib,
+            max_images=max_images,
+            max_pixels=max_pixels,
+            max_json_depth=max_json_depth,
+            token_file=token_file,
+            canary_seconds=canary_seconds,
+        )
+        serve_on_ray(args, ray, host, port)
+        return
+    if replicas is not None:
+        raise InputError("--replicas is of --ray; on one machine use --instances, or --workers")
     if workers > 1:
         from vitx.serve.supervisor import ENVIRONMENT
 
@@ -125,6 +187,24 @@ def command(
             ),
         )
     )
+
+
+def _require_offered_on_ray(context: typer.Context) -> None:
+    for name, instead in _NOT_ON_RAY.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
+
+
+def _replica_range(text: str) -> tuple[int, int | None]:
+    """'4' → (4, None); '1:8' → (1, 8)."""
+    fewest, colon, most = text.partition(":")
+    numbers = [fewest, most] if colon else [fewest]
+    if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
+        raise InputError(f"--replicas {text}: expected a number from 1 on, or two such as 1:4")
+    if colon and int(most) < int(fewest):
+        raise InputError(f"--replicas {text}: the second number is the largest, and less than the first")
+    return int(fewest), int(most) if colon else None
 
 
 def _supervise(workers: int, host: str, port: int, grpc_port: int | None, *, tls: bool) -> int:
