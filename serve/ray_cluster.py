@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ APPLICATION = "vitx"
 LOCAL = "local"  # Ray's word for a cluster that is started here
 _LOOK_SECONDS = 0.2  # between two looks at an application that starts
 _WATCH_SECONDS = 2.0  # and at one that runs
+_CONNECT_SECONDS = 5.0
 _CHECK_SECONDS = 60.0  # for a node to look at its bundles
 _VITX_ERROR = re.compile(r"^vitx\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
 
@@ -54,17 +56,29 @@ def serve_on_ray(args: ServeArgs, address: str, host: str, port: int) -> None:
 
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
+    _require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     own: dict[str, Any] = {"num_cpus": int(describe_machine()["cores"]), "include_dashboard": False}
     try:
         ray.init(address, logging_level="error", **(own if address == LOCAL else {}))
-    except (ConnectionError, RuntimeError) as error:
+    except (ConnectionError, RuntimeError, ValueError) as error:
         raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise EnvironmentMissing when nothing listens at HOST:PORT or ray://HOST:PORT: Ray would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
 
 
 def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, *, local: bool) -> None:

@@ -229,6 +229,13 @@ def test_replicas_are_of_ray(vitx: Vitx, tiny_bundle: Bundle) -> None:
     assert (code, error) == (2, "error: --replicas is of --ray; on one machine use --instances, or --workers\n")
 
 
+def test_a_cluster_that_is_not_there_is_said_at_once(vitx: Vitx, tiny_bundle: Bundle) -> None:
+    with claim_port("127.0.0.1", 0) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code, _, error = vitx("serve", tiny_bundle.path, "--ray", address)
+    assert (code, error) == (3, f"error: no Ray cluster at '{address}': [Errno 111] Connection refused\n")
+
+
 def test_without_the_extra_it_is_named(tiny_bundle: Bundle) -> None:
     command = [sys.executable, "-c", NO_RAY, "serve", str(tiny_bundle.path), "--ray"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
