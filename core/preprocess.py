@@ -33,6 +33,8 @@ _FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
+# A draft has at least this many times the pixels of a side that are needed; at 1 it differs five times as much.
+DRAFT_MARGIN = 2
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -54,35 +56,58 @@ class Preprocessing(Record):
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
 
-    def apply(self, image: Image.Image) -> UInt8Array:
-        """Return uint8 (image_size, image_size, 3) from an RGB image."""
-        short = math.floor(self.image_size / self.crop_fraction)
+    @property
+    def shorter_side(self) -> int:
+        """Pixels of an image's shorter side before the crop."""
+        return math.floor(self.image_size / self.crop_fraction)
+
+    def apply(self, image: Image.Image, *, draft: bool = False) -> UInt8Array:
+        """Return uint8 (image_size, image_size, 3) from an RGB image.
+
+        draft: compute the crop alone, a third less work. Pillow holds its bounds in float32 and may resize columns
+        before rows then, so that some pixels differ by a few grey levels.
+        """
+        short = self.shorter_side
         width, height = image.size
         scaled = (short, max(short, int(short * height / width)))
         if width > height:
             scaled = (max(short, int(short * width / height)), short)
         if scaled[0] * scaled[1] > MAX_PIXELS:  # a sliver: as its short side grows, so does the long one
             raise ImageError(f"image of {width}×{height} pixels: too thin to be resized to {short} on its short side")
+        size = self.image_size
+        left = round((scaled[0] - size) / 2)
+        top = round((scaled[1] - size) / 2)
+        if draft:
+            across, down = width / scaled[0], height / scaled[1]
+            box = (left * across, top * down, min(width, (left + size) * across), min(height, (top + size) * down))
+            return np.asarray(image.resize((size, size), _FILTERS[self.interpolation], box=box))
         if scaled != image.size:
             image = image.resize(scaled, _FILTERS[self.interpolation])
-        left = round((scaled[0] - self.image_size) / 2)
-        top = round((scaled[1] - self.image_size) / 2)
-        return np.asarray(image.crop((left, top, left + self.image_size, top + self.image_size)))
+        return np.asarray(image.crop((left, top, left + size, top + size)))
 
-    def from_bytes(self, data: bytes) -> UInt8Array:
-        """Decode and apply; raise ImageError with the reason when the bytes are no whole image."""
-        return self.apply(decode(data))
+    def from_bytes(self, data: bytes, *, draft: bool = False) -> UInt8Array:
+        """Decode and apply; raise ImageError with the reason when the bytes are no whole image.
+
+        draft: faster, and not quite the same pixels: a large JPEG is decoded at a fraction of its size, and the crop
+        alone is resized.
+        """
+        shorter_side = DRAFT_MARGIN * self.shorter_side if draft else None
+        return self.apply(decode(data, shorter_side=shorter_side), draft=draft)
 
 
-def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: int | None = None) -> Image.Image:
     """Return an upright RGB image.
 
+    shorter_side: a JPEG may come at 1/2, 1/4 or 1/8 of its size, where that divides both sides (or its last row and
+    column would be padded, and all others moved), as long as its shorter side keeps so many pixels.
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
     """
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
             if image.width * image.height > max_pixels:
                 raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
+            if shorter_side is not None:
+                _reduce(image, shorter_side)
             image.load()
             ImageOps.exif_transpose(image, in_place=True)  # or every upright image would be copied
             return _to_rgb(image)
@@ -99,6 +124,14 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS) -> Image.Image
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise ImageError(f"cannot open the image: {error.strerror}") from None
         raise ImageError(f"cannot decode the image: {error}") from None
+
+
+def _reduce(image: Image.Image, shorter_side: int) -> None:
+    width, height = image.size
+    for scale in (8, 4, 2):
+        if width % scale == height % scale == 0 and min(width, height) // scale >= shorter_side:
+            image.draft(None, (width // scale, height // scale))
+            return
 
 
 def _not_an_image(source: bytes | Path) -> str:

@@ -11,15 +11,17 @@ from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
 from vitx.serve.offline.disk import PATIENCE_SECONDS, Patience
+from vitx.serve.offline.draft import check_draft
 from vitx.serve.offline.executor import Executor, Local
-from vitx.serve.offline.inputs import take_inventory
+from vitx.serve.offline.inputs import Inventory, take_inventory
+from vitx.serve.offline.interruption import sigterm_interrupts
 from vitx.serve.offline.ledger import LEASE_SECONDS, Ledger
 from vitx.serve.offline.outputs import part_path, remove_leftovers
 from vitx.serve.offline.state import join_plan, open_ledger
 from vitx.serve.offline.stores import is_url
 from vitx.serve.offline.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
 from vitx.serve.offline.worker import Job, refuse_unreadable
-from vitx.serve.runtimes import Session
+from vitx.serve.runtimes import Session, load_session
 
 BATCH_SIZE = 32
 TOP_K = 5
@@ -38,6 +40,7 @@ def predict(
     top_k: int = TOP_K,
     logits: bool = False,
     embeddings: bool = False,
+    draft: bool = False,
     shard_size: int = SHARD_SIZE,
     image_column: str | None = None,
     strict: bool = False,
@@ -55,11 +58,12 @@ def predict(
 
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
     have been killed: on this machine, or with a ledger at a PostgreSQL URL (see `open_ledger`) on any that sees `out`.
-    Finished shards are verified by digest and not done again. An unreadable image is a row whose error says why; with
-    `strict` it raises CheckFailed naming it, as does a bundle without a passing certificate unless `allow_uncertified`.
-    Raises InputError when `source` holds no image, when `out` cannot be written or holds the predictions of something
-    else (`overwrite` removes them), or when the input was changed after it was finished;
-    EnvironmentMissing without pyarrow, when the ledger stays away, or the disk full for `patience_seconds`.
+    Finished shards are verified by digest and not done again. draft: decode faster, after a sample of the input has
+    shown that the classes stay (see `check_draft`, which raises CheckFailed where they do not). An unreadable image is
+    a row whose error says why; with `strict` it raises CheckFailed naming it, as does a bundle without a passing
+    certificate unless `allow_uncertified`. Raises InputError when `source` holds no image, when `out` cannot be written
+    or holds the predictions of something else (`overwrite` removes them), or when the input was changed after it was
+    finished; EnvironmentMissing without pyarrow, when the ledger stays away, or the disk full for `patience_seconds`.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing_package("pyarrow", "serve")
@@ -78,11 +82,24 @@ def predict(
         "shard_size": shard_size,
         "image_column": image_column,
         "embeddings": embeddings,
+        "draft": draft,
     }
+
+    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
+        if not draft:
+            return {}
+        model = load_session(bundle) if isinstance(session, Executor) else session
+        checked = check_draft(bundle, model, inventory, listing, image_column, batch_size=batch_size)
+        log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
+        return {"draft": checked.model_dump(mode="json")}
+
     patience = Patience(out, patience_seconds)
     place = {"url": ledger_url, "run_name": run_name}
-    with open_ledger(out, patience, **place, lease_seconds=lease_seconds, overwrite=overwrite) as ledger:
-        base, listing = join_plan(ledger, out, plan, patience)
+    with (
+        sigterm_interrupts(),
+        open_ledger(out, patience, **place, lease_seconds=lease_seconds, overwrite=overwrite) as ledger,
+    ):
+        base, listing, measured = join_plan(ledger, out, plan, patience, measure)
         if not _has_work(ledger, out, quiet=quiet):
             _refuse_other_listing(ledger, where, listing, shard_size)
         _refuse_errors(ledger, out, strict=strict)
@@ -96,6 +113,7 @@ def predict(
             top_k=top_k,
             logits=logits,
             embeddings=embeddings,
+            draft=draft,
             image_column=image_column,
             strict=strict,
             read_threads=read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
@@ -112,7 +130,7 @@ def predict(
         remove_leftovers(out)
         if not performance.images and (out / SUMMARY).exists():  # of those who did the work
             return read_record(out / SUMMARY, PredictionSummary)
-        summary = summarize(ledger, bundle, where, performance, certified=certified)
+        summary = summarize(ledger, bundle, where, performance, certified=certified, draft=measured.get("draft"))
         Patience(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
         return summary
 

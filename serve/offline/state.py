@@ -4,10 +4,10 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vitx.core.errors import InputError
 from vitx.serve.offline.databases import PostgresDatabase
@@ -93,10 +93,25 @@ def _holds_predictions(out: Path) -> bool:
     return any(predictions.iterdir()) if predictions.is_dir() else predictions.exists()
 
 
-def join_plan(ledger: Ledger, out: Path, question: dict[str, Any], patience: Patience) -> tuple[str, Path]:
-    """Make the plan, or join it if it is of the same question; return where the images lie, and their list.
+class Plan(NamedTuple):
+    """base: where the images lie; listing: their list; measured: see `join_plan`."""
 
-    question: what decides about the rows; `input` and `shard_size` say what is listed. Raises InputError when the
+    base: str
+    listing: Path
+    measured: dict[str, Any]
+
+
+def join_plan(
+    ledger: Ledger,
+    out: Path,
+    question: dict[str, Any],
+    patience: Patience,
+    measure: Callable[[Inventory, Path], dict[str, Any]] = lambda inventory, listing: {},
+) -> Plan:
+    """Make the plan, or join it if it is of the same question.
+
+    question: what decides about the rows; `input` and `shard_size` say what is listed. measure: called by who makes
+    the plan; what it returns is kept in it, and if it raises nothing was planned. Raises InputError when the
     question of the plan was another, or when its list is not in this `out`: on another machine that may be a folder
     of the same name.
     """
@@ -107,11 +122,12 @@ def join_plan(ledger: Ledger, out: Path, question: dict[str, Any], patience: Pat
     def make() -> tuple[str, Inventory]:
         try:
             inventory = take_inventory(question["input"], listing, question["shard_size"])
+            measured = measure(inventory, listing)
         except BaseException:
             listing.unlink(missing_ok=True)
             raise
         (out / PREDICTIONS).mkdir(exist_ok=True)
-        return json.dumps(question | {"listing": listing.name}), inventory
+        return json.dumps(question | {"listing": listing.name, "measured": measured}), inventory
 
     text, base = patience.retry(lambda: ledger.plan(make))
     made = json.loads(text)
@@ -129,4 +145,4 @@ def join_plan(ledger: Ledger, out: Path, question: dict[str, Any], patience: Pat
             f"'{out}' is not the folder in which the run '{ledger.run}' was planned ({STATE}/{joined.name} is not "
             "there): --out must be on a file system that all machines share; another run takes another --run-name"
         )
-    return base, joined
+    return Plan(base, joined, made["measured"])

@@ -7,6 +7,7 @@ from typing import Any
 from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
+from vitx.serve.offline.draft import DraftCheck
 from vitx.serve.offline.executor import Performance
 from vitx.serve.offline.ledger import Ledger
 from vitx.serve.offline.outputs import readable
@@ -20,6 +21,7 @@ class PredictionSummary(Record):
 
     Of the process that wrote it: images_here, seconds, images_per_second, stages (the part of the time that each stage
     was busy, 0 to 1), binding (the busiest), runtime. Another process may have done the rest, or an earlier run.
+    draft: what `--draft` changed on the sample.
     """
 
     format_version: int = 2
@@ -39,10 +41,17 @@ class PredictionSummary(Record):
     runtime: dict[str, Any]
     versions: dict[str, str]
     created: str
+    draft: DraftCheck | None = None
 
 
 def summarize(
-    ledger: Ledger, bundle: Bundle, source: str, performance: Performance, *, certified: bool
+    ledger: Ledger,
+    bundle: Bundle,
+    source: str,
+    performance: Performance,
+    *,
+    certified: bool,
+    draft: dict[str, Any] | None = None,
 ) -> PredictionSummary:
     """The summary of a ledger whose shards are all done."""
     totals = ledger.totals()
@@ -68,6 +77,7 @@ def summarize(
         runtime=performance.runtime,
         versions=installed_versions(),
         created=timestamp(),
+        draft=None if draft is None else DraftCheck.model_validate(draft),
     )
 
 

@@ -43,6 +43,8 @@ class Job:
     has_lists: bool = True
     # A column of features; the session is a FeatureSession then.
     embeddings: bool = False
+    # See Preprocessing.from_bytes.
+    draft: bool = False
 
     @property
     def slice_size(self) -> int:
@@ -161,7 +163,7 @@ class Worker:
     def _prepare(self, item: Item) -> Prepared:
         try:
             if isinstance(item.source, bytes):
-                return Prepared(item.key, self.job.preprocessing.from_bytes(item.source))
+                return Prepared(item.key, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
         except ImageError as error:
             return Prepared(item.key, error)
         assert isinstance(item.source, ImageError)  # read_item left no location

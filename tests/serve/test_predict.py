@@ -152,10 +152,10 @@ def test_decoding_runs_ahead_by_a_bounded_number(
         (folder / f"{index:03d}.png").write_bytes(data)
     decoded = 0
 
-    def counting(source: bytes) -> Image.Image:
+    def counting(source: bytes, **options: Any) -> Image.Image:
         nonlocal decoded
         decoded += 1
-        return decode(source)
+        return decode(source, **options)
 
     monkeypatch.setattr("vitx.core.preprocess.decode", counting)
     session = load_session(tiny_bundle, device="cpu", threads=1)

@@ -36,6 +36,9 @@ def command(
     embeddings: Annotated[
         bool, typer.Option("--embeddings", help="Add a column of the features before the classifier, in float16.")
     ] = False,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="Decode faster, not quite the same pixels; refused where classes change.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Stop at the first unreadable image.")] = False,
     shard_size: Annotated[int, typer.Option("--shard-size", min=1, help="Files to a unit of work.")] = 4096,
     image_column: Annotated[
@@ -106,6 +109,7 @@ def command(
         top_k=top_k,
         logits=logits,
         embeddings=embeddings,
+        draft=draft,
         shard_size=shard_size,
         image_column=image_column,
         strict=strict,
