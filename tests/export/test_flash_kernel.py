@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
-from vitx.export import flash_kernel
 from vitx.export.flash_kernel import (
     TILES,
     FlashKernel,
@@ -122,7 +121,7 @@ def test_what_is_not_compiled(architecture: str, heads: int, width: int, message
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash_kernel.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match="compiled by Triton, which is not installed: on Linux it comes with"):
         compiled_kernels("Reattention", "sm89", 5, 32, "fp16")
 
