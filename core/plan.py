@@ -14,6 +14,7 @@ from vitx.core.files import Record, read_record, sha256_file
 
 ENGINES_FOLDER = "engines"  # of a bundle
 Flavor = Literal["tensorrt", "tensorrt-rtx"]
+PluginName = Literal["flash"]
 FLAVORS: tuple[Flavor, ...] = ("tensorrt", "tensorrt-rtx")
 EXTRAS: dict[Flavor, str] = {"tensorrt": "trt", "tensorrt-rtx": "trt-rtx"}
 # The module of each and the distributions that bring it. The lean runtime loads version-compatible plans only.
@@ -44,6 +45,7 @@ class PlanOptions(Record):
     version_compatible: bool
     hardware_compatible: bool
     weight_stripped: bool
+    plugin: PluginName | None = None
 
 
 class PlanInfo(Record):

@@ -11,7 +11,7 @@ import onnx
 from vitx.core.bundle import SHARE_OF_STD
 from vitx.core.files import write_bytes
 from vitx.core.images import open_images
-from vitx.core.plan import Flavor, PlanOptions
+from vitx.core.plan import Flavor, PlanOptions, PluginName
 from vitx.core.preprocess import Preprocessing
 from vitx.core.sandbox import ConversionCrashed, run_limited
 from vitx.export.acceptance import Bounds, SamplingPlan
@@ -40,6 +40,7 @@ class EngineRequest:
     hardware_compatible: bool = False
     weight_stripped: bool = False
     timing_cache: Path | None = None
+    plugin: PluginName | None = None
 
     def check(self) -> None:
         """Raise what `engine_from_onnx` would raise before it looks at a graph: options, batches, library, GPU."""
@@ -53,6 +54,7 @@ class EngineRequest:
             version_compatible=self.version_compatible,
             hardware_compatible=self.hardware_compatible,
             weight_stripped=self.weight_stripped,
+            plugin=self.plugin,
         )
 
 
@@ -107,6 +109,7 @@ def build_engine(onnx_path: Path, plan: Path, request: EngineRequest, quiet: boo
         version_compatible=request.version_compatible,
         hardware_compatible=request.hardware_compatible,
         weight_stripped=request.weight_stripped,
+        plugin=request.plugin,
         quiet=quiet,
     )
 

@@ -16,8 +16,9 @@ from vitx.core.console import progress
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes, sha256_file, write_bytes
 from vitx.core.machine import local_architectures
-from vitx.core.plan import Flavor, PlanInfo, PlanOptions, Profile
+from vitx.core.plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.build_log import BuildLog, BuildSteps
+from vitx.export.flash_nodes import FusedGraph, plugin_graph
 from vitx.export.plan import DEFAULT_PROFILES, check_profiles, digest_of, write_plan
 from vitx.export.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.tensorrt_library import Job, LayerRow, load_flavor
@@ -27,6 +28,11 @@ from vitx.export.tensorrt_library import Job, LayerRow, load_flavor
 _FUSED_ATTENTION_SM120 = (
     "fp16 and bf16 attention was reported silently wrong on sm120, in 10.16.1 too "
     "(github.com/NVIDIA/TensorRT/issues/4837): certify this plan on that GPU"
+)
+_PLUGIN_NEVER_RAN = "the flash plugin was compiled and not run when it was written: certify this plan on its GPU"
+_PLUGIN_LEAK = (
+    "plugins compiled ahead of time were reported to leak GPU memory in 11.1 and 11.2 whenever the batch changes "
+    "(github.com/NVIDIA/TensorRT/issues/4849)"
 )
 
 
@@ -51,6 +57,7 @@ def engine_from_onnx(
     version_compatible: bool = False,
     hardware_compatible: bool = False,
     weight_stripped: bool = False,
+    plugin: PluginName | None = None,
     quiet: bool = False,
 ) -> EngineReport:
     """Build `plan_path` and its sidecar from a graph with one input, images uint8 (N, S, S, 3), N dynamic.
@@ -59,7 +66,8 @@ def engine_from_onnx(
     builds for this machine's GPU. `builder_level` is 0 to 5, more being slower to build. A `timing_cache` is read if
     the file is there, and written back. Version-compatible plans load in newer releases too, and in the lean
     runtime; hardware-compatible ones on every GPU since Ampere; weight-stripped ones must be refitted with
-    this graph's weights.
+    this graph's weights. With the `plugin` "flash" Re-Attention and talking heads of a float16 or bfloat16 graph run
+    through our kernels, which are compiled here and travel in the plan; it is for the classic library.
 
     Raises InputError for an argument or a graph that cannot be used (the parser's message names the node),
     EnvironmentMissing without TensorRT or the GPU it needs or with a full disk, CheckFailed if the build fails. Then
@@ -71,18 +79,21 @@ def engine_from_onnx(
         version_compatible=version_compatible,
         hardware_compatible=hardware_compatible,
         weight_stripped=weight_stripped,
+        plugin=plugin,
     )
     check_options(flavor, options, timing_cache)
     targets = library.targets(architectures)
     model = load_for_tensorrt(onnx_path)
     check_profiles(tuple(profiles), _image_elements(model))
+    precision = precision_of(model)
+    fused = None if plugin is None else _with_plugin(model, targets[0])
     cache = timing_cache.read_bytes() if timing_cache is not None and timing_cache.is_file() else None
     log, start = BuildLog(), time.perf_counter()
     with progress(f"{flavor} {library.version}", 1000, quiet=quiet) as bar:
-        job = Job(model, tuple(profiles), options, targets, cache, timing_cache is not None, log, BuildSteps(bar))
+        graph = model if fused is None else fused.model
+        job = Job(graph, tuple(profiles), options, targets, cache, timing_cache is not None, log, BuildSteps(bar))
         built = library.build(job)
     seconds = time.perf_counter() - start
-    precision = precision_of(model)
     info = PlanInfo(
         flavor=flavor,
         version=library.version,
@@ -97,7 +108,7 @@ def engine_from_onnx(
         timing_cache_out_sha256=digest_of(built.timing_cache),
         build_seconds=round(seconds, 3),
         layers=len(built.layers),
-        warnings=(*log.warnings(), *cautions(flavor, targets, precision)),
+        warnings=(*log.warnings(), *cautions(flavor, targets, precision), *plugin_cautions(library.version, fused)),
         created=timestamp(),
     )
     write_plan(plan_path, built.plan, info)
@@ -111,7 +122,14 @@ def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | Non
     if not 0 <= options.builder_level <= 5:
         raise InputError(f"builder level {options.builder_level}: expected 0 (fast to build) to 5 (fast to run)")
     if flavor == "tensorrt":
+        if options.plugin is not None and (options.version_compatible or options.hardware_compatible):
+            raise InputError("a plan with the flash plugin holds code for one GPU and one release: leave out either")
         return
+    if options.plugin is not None:
+        raise InputError(
+            "TensorRT for RTX takes no plugin compiled ahead of time (its Python package has no tensorrt_rtx.plugin): "
+            "build with --trt, or leave --plugin out"
+        )
     if timing_cache is not None:
         raise InputError(
             "TensorRT for RTX has no use for a timing cache: it times nothing ahead of time, and asking for one makes "
@@ -132,6 +150,23 @@ def cautions(flavor: Flavor, architectures: Sequence[str], precision: str) -> tu
     """Reports about this TensorRT that concern this plan and that nobody has confirmed."""
     low = any(kind in precision for kind in ("fp16", "bf16"))
     return (_FUSED_ATTENTION_SM120,) if flavor == "tensorrt" and low and "sm120" in architectures else ()
+
+
+def plugin_cautions(version: str, fused: FusedGraph | None) -> tuple[str, ...]:
+    """What is known against a plan with the flash plugin; nothing without."""
+    if fused is None:
+        return ()
+    left = [f"'{name}' runs without the flash plugin: {reason}" for name, reason in fused.left.items()]
+    leak = [_PLUGIN_LEAK] if version.startswith(("11.1.", "11.2.")) else []
+    return (_PLUGIN_NEVER_RAN, *leak, *left)
+
+
+def _with_plugin(model: onnx.ModelProto, architecture: str) -> FusedGraph:
+    from vitx.export.flash_plugin import register  # imports TensorRT
+
+    fused = plugin_graph(model)
+    register(architecture)
+    return fused
 
 
 def _image_elements(model: onnx.ModelProto) -> int:

@@ -111,7 +111,11 @@ class Library:
 
     def _parse(self, builder: "trt.Builder", logger: "trt.ILogger", job: Job) -> "trt.INetworkDefinition":
         # TensorRT 11 knows no other kind of network, and still takes the flag.
-        network = builder.create_network(1 << int(self.trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        kinds = self.trt.NetworkDefinitionCreationFlag
+        flags = 1 << int(kinds.STRONGLY_TYPED)
+        if job.options.plugin is not None and hasattr(kinds, "PREFER_AOT_PYTHON_PLUGINS"):
+            flags |= 1 << int(kinds.PREFER_AOT_PYTHON_PLUGINS)
+        network = builder.create_network(flags)
         parser = self.trt.OnnxParser(network, logger)
         if not parser.parse(job.model.SerializeToString()):
             errors = [parser.get_error(index) for index in range(parser.num_errors)]

@@ -99,6 +99,42 @@ def _name(entry: ast.AnnAssign) -> str:
     return entry.target.id if isinstance(entry.target, ast.Name) else ""
 
 
+class Signatures(Compact):
+    """Of modules written in Python: no decorators that only export, and what their bodies assign to `self`."""
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        node.decorator_list = []
+        assigned = [ast.unparse(target) for target in ast.walk(node) if _is_public_attribute(target)]
+        named = {entry.name for entry in node.body if isinstance(entry, ast.FunctionDef)}
+        for name in sorted({text.removeprefix("self.") for text in assigned} - named):
+            node.body.append(ast.parse(f"{name}: typing.Any").body[0])
+        return self._without_docstring(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        kept = ("property", "staticmethod", "classmethod")
+        node.decorator_list = [entry for entry in node.decorator_list if ast.unparse(entry).endswith((*kept, "setter"))]
+        return super().visit_FunctionDef(node)
+
+
+def _is_public_attribute(node: ast.AST) -> bool:
+    stored = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    return stored and ast.unparse(node.value) == "self" and not node.attr.startswith("_")
+
+
+def plugin_stub(folder: Path, origin: str) -> str:
+    """The stub of `tensorrt.plugin`, which is written in Python: its public classes and functions."""
+    imports = "import typing\nfrom typing import *\nfrom builtins import bool as _bool\nfrom abc import ABC\n"
+    lines = [HEADER.format(origin=origin) + imports + "import tensorrt as trt\nTuple = tuple\nList = list"]
+    for name in ("_tensor", "_autotune", "_top_level", "_lib"):
+        tree = ast.parse((folder / f"{name}.py").read_text())
+        bodies = [entry.body if isinstance(entry, ast.If) else [entry] for entry in tree.body]
+        for entry in (entry for body in bodies for entry in body):
+            if isinstance(entry, ast.ClassDef | ast.FunctionDef) and not entry.name.startswith("_"):
+                lines.append(ast.unparse(ast.fix_missing_locations(Signatures().visit(entry))))
+    text = re.sub(r":\n +\.\.\.$", ": ...", "\n".join(lines), flags=re.MULTILINE)
+    return re.sub(r"\n\n+", "\n", text) + "\n"
+
+
 def clean_stub(raw: str, origin: str) -> str:
     """Make pybind11-stubgen's output a valid stub, and short."""
     # The bindings name a parameter `in`, and give one a default before one without.
@@ -127,14 +163,19 @@ def main() -> None:
         if arguments.wheel:
             environment = unpack_bindings(arguments.wheel, Path(folder))
             origin, raw = arguments.wheel.name, raw_stub("tensorrt_bindings.tensorrt", environment)
+            write(arguments.name, "plugin", plugin_stub(Path(folder) / "tensorrt_bindings" / "plugin", origin))
         else:
             import tensorrt_rtx
 
             origin = f"tensorrt_rtx {tensorrt_rtx.__version__}"
             raw = raw_stub("tensorrt_rtx_bindings.tensorrt_rtx", dict(os.environ))
-    target = Path(__file__).parent / arguments.name / "tensorrt" / "__init__.pyi"
+    write(arguments.name, "", clean_stub(raw, origin))
+
+
+def write(name: str, module: str, text: str) -> None:
+    target = Path(__file__).parent / name / "tensorrt" / module / "__init__.pyi"
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(clean_stub(raw, origin))
+    target.write_text(text)
     print(f"{target}: {target.stat().st_size:,} bytes")
 
 

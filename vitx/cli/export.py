@@ -55,6 +55,10 @@ def command(
     weight_stripped: Annotated[
         bool, typer.Option("--weight-stripped", help="Plan without weights, to be refitted.")
     ] = False,
+    plugin: Annotated[
+        Literal["flash"] | None,
+        typer.Option("--plugin", help="With --trt: Re-Attention through our kernels. Not run on a GPU yet."),
+    ] = None,
     openvino: Annotated[bool, typer.Option("--openvino", help="Add OpenVINO IR.")] = False,
     triton: Annotated[
         Path | None, typer.Option("--triton", metavar="DIR", help="Also write a Triton model repository.")
@@ -89,6 +93,8 @@ def command(
         raise InputError(f"'{source}' brings no images to certify on: give --data, or say --uncertified")
     if arch is not None and not trt_rtx:
         raise InputError(f"--arch {arch} goes with --trt-rtx: --trt builds for this machine's GPU")
+    if plugin is not None and not trt:
+        raise InputError(f"--plugin {plugin} goes with --trt: TensorRT alone takes it")
     batches = batch_sizes("--profiles", profiles)
     engines: list[EngineRequest] = []
     if trt:
@@ -101,6 +107,7 @@ def command(
                 hardware_compatible=hardware_compatible,
                 weight_stripped=weight_stripped,
                 timing_cache=timing_cache,
+                plugin=plugin,
             )
         )
     if trt_rtx:
