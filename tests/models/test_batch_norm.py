@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import vitx.models  # noqa: F401  # registers deepvit_digits
+from reference import randomize_like_trained
+from vitx.models.attention import ReAttention
+from vitx.models.flash_reattention import Mixes, plain_reattention
 from vitx.models.recalibration import measure_batch_norm
 
 
@@ -36,6 +39,35 @@ def test_the_mean_is_the_closed_form_and_the_variance_that_of_the_maps(model: An
     torch.testing.assert_close(attention.var_norm.running_mean, closed, rtol=0, atol=1e-6)
     variances = torch.stack([maps.transpose(0, 1).flatten(1).var(dim=1) for maps in mixed])
     torch.testing.assert_close(attention.var_norm.running_var, variances.mean(0), rtol=1e-4, atol=0)
+
+
+def test_training_is_a_linear_mix_of_statistics_that_need_no_map() -> None:
+    """The two-pass form (docs/models.md): the H×H products of the maps make BatchNorm a mix, output and gradients."""
+    layer: Any = randomize_like_trained(ReAttention(12, 3)).double().train()
+    B, N = 2, 5
+    x = torch.randn(B, N, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before = layer.var_norm.running_var.clone()
+    output = layer(x)
+    weight, bias = layer.reatten_matrix.weight.flatten(1), layer.reatten_matrix.bias
+    q, k, v = layer.split_heads(layer.qkv(x))
+    maps = (layer.scale * q @ k.transpose(-2, -1)).softmax(dim=-1)
+    products = torch.einsum("bgnm,bhnm->gh", maps, maps)
+    covariance = products / (B * N**2) - 1 / N**2
+    variance = (weight @ covariance @ weight.T).diagonal()
+    mean = weight.sum(dim=1) / N + bias
+    scale = layer.var_norm.weight / torch.sqrt(variance + layer.var_norm.eps)
+    mixes = Mixes(scale[:, None] * weight, scale * (bias - mean) + layer.var_norm.bias)
+    mixed = plain_reattention(q, k, v, mixes, layer.scale) * layer.reatten_scale
+    folded = layer.proj(mixed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(folded, output, rtol=0, atol=1e-12)
+    unbiased = 0.1 * variance * B * N**2 / (B * N**2 - 1)
+    measured = layer.var_norm.running_var - 0.9 * before
+    torch.testing.assert_close(measured, unbiased, rtol=1e-9, atol=0)
+    parameters = [parameter for parameter in layer.parameters() if parameter is not bias]  # the mean takes b away again
+    expected = torch.autograd.grad(output.square().sum(), parameters)
+    found = torch.autograd.grad(folded.square().sum(), parameters)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
 
 
 def test_modes_and_momentum_are_restored_and_dropout_is_off(model: Any) -> None:
