@@ -116,11 +116,17 @@ def share_of(args: ServeArgs, nodes: Sequence[dict[str, float]]) -> Share:
     return Share(args.instances * threads, 0, threads)
 
 
-def cluster_nodes() -> list[dict[str, float]]:
+def cluster_nodes() -> list[dict[str, Any]]:
+    """Ray's description of each living node; its `Resources` are numbers by name."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray annotates this one not
+    return [node for node in nodes if node["Alive"]]
+
+
+def cluster_resources() -> list[dict[str, float]]:
     """The resources of each living node; without a cluster those of this machine."""
     if not ray.is_initialized():
         return [{"CPU": float(describe_machine()["cores"])}]
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [node["Resources"] for node in cluster_nodes()]
 
 
 def build(args: ServeArgs) -> serve.Application:
@@ -132,15 +138,14 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     """Return the application that serves `args.bundles`, which were verified to be these offers."""
     paths = [path.absolute() for path in args.bundles]
     Tokens.read(Security(token_file=args.token_file))  # a file that is missing is said now
-    share = share_of(args, cluster_nodes())
+    share = share_of(args, cluster_resources())
     settled = args.model_copy(
         update={"bundles": tuple(paths), "threads": share.threads, "device": "cuda" if share.gpus else "cpu"}
     )
     digests = tuple(sha256_file(path / MANIFEST) for path in paths)
     full = max(_full_batch(offer.bundle, args.max_batch, on_gpu=bool(share.gpus)) for offer in offers)
     target = args.target_ongoing_requests or float(args.instances * full)
-    deployment = serve.deployment(
-        Replica,
+    deployed = serve.deployment(
         **_scaling(args, target),
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         # Those that wait to be decoded, for a batch, and for its end: a replica refuses what is too much itself.
@@ -153,7 +158,7 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
         max_constructor_retry_count=_START_ATTEMPTS,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )
-    return deployment.bind(settled, digests)
+    return deployed(Replica).bind(settled, digests)
 
 
 def _scaling(args: ServeArgs, target: float) -> dict[str, Any]:
@@ -175,7 +180,9 @@ def _full_batch(bundle: Bundle, max_batch: int, *, on_gpu: bool) -> int:
 class Replica:
     """One server: Ray calls the constructor, `check_health` and the application, all on one event loop."""
 
-    async def __init__(self, args: ServeArgs, digests: Sequence[str]) -> None:
+    async def __init__(  # type: ignore[misc]  # Ray awaits it
+        self, args: ServeArgs, digests: Sequence[str]
+    ) -> None:
         """Load and warm the models: Ray sends requests when this has returned.
 
         digests: sha256 of each bundle's manifest when the application was built, so that all replicas are the same.

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client  # nothing public says where the proxies of a cluster listen
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, LoggingConfig
@@ -28,7 +29,7 @@ from vitx.core.files import sha256_file
 from vitx.core.machine import describe_machine
 from vitx.serve.loading import Offer, open_offers
 from vitx.serve.port import hold_shared_port
-from vitx.serve.ray_app import ServeArgs, Share, application, cluster_nodes, require_same, share_of
+from vitx.serve.ray_app import ServeArgs, Share, application, cluster_nodes, cluster_resources, require_same, share_of
 
 APPLICATION = "vitx"
 LOCAL = "local"  # Ray's word for a cluster that is started here
@@ -61,7 +62,7 @@ def _cluster(address: str) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     own: dict[str, Any] = {"num_cpus": int(describe_machine()["cores"]), "include_dashboard": False}
     try:
-        ray.init(address, logging_level="error", **(own if address == LOCAL else {}))
+        ray.init(address, logging_level=logging.ERROR, **(own if address == LOCAL else {}))
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
     try:
@@ -83,7 +84,7 @@ def _require_answer(address: str) -> None:
 
 def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, *, local: bool) -> None:
     stopped = _take_signals()
-    share = share_of(args, cluster_nodes())
+    share = share_of(args, cluster_resources())
     _require_room(args, share, local=local)
     if not local:
         _require_bundles(args.bundles, share)
@@ -118,7 +119,7 @@ def _take_signals() -> threading.Event:
 
 def _require_room(args: ServeArgs, share: Share, *, local: bool) -> None:
     """A cluster may grow; this machine does not."""
-    room = share.fitting(cluster_nodes())
+    room = share.fitting(cluster_resources())
     if room >= args.min_replicas:
         return
     needs = f"{share.cpus} CPUs" + (" and a GPU" if share.gpus else "")
@@ -133,7 +134,7 @@ def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
     paths = [path.absolute() for path in bundles]
     digests = [sha256_file(path / MANIFEST) for path in paths]
     look = ray.remote(num_cpus=0, max_retries=0)(problem_on_node)
-    nodes = [node for node in ray.nodes() if node["Alive"] and share.fitting([node["Resources"]])]
+    nodes = [node for node in cluster_nodes() if share.fitting([node["Resources"]])]
     asked = {
         node["NodeManagerAddress"]: look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
@@ -162,7 +163,7 @@ def problem_on_node(paths: Sequence[Path], digests: Sequence[str]) -> str | None
 def _start_serve(host: str, port: int) -> None:
     """Start Ray Serve on the cluster, where it does not run yet."""
     try:
-        listens = _get_global_client().http_config
+        listens = proxy_options()
     except RayServeException:
         if port == 0:
             raise InputError("--port 0 is for a cluster of its own: all nodes of one listen on the same port") from None
@@ -173,6 +174,14 @@ def _start_serve(host: str, port: int) -> None:
         )
     else:
         log(f"vitx: Ray Serve runs on this cluster, at {listens.host}:{listens.port}: --host and --port are not used")
+
+
+def proxy_options() -> HTTPOptions:
+    """How the proxies of the cluster listen; raise RayServeException where Ray Serve does not run."""
+    client = _get_global_client()
+    assert client is not None
+    options: HTTPOptions = client.http_config
+    return options
 
 
 def _require_free_name() -> None:
@@ -212,8 +221,9 @@ def _failure(message: str) -> VitxError | None:
 
 def _where(stopped: threading.Event, *, local: bool) -> str:
     """The URL of the proxies; one that was started here answers when this returns."""
-    listens = _get_global_client().http_config
+    listens = proxy_options()
     if local:
+        assert listens.host is not None
         _await_answer(listens.host, listens.port, stopped)
     return f"http://{listens.host}:{listens.port}"
 

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # its types are another package
 from PIL import Image
 from pydantic import ValidationError
 
@@ -41,7 +42,7 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
 
     from vitx.serve import ray_app
     from vitx.serve.ray_app import ServeArgs, Share, share_of
-    from vitx.serve.ray_cluster import _require_free_name, _require_room, _until_running, problem_on_node
+    from vitx.serve.ray_cluster import _require_free_name, _require_room, _until_running, problem_on_node, proxy_options
 
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
@@ -81,14 +82,14 @@ def cluster() -> Iterator[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         started = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        ray.init(started.address, log_to_driver=False, logging_level="error")
+        ray.init(started.address, log_to_driver=False, logging_level=logging.ERROR)
         with claim_port("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         yield started.address
-        serve.shutdown()
+        serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates these two not
         ray.shutdown()
-        started.shutdown()
+        started.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,8 @@ def test_answers_are_the_sessions(server: ServerProcess, certified_original: Bun
 
 def test_the_settings_reach_ray(server: ServerProcess) -> None:
     assert server.line == f"vitx: serving tiny on http://{server.url}"
-    (found,) = [
-        deployment["deployment_config"]
-        for deployment in _get_global_client().get_serve_details()["applications"]["vitx"]["deployments"].values()
-    ]
+    client: Any = _get_global_client()
+    found = client.get_serve_details()["applications"]["vitx"]["deployments"]["Replica"]["deployment_config"]
     scaling = found["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 3)
     assert scaling["target_ongoing_requests"] == 8  # one instance, and no measured batch size
@@ -180,7 +179,7 @@ def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix
     with pytest.raises(CheckFailed, match=f"^the canary batch of {broken.path} has logits that are not finite$"):
         _until_running(threading.Event())
     wait_until(lambda: serve.status().applications["digits"].status == "RUNNING")
-    port = _get_global_client().http_config.port
+    port = proxy_options().port
     wait_until(lambda: status_of(port, "GET", "/digits/v2/health/ready") == 200)
     assert status_of(port, "POST", "/digits/v2/models/tiny/infer", INFER_BODY) == 200
     assert status_of(port, "GET", "/digits/v2/models/mine") == 404
@@ -274,7 +273,7 @@ def test_a_cluster_has_room_for_so_many() -> None:
 
 def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """What Ray does with `import_path` and `args`: on a GPU cluster, with a bundle that `vitx bench` has measured."""
-    monkeypatch.setattr(ray_app, "cluster_nodes", lambda: [{"CPU": 8.0, "GPU": 1.0}])
+    monkeypatch.setattr(ray_app, "cluster_resources", lambda: [{"CPU": 8.0, "GPU": 1.0}])
     points = tuple(
         LatencyPoint(batch_size=size, median_ms=size**0.5, p95_ms=9, images_per_second=1) for size in (1, 4, 16)
     )
@@ -288,6 +287,7 @@ def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, mon
     arguments = {**given.args, "bundles": [str(tiny_bundle.path)], "instances": 2, "queue": 100}
     deployment = call_user_app_builder_with_args_if_necessary(ray_app.build, arguments)._bound_deployment
     scaling = deployment._deployment_config.autoscaling_config
+    assert scaling is not None
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 32)
     assert deployment.ray_actor_options == {"num_cpus": 8, "num_gpus": 1}
     assert deployment.max_ongoing_requests == 2 * 100 + 2 * 2 * 32
