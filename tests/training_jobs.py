@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -90,6 +91,16 @@ def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
     train_one(recipe, out, {}, resume)
 
 
+def stop_in_a_group(recipe: Recipe, out: Path) -> None:
+    """The same; the exit code is the signal's that stopped it in order."""
+    from vitx.train.interruption import TrainingStopped
+
+    try:
+        train_in_a_group(recipe, out, False)
+    except TrainingStopped as stopped:
+        sys.exit(stopped.signal)
+
+
 def train_one_of(rank: int, count: int, port: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
     """Train as one of torchrun's processes."""
     train_one(recipe, out, torchrun_environment(rank, count, port), resume)
@@ -132,6 +143,17 @@ def refused_among_others(
             raise
         return
     raise AssertionError("nothing was refused")
+
+
+def hold_run(run: Path, ready: Any) -> None:
+    """Hold the lock of a run for a minute; something is sent to `ready` when it is held."""
+    from vitx.core.run import RunFolder
+    from vitx.train.run_lock import RunLock
+
+    with RunLock(RunFolder(run)) as lock:
+        lock.take()
+        ready.send(True)
+        time.sleep(60)
 
 
 def restored_state(rank: int, count: int, port: int, recipe: Recipe, run: Path, out: Path) -> None:

@@ -5,7 +5,9 @@ nothing has to be stored to resume. timm's and torchvision's transforms draw fro
 would share: workers are processes, and each sample seeds them (`vitx.train.randomness`).
 """
 
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -159,4 +161,14 @@ def _unchanged(images: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that trains; it ends its workers
+    """A terminal and torchrun signal the whole group, but only the process that trains stops, and ends its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_parent(parent: int) -> None:
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        pass
+    os._exit(0)

@@ -51,7 +51,8 @@ from vitx.train.optimization import (
     restore_optimizer,
 )
 from vitx.train.recipe import Recipe
-from vitx.train.resuming import check_alike, check_out, layout_differences
+from vitx.train.resuming import SECONDS_TO_BE_SEEN, check_alike, check_out, layout_differences
+from vitx.train.run_lock import RunLock, patience_of_torchrun
 from vitx.train.shard import Shard
 from vitx.train.sharded import load_whole_state, whole_state
 from vitx.train.step import EpochLog, Objective, Stepper, mean_losses, sums_for
@@ -102,13 +103,18 @@ def train(
     """
     folder = RunFolder(out)
     chosen = choose_device(device)
-    with joined(chosen) as processes, naming_a_lost_process(folder):
+    with joined(chosen) as processes, naming_a_lost_process(folder), RunLock(folder) as lock:
+        if processes.writes and resume:
+            lock.take(patience_of_torchrun(SECONDS_TO_BE_SEEN))
+        processes.wait()  # nobody else writes from here on
         check_alike(processes, folder, recipe)
         check_out(folder, recipe, resume=resume)
         processes.wait()  # before the first of them makes the folder
         trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
         with naming_a_full_disk(folder):
             trainer.open_run()
+            if processes.writes:
+                lock.take()
             return trainer.train(wandb, after_epoch)
 
 

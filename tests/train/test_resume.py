@@ -16,7 +16,7 @@ import torch
 
 from cli_fixture import Vitx
 from train_fixture import TINY, TINY_SETTINGS, metrics_of
-from training_jobs import context, recipe_of, train_in_a_group
+from training_jobs import context, recipe_of, stop_in_a_group, train_in_a_group
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save
@@ -81,6 +81,23 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, ima
         assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
     assert metrics_of(tmp_path / "alone") == metrics_of(run)
     assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
+
+
+def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path) -> None:
+    """torchrun and schedulers send SIGTERM to the whole group."""
+    settings = (*TINY, "epochs=500", "batch_size=4", "checkpoint_steps=1", "workers=2")
+    run = tmp_path / "run"
+    process = context().Process(target=stop_in_a_group, args=(recipe_of(*settings).on_data(str(image_folder)), run))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not run.is_dir() or newest_step(run) < 6:
+        assert process.is_alive(), "the run ended before it was stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == signal.SIGTERM
 
 
 def test_an_interrupt_says_how_to_resume(start_vitx: Start, tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_the_run_folder_holds_what_its_specification_says(finished: Path) -> Non
         "metrics.jsonl",
         "checkpoints",
         "tensorboard",
+        "lock",
     }
     assert run.info.class_names == tuple("0123456789")
     assert run.info.model.kwargs["patch_head"] is True

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from two_nodes import Node, NotPermitted, two_namespaces, wait_for
+from network_nodes import Node, NotPermitted, two_namespaces, wait_for
 
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one

@@ -17,7 +17,7 @@ from vitx.train.checkpoint import newest
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
 DEVICE, PORT = "vitx0", 29400
 # Seconds: how long a new group waits for more nodes (torchrun: 30), and when a silent one counts as dead (5, thrice).
-RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 class NotPermitted(Exception):
@@ -98,6 +98,7 @@ def wait_for(run: Path, node: Node, wanted: Callable[[int, int, int], bool], sec
     deadline = time.monotonic() + seconds
     while not wanted(*progress_of(run)):
         if node.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"the run stopped at {progress_of(run)}:\n{node.log.read_text()}")
+            logs = [f"{path}:\n{path.read_text()}" for path in node.log.parent.glob("*.log")]
+            raise RuntimeError(f"the run stopped at {progress_of(run)}: {' '.join(logs)}")
         time.sleep(0.02)
     return time.monotonic()
