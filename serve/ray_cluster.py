@@ -49,10 +49,10 @@ def serve_on_ray(args: ServeArgs, address: str, host: str, port: int) -> None:
     offers = open_offers(args.bundles, allow_uncertified=args.allow_uncertified)  # before anything is started
     if address != LOCAL:
         with _cluster(address):
-            _serve(args, offers, host, port, local=False)
+            _serve(args, offers, host, port)
         return
-    with hold_shared_port(host, port, "--port") as holder, _cluster(address):
-        _serve(args, offers, host, holder.getsockname()[1], local=True)
+    with hold_shared_port(host, port, "--port") as held, _cluster(address):
+        _serve(args, offers, host, held.getsockname()[1], held)
 
 
 @contextmanager
@@ -82,12 +82,16 @@ def _require_answer(address: str) -> None:
         raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
 
 
-def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, *, local: bool) -> None:
+def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held: socket.socket | None = None) -> None:
+    """Serve on the cluster; on one that was started here the port was held until now."""
+    local = held is not None
     stopped = _take_signals()
     share = share_of(args, cluster_resources())
     _require_room(args, share, local=local)
     if not local:
         _require_bundles(args.bundles, share)
+    if held is not None:
+        held.close()  # Ray's HAProxy would not share it
     _start_serve(host, port)
     _require_free_name()
     target = serve.RunTarget(application(args, offers), name=APPLICATION)
