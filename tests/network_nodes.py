@@ -64,7 +64,13 @@ class Node:
             *("--rdzv-conf", f"is_host={index == 0},{RENDEZVOUS}"),
             *("-m", "vitx", *arguments),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": DEVICE}
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": DEVICE,
+            # Without it a node that comes back waits for ever: rank 0 tells its address once (torch 2.15).
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        }
         with log.open("a") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
