@@ -3,6 +3,7 @@
 Both run the ledger's own statements (with `?` for a value). Here is what differs: connections, clocks, locks, waiting.
 """
 
+import logging
 import sqlite3
 import threading
 import time
@@ -167,6 +168,7 @@ class PostgresDatabase:
         self.name = self._link.name
         import psycopg
 
+        logging.getLogger("psycopg").setLevel(logging.ERROR)  # a lost connection, of which it warns, is handled here
         try:
             self._link.connection()
         except psycopg.Error as error:

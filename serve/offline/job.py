@@ -101,7 +101,7 @@ def predict(
     ):
         base, listing, measured = join_plan(ledger, out, plan, patience, measure)
         if not _has_work(ledger, out, quiet=quiet):
-            _refuse_other_listing(ledger, where, listing, shard_size)
+            _refuse_other_listing(ledger, where, listing, shard_size, patience)
         _refuse_errors(ledger, out, strict=strict)
         job = Job(
             out=out,
@@ -166,11 +166,11 @@ def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(ledger: Ledger, source: str, listing: Path, shard_size: int) -> None:
+def _refuse_other_listing(ledger: Ledger, source: str, listing: Path, shard_size: int, patience: Patience) -> None:
     """Raise InputError if images came or went since the input was listed: what is finished is not all of it."""
     temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # of one process, on whatever machine
     try:
-        digest = take_inventory(source, temporary, shard_size).digest
+        digest = patience.retry(lambda: take_inventory(source, temporary, shard_size).digest)
     finally:
         temporary.unlink(missing_ok=True)
     if digest != ledger.digest():
