@@ -51,7 +51,18 @@ def paths(out: Path) -> list[str]:
 
 def test_machines_share_the_work(tiny_bundle: Bundle, photos: Path, tmp_path: Path, postgres: "PostgresServer") -> None:
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "vitx", "predict", tiny_bundle.path, photos, "--out", out, "--device", "cpu"]
+    command: list[str | Path] = [
+        sys.executable,
+        "-m",
+        "vitx",
+        "predict",
+        tiny_bundle.path,
+        photos,
+        "--out",
+        out,
+        "--device",
+        "cpu",
+    ]
     command += ["--ledger", postgres.url, "--shard-size", "2", "--decode-threads", "1", "--threads", "1", "--json"]
     machines = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     answers = [machine.communicate(timeout=60) for machine in machines]
