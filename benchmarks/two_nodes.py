@@ -6,7 +6,8 @@ The nodes are network namespaces of this machine, joined by a pair of virtual Et
 storage that they share. `torchrun --nnodes 1:2` trains a small DeepViT on the digits over gloo; the command is in
 tests/network_nodes.py. Within the third epoch everything in the second node's namespace gets SIGKILL, the first goes on
 alone from the last checkpoint; later the second is started again, and both go on. Exit code 1 when the loss of an
-epoch differs from that of one process by more than 5e-3 of its value: over a thousand steps rounding grows. Needs root, for the namespaces.
+epoch differs from that of one process by more than 5e-3 of its value: over a thousand steps rounding grows. Needs root,
+for the namespaces.
 """
 
 import argparse
