@@ -14,6 +14,7 @@ grain.
 """
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import io
@@ -74,21 +75,15 @@ def jpeg(image: Image.Image, **options: Any) -> bytes:
 def decoders() -> dict[str, Function]:
     """Bytes to RGB pixels uint8 (H, W, 3), of each library that is installed."""
     found: dict[str, Function] = {"pillow": lambda data: np.asarray(decode(data))}
-    if importlib.util.find_spec("simplejpeg"):
-        import simplejpeg
-
+    if simplejpeg := installed("simplejpeg"):
         found["simplejpeg"] = simplejpeg.decode_jpeg
-    if importlib.util.find_spec("imagecodecs"):
-        import imagecodecs
-
+    if imagecodecs := installed("imagecodecs"):
         found["imagecodecs"] = lambda data: imagecodecs.jpeg8_decode(data, outcolorspace="RGB")
-    if importlib.util.find_spec("cv2"):
-        import cv2
-
+    if cv2 := installed("cv2"):
         cv2.setNumThreads(1)
         flags = cv2.IMREAD_COLOR_RGB
         found["opencv"] = lambda data: cv2.imdecode(np.frombuffer(data, np.uint8), flags)
-    if importlib.util.find_spec("torchvision"):
+    if installed("torchvision"):
         import torch
         from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -101,6 +96,10 @@ def decoders() -> dict[str, Function]:
 
         found["torchvision"] = torchvision
     return found
+
+
+def installed(name: str) -> Any:
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def shortcuts() -> dict[str, Function]:

@@ -14,7 +14,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.serve.runtimes.requirements import RUNTIMES, require
 
 Float32Array = npt.NDArray[np.float32]
-FeatureArray = npt.NDArray[np.float32] | npt.NDArray[np.float16]
+FeatureArray = npt.NDArray[np.floating]
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES = ("auto", "cpu", "cuda")
 

@@ -100,9 +100,9 @@ def classifier_input(model: onnx.ModelProto, logits: str) -> str:
         variable = {one for one in node.input if one and one not in constants}
         if len(variable) != 1:
             break
-        (name,) = variable
+        name = variable.pop()
         if node.op_type in ("Gemm", "MatMul"):
-            return name
+            return str(name)
         if node.op_type not in _AFTER_PRODUCT:
             break
     raise InputError(
@@ -112,7 +112,8 @@ def classifier_input(model: onnx.ModelProto, logits: str) -> str:
 
 def classifier(model: onnx.ModelProto, features: str, kind: int, logits: str) -> onnx.ModelProto:
     """The part of a graph between `features`, of element type `kind`, and `logits`, as a graph of its own."""
-    needed, nodes = {logits}, []
+    needed: set[str] = {logits}
+    nodes: list[onnx.NodeProto] = []
     for node in reversed(model.graph.node):
         if needed & set(node.output) and features not in node.output:
             needed |= set(node.input)

@@ -34,7 +34,8 @@ def random_images(count: int, size: int) -> UInt8Array:
 
 def expected_features(images: UInt8Array) -> npt.NDArray[np.float64]:
     """The fixture's graph in float64: the mean colour, normalised."""
-    return ((images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std).mean(axis=(1, 2))
+    normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
+    return np.asarray(normal.mean(axis=(1, 2)))
 
 
 def test_features_are_the_classifiers_input(tiny_bundle: Bundle) -> None:
@@ -110,7 +111,7 @@ def with_casts_and_scale(graph: onnx.GraphProto) -> None:
     """As of a lower precision: half weights, the product, a cast, a bias and a scale of their own."""
     del graph.node[-1]
     halves = numpy_helper.from_array(WEIGHT.astype(np.float16), "halves")
-    graph.initializer.extend([halves, numpy_helper.from_array(np.float32(2), "two")])
+    graph.initializer.extend([halves, numpy_helper.from_array(np.array(2, np.float32), "two")])
     graph.node.extend(
         [
             helper.make_node("Cast", ["features"], ["half_features"], to=TensorProto.FLOAT16),
