@@ -26,7 +26,7 @@ from server_peers import INSTANCES, SMALL, bundle_of, infer_request
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.decode import Decoder
 from vitx.serve.http.app import App
-from vitx.serve.http.connection import limited_protocol
+from vitx.serve.http.direct import direct_protocol
 from vitx.serve.limits import Batching, Limits
 from vitx.serve.loading import Loader, WarmModel
 from vitx.serve.metrics import Metrics
@@ -97,7 +97,7 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), metrics), 0)
     decoder = Decoder(max_pixels=1, capacity=1)
     app = App(models, decoder, limits, metrics, SharedMemory(enabled=False))
-    protocol = limited_protocol(limits, metrics.reject)
+    protocol = direct_protocol(limits, metrics.reject)
     config, state = _uvicorn_config(app, protocol, Security()), ServerState()
     config.load()
     loop = asyncio.get_running_loop()

@@ -50,6 +50,10 @@ _UNSEEN_SHARE = 0.05  # of the time until a deadline, for the network and the so
 _log = logging.getLogger("vitx.serve")
 
 
+# Gets the logits (N, C), or the error.
+Answer = Callable[[Float32Array | None, Exception | None], None]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
     """What one batch took; every time in seconds."""
@@ -102,6 +106,11 @@ class Batcher:
         return self._running_rows
 
     @property
+    def full_batch(self) -> int:
+        """Rows of a batch that leaves at once."""
+        return self._full
+
+    @property
     def replaced_instances(self) -> int:
         """Instances that died and were replaced."""
         return self._workers.replaced
@@ -116,14 +125,46 @@ class Batcher:
         yet out of the queue. Raises QueueFull, DeadlineMissed, InferenceFailed, or RequestError: 400 for a priority
         that there is not, 503 once closed.
         """
-        arrived = time.monotonic()
+        reply: asyncio.Future[Float32Array] = self._loop.create_future()
+
+        def answer(logits: Float32Array | None, error: Exception | None) -> None:
+            if error is not None:
+                reply.set_exception(error)
+            elif logits is not None:
+                reply.set_result(logits)
+
+        submission = self.begin(images, answer, priority=priority, deadline=deadline)
         try:
-            logits = await self._infer(images, priority_level(priority), deadline, arrived)
-        except BaseException:
-            self.statistics.add_failure(time.monotonic() - arrived)
+            answered = await reply
+        except asyncio.CancelledError:
+            if reply.cancelled():
+                submission.take_back()
+            else:
+                reply.exception()  # asyncio reports a failure that nobody looked at
             raise
-        self.statistics.add_success(time.monotonic() - arrived)
-        return logits
+        if (record := CURRENT.get()) is not None:
+            _note(record, submission.tickets)
+        return answered
+
+    def begin(
+        self, images: UInt8Array, answer: Answer, *, priority: int = 0, deadline: float | None = None
+    ) -> "Submission":
+        """`submit` without a task: `answer` is called on the event loop. Raises what is known at once."""
+        now = time.monotonic()
+        try:
+            level = priority_level(priority)
+            deadline = self._admit(len(images), level, deadline, now)
+        except BaseException:
+            self.statistics.add_failure(time.monotonic() - now)
+            raise
+        rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
+        parts = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
+        submission = Submission(self, answer, now)
+        submission.tickets = [Ticket(part, submission.on_ticket, level, deadline, now) for part in parts]
+        for ticket in submission.tickets:
+            self._enqueue(ticket)
+        self._collect()
+        return submission
 
     async def close(self) -> None:
         """Finish what was accepted, refuse the rest, and end the worker threads."""
@@ -133,36 +174,19 @@ class Batcher:
         await self._drained.wait()
         await self._workers.close()
 
-    async def _infer(self, images: UInt8Array, level: int, deadline: float | None, now: float) -> Float32Array:
+    def _admit(self, rows: int, level: int, deadline: float | None, now: float) -> float | None:
+        """Return the deadline to plan with; raise if the request cannot be queued, or not be answered in time."""
         if deadline is None and self.batching.timeout is not None:
             deadline = now + self.batching.timeout
         if deadline is not None:
             deadline -= _UNSEEN_SHARE * max(0.0, deadline - now)
-        self._admit(len(images), level, deadline, now)
-        rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
-        parts = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
-        tickets = [Ticket(part, self._loop.create_future(), level, deadline, now) for part in parts]
-        try:
-            for ticket in tickets:
-                self._enqueue(ticket)
-            self._collect()
-            replies = [ticket.reply for ticket in tickets]
-            answers = [await replies[0]] if len(replies) == 1 else await asyncio.gather(*replies)
-        except BaseException:
-            self._drop(tickets)
-            raise
-        if (record := CURRENT.get()) is not None:
-            _note(record, tickets)
-        return answers[0] if len(answers) == 1 else np.concatenate(answers)
-
-    def _admit(self, rows: int, level: int, deadline: float | None, now: float) -> None:
-        """Raise if the request cannot be queued, or not be answered in time."""
         if self._closed:
             raise unavailable("the model is being unloaded", "draining")
         if self._queue.rows + rows > self.batching.queue:
             raise QueueFull(self._queue.rows, self.batching.queue, self._retry_after())
         if deadline is not None and (late := self._expected_answer(rows, level, now) - deadline) > 0:
             raise DeadlineMissed(max(0.0, deadline - now), deadline - now + late, max(1, math.ceil(late)))
+        return deadline
 
     def _expected_answer(self, rows: int, level: int, now: float) -> float:
         """When a request that arrives now would have its answer, with allowance for the spread of batch times."""
@@ -194,7 +218,7 @@ class Batcher:
     def _expire(self, ticket: Ticket) -> None:
         """A ticket cannot be answered in time any more: tell it so, unless an instance has it already."""
         batch = ticket.batch
-        if ticket.reply.done() or (batch is not None and self._has_instance(batch)):
+        if ticket.done or (batch is not None and self._has_instance(batch)):
             return
         assert ticket.deadline is not None
         now = time.monotonic()
@@ -203,24 +227,23 @@ class Batcher:
             refusal = DeadlineMissed(now - ticket.arrived, None, self._retry_after())
         else:
             refusal = DeadlineMissed(left, max(left, self._own_batch(ticket.rows)), self._retry_after())
-        ticket.reply.set_exception(refusal)
         if batch is None:
             self._queue.remove(ticket)
-            self._note_drained()
+        ticket.settle(error=refusal)
+        self._note_drained()
 
     def _has_instance(self, batch: Batch) -> bool:
         """Whether a batch that was handed over runs, or begins to; if not it stands by."""
         return batch.started is not None or batch in self._running[: self.batching.instances]
 
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
-        """Forget what was cancelled, or belongs to a request of which another part failed."""
+    def drop(self, tickets: Sequence[Ticket]) -> None:
+        """Forget what was given up, or belongs to a request of which another part failed."""
         for ticket in tickets:
             if ticket.timer is not None:
                 ticket.timer.cancel()
             if ticket.batch is None:
                 self._queue.remove(ticket)
-            if not ticket.reply.cancel() and not ticket.reply.cancelled():
-                ticket.reply.exception()  # asyncio reports a failure that nobody looked at
+            ticket.done = True
         self._collect()
         self._note_drained()
 
@@ -320,10 +343,10 @@ class Batcher:
     def _retry(self, outcome: Outcome) -> None:
         """Put what a dead instance held back in front; what is there for the second time fails."""
         for ticket in reversed(outcome.live):
-            if ticket.reply.done():
+            if ticket.done:
                 continue
             if ticket.retried or (ticket.deadline is not None and ticket.deadline < time.monotonic()):
-                ticket.reply.set_exception(InferenceFailed(f"inference failed: the instance ended: {outcome.error!r}"))
+                ticket.settle(error=InferenceFailed(f"inference failed: the instance ended: {outcome.error!r}"))
             else:
                 ticket.retried, ticket.batch = True, None
                 self._queue.push(ticket, first=True)
@@ -336,12 +359,12 @@ class Batcher:
             stop = start + ticket.rows
             if ticket.timer is not None:
                 ticket.timer.cancel()
-            if ticket.reply.done():
-                pass  # cancelled while it ran
+            if ticket.done:
+                pass  # given up while it ran
             elif outcome.logits is None:
-                ticket.reply.set_exception(InferenceFailed(f"inference failed: {outcome.error}"))
+                ticket.settle(error=InferenceFailed(f"inference failed: {outcome.error}"))
             else:
-                ticket.reply.set_result(outcome.logits[start:stop])
+                ticket.settle(outcome.logits[start:stop])
             start = stop
         if outcome.logits is not None:
             self._measure(outcome)
@@ -367,6 +390,38 @@ class Batcher:
     def _note_drained(self) -> None:
         if self._closed and not self._queue.rows and not self._running:
             self._drained.set()
+
+
+class Submission:
+    """A request that waits for its logits, in one ticket or several."""
+
+    __slots__ = ("_answer", "_arrived", "_batcher", "tickets")
+
+    def __init__(self, batcher: Batcher, answer: Answer, arrived: float) -> None:
+        self._batcher, self._answer, self._arrived = batcher, answer, arrived
+        self.tickets: Sequence[Ticket] = ()
+
+    def on_ticket(self, ticket: Ticket) -> None:
+        """One of the tickets was answered; the first that fails ends the others."""
+        if ticket.error is not None:
+            self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
+            self._batcher.drop(self.tickets)
+            self._answer(None, ticket.error)
+        elif (logits := self._together()) is not None:
+            self._batcher.statistics.add_success(time.monotonic() - self._arrived)
+            self._answer(logits, None)
+
+    def take_back(self) -> None:
+        """Nobody waits any more: rows that do not run yet leave the queue, and nothing is answered."""
+        self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
+        self._batcher.drop(self.tickets)
+
+    def _together(self) -> Float32Array | None:
+        """The logits of all tickets, once all have theirs."""
+        if len(self.tickets) == 1:
+            return self.tickets[0].logits
+        parts = [ticket.logits for ticket in self.tickets if ticket.logits is not None]
+        return np.concatenate(parts) if len(parts) == len(self.tickets) else None
 
 
 def _note(record: RequestRecord, tickets: Sequence[Ticket]) -> None:

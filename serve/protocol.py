@@ -71,8 +71,11 @@ class Contract:
             "outputs": [{"name": self.output_name, "datatype": "FP32", "shape": [-1, self.classes]}],
         }
 
-    def config(self, max_batch: int) -> dict[str, Any]:
-        """The body of `GET /v2/models/NAME/config`, of Triton's model configuration extension."""
+    def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
+        """The body of `GET /v2/models/NAME/config`, of Triton's model configuration extension.
+
+        preferred: the sizes that a full batch has, now.
+        """
         dims = list(self.image_shape)
         image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
         return {
@@ -82,11 +85,11 @@ class Contract:
             "max_batch_size": max_batch,
             "input": [image],
             "output": [{"name": self.output_name, "data_type": "TYPE_FP32", "dims": [self.classes]}],
-            "dynamic_batching": {"preferred_batch_size": [max_batch]},
+            "dynamic_batching": {"preferred_batch_size": list(preferred)},
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class InferRequest:
     """A request that keeps the contract; `images` is uint8 (N, S, S, 3), N ≥ 1.
 

@@ -8,7 +8,7 @@ the others for ever, every second batch begins with the request that has waited 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from vitx.core.preprocess import UInt8Array
@@ -31,10 +31,13 @@ def priority_level(priority: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Ticket:
-    """Rows that travel in one batch: a request, or a part of one that is larger than a batch."""
+    """Rows that travel in one batch: a request, or a part of one that is larger than a batch.
+
+    `answer(ticket)` is called on the event loop when it has `logits` (rows, C) or an `error`.
+    """
 
     images: UInt8Array
-    reply: asyncio.Future[Float32Array]
+    answer: Callable[["Ticket"], None]
     level: int = DEFAULT_PRIORITY
     deadline: float | None = None  # time.monotonic() seconds
     arrived: float = field(default_factory=time.monotonic)
@@ -42,9 +45,17 @@ class Ticket:
     batch: "Batch | None" = None
     timer: asyncio.TimerHandle | None = None
     retried: bool = False
+    done: bool = False  # answered, or given up
+    logits: Float32Array | None = None
+    error: Exception | None = None
 
     def __post_init__(self) -> None:
         self.rows = len(self.images)
+
+    def settle(self, logits: Float32Array | None = None, error: Exception | None = None) -> None:
+        """Answer it, with one of the two."""
+        self.done, self.logits, self.error = True, logits, error
+        self.answer(self)
 
 
 @dataclass(eq=False, slots=True)

@@ -84,6 +84,11 @@ class ServedModel:
         }
         return {**self.contract.metadata(versions), "certified": self.certificate is not None, "vitx": own}
 
+    def config(self) -> dict[str, Any]:
+        """`GET /v2/models/NAME/config`."""
+        batching = self.batcher.batching
+        return self.contract.config(batching.max_batch, batching.preferred or (self.batcher.full_batch,))
+
     def statistics(self) -> dict[str, Any]:
         """One entry of Triton's `model_stats`."""
         return self.batcher.statistics.as_json(*self.key)

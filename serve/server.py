@@ -23,7 +23,8 @@ from vitx.serve.access_log import AccessLog, Observed
 from vitx.serve.canary import replay_once
 from vitx.serve.decode import Decoder
 from vitx.serve.http.app import App
-from vitx.serve.http.connection import HttpProtocol, limited_protocol
+from vitx.serve.http.connection import HttpProtocol
+from vitx.serve.http.direct import direct_protocol
 from vitx.serve.limits import Batching, Limits
 from vitx.serve.loading import Loader, Offer, open_offers
 from vitx.serve.metrics import Metrics
@@ -151,7 +152,7 @@ class Server:
         decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
         offered = self._repository if self._options.management else None
         self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered)
-        protocol = limited_protocol(limits, self._metrics.reject)
+        protocol = direct_protocol(limits, self._metrics.reject)
         self._uvicorn = _Uvicorn(_uvicorn_config(self._outermost(), protocol, self._options.security))
         self._uvicorn.config.load()
         if self._link is None:

@@ -81,7 +81,7 @@ class Workers:
 
     def _run(self, batch: Batch, rows: "_RowBuffer") -> Outcome:
         batch.started = gathered = time.monotonic()
-        live = [ticket for ticket in batch.tickets if not ticket.reply.done()]
+        live = [ticket for ticket in batch.tickets if not ticket.done]
         logits: Float32Array | None = None
         error: BaseException | None = None
         try:

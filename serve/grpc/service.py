@@ -102,8 +102,7 @@ class GrpcService:
         return _from_json("ModelMetadataResponse", contract.metadata(self._models.versions(request.name)))
 
     async def _model_config(self, request: Any, context: Any) -> Any:
-        model = self._named(request.name, request.version)
-        config = model.contract.config(model.batcher.batching.max_batch)
+        config = self._named(request.name, request.version).config()
         return _from_json("ModelConfigResponse", {"config": config})
 
     async def _model_statistics(self, request: Any, context: Any) -> Any:

@@ -26,12 +26,21 @@ from vitx.serve.http.asgi import (
     unless_gone,
 )
 from vitx.serve.http.classify import Classifier
+from vitx.serve.http.direct import DirectProtocol, remember
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
-from vitx.serve.protocol import HEADER_LENGTH, decode_infer_request, encode_infer_response, header_length
+from vitx.serve.protocol import (
+    HEADER_LENGTH,
+    InferRequest,
+    decode_infer_request,
+    encode_infer_response,
+    header_length,
+)
 from vitx.serve.repository import Repository
-from vitx.serve.served_model import ModelSet
+from vitx.serve.request_log import CURRENT
+from vitx.serve.runtimes import Float32Array
+from vitx.serve.served_model import Generation, ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
 
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
@@ -90,13 +99,24 @@ class App:
 
     async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
         started = time.monotonic()
-        model = self._models.get(name, version)
+        self._models.get(name, version)  # before the body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
         length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
-        request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
-        deadline = None if request.timeout is None else started + request.timeout
+        model, request, deadline = self._understood(name, version, length, body, started)
+        if CURRENT.get() is None:  # else somebody wants to know of each request
+            remember(scope, partial(self._begin, name, version, length))
         work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        logits = await unless_gone(scope, work)
+        return self._logits_reply(await unless_gone(scope, work), request, model)
+
+    def _understood(
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float
+    ) -> tuple[ServedModel, InferRequest, float | None]:
+        """The model, the request and its deadline; `length` is that of the JSON before the tensor."""
+        model = self._models.get(name, version)
+        request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
+        return model, request, None if request.timeout is None else started + request.timeout
+
+    def _logits_reply(self, logits: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels
         reply, json_length = encode_infer_response(logits, request, model.contract, labels, self._memory)
         if json_length is None:
@@ -104,11 +124,45 @@ class App:
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
+    def _begin(
+        self, name: str, version: str | None, length: int | None, connection: DirectProtocol, body: bytes
+    ) -> Callable[[], None] | None:
+        """`_run` of `_infer` without a task, for a head that is known; return what gives the request up."""
+        started = time.monotonic()
+        generation = self._enter()
+
+        def reply(whole: Reply) -> None:
+            self._metrics.answer("infer", whole.status, time.monotonic() - started)
+            connection.reply(whole, close=self._models.draining or self._models.leaving)
+            self._leave(generation)
+
+        def answer(logits: Float32Array | None, error: Exception | None) -> None:
+            if logits is None:
+                assert error is not None
+                reply(self._failed(error, name))
+                return
+            try:
+                whole = self._logits_reply(logits, request, model)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request, as in `_reply`
+                whole = self._failed(failure, name)
+            reply(whole)
+
+        def give_up() -> None:
+            submission.take_back()
+            self._metrics.reject("disconnected")
+            self._leave(generation)
+
+        try:
+            model, request, deadline = self._understood(name, version, length, body, started)
+            submission = model.batcher.begin(request.images, answer, priority=request.priority, deadline=deadline)
+        except Exception as failure:  # noqa: BLE001 - the edge of one request
+            reply(self._failed(failure, name))
+            return None
+        return give_up
+
     async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
-        self.active += 1
-        self._idle.clear()
-        generation = self._models.enter()
+        generation = self._enter()
         try:
             reply = await compressed(await self._reply(handler, scope, receive), scope)
             self._metrics.answer(route, reply.status, time.perf_counter() - started)
@@ -117,22 +171,35 @@ class App:
             if not scope[CONNECTION].slow:  # that has been counted
                 self._metrics.reject("disconnected")
         finally:
-            generation.leave()
-            self.active -= 1
-            if not self.active:
-                self._idle.set()
+            self._leave(generation)
+
+    def _enter(self) -> Generation:
+        self.active += 1
+        self._idle.clear()
+        return self._models.enter()
+
+    def _leave(self, generation: Generation) -> None:
+        generation.leave()
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
 
     async def _reply(self, handler: Handler, scope: Scope, receive: Receive) -> Reply:
         try:
             return await handler(scope, receive)
-        except RequestError as error:
-            self._metrics.reject(error.reason)
-            return error_reply(error)
         except ClientGone:
             raise
-        except Exception:  # noqa: BLE001 - the edge of one request: the others must not feel it
-            _log.exception("internal error while answering %s", scope["path"])
-            return error_reply(RequestError("internal error: see the server's log", status=500))
+        except Exception as error:  # noqa: BLE001 - the edge of one request: the others must not feel it
+            return self._failed(error, scope["path"])
+
+    def _failed(self, error: Exception, what: str) -> Reply:
+        """The reply to a request that was refused or went wrong."""
+        if not isinstance(error, RequestError):
+            _log.error("internal error while answering %s", what, exc_info=error)
+            error = RequestError("internal error: see the server's log", status=500)
+        else:
+            self._metrics.reject(error.reason)
+        return error_reply(error)
 
     def _counted(self, scope: Scope, send: Send) -> Send:
         """`send` that counts the reply under the name of the endpoint which gave it."""

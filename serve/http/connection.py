@@ -152,12 +152,21 @@ class HttpProtocol(HttpToolsProtocol):
         """End a connection on which nothing was asked for so long, else look again when that could be."""
         if self.transport.is_closing():
             return
-        idle = self.cycle.response_complete and not self._received
-        left = self._replied + self.timeout_keep_alive - time.monotonic() if idle else self.timeout_keep_alive
+        left = float(self.timeout_keep_alive)
+        if self.is_idle():
+            left += self._replied - time.monotonic()
         if left > 0:
             self._wait_for_request(left)
         else:
             self.transport.close()
+
+    def is_idle(self) -> bool:
+        """Whether nothing was asked that is not answered, nor begun to be asked."""
+        return (self.cycle is None or self.cycle.response_complete) and not self._received
+
+    def may_answer(self) -> bool:
+        """Whether what is being read has had no answer yet."""
+        return self._in_head or not self.cycle.response_started
 
     def _wait_for_request(self, seconds: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
@@ -203,14 +212,9 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self.slow = True
         self.on_refused(error.reason)
-        if self._in_head or not self.cycle.response_started:
+        if self.may_answer():
             self.transport.write(_plain_reply(error))
         self.transport.close()
-
-
-def limited_protocol(limits: Limits, on_refused: Callable[[str], None]) -> type[HttpProtocol]:
-    """The protocol class with these limits; `on_refused` gets the reason of each refusal that no route sees."""
-    return type("LimitedHttpProtocol", (HttpProtocol,), {"limits": limits, "on_refused": staticmethod(on_refused)})
 
 
 def _refusing(error: RequestError, connection: HttpProtocol) -> Any:

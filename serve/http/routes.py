@@ -111,7 +111,7 @@ def _model_routes(models: ModelSet) -> list[Route]:
 
     async def model_config(request: Request) -> Response:
         model = named(request)
-        return JSONResponse(model.contract.config(model.batcher.batching.max_batch))
+        return JSONResponse(model.config())
 
     async def model_statistics(request: Request) -> Response:
         return JSONResponse({"model_stats": [named(request).statistics()]})

@@ -246,6 +246,7 @@ def test_metadata_shows_what_is_served(server: ServerProcess) -> None:
     assert (about["certified"], about["vitx"]["certificate"]) == (False, None)
     assert about["vitx"]["labels"] == list(LABELS)
     assert server.json("/v2/models/tiny/config")["max_batch_size"] == 32
+    assert server.json("/v2/models/tiny/config")["dynamic_batching"]["preferred_batch_size"][0] in range(1, 33)
     assert server.request("GET", "/v2/models/tiny/ready")[0] == 200
     assert server.request("GET", "/v2/models/mine/ready")[0] == 404
 

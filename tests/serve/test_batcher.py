@@ -284,10 +284,8 @@ def test_a_higher_priority_leaves_first_and_the_default_is_the_middle() -> None:
 
 def test_a_low_priority_is_not_starved() -> None:
     def ticket(number: int, level: int, arrived: float) -> Ticket:
-        return Ticket(images(number), reply, level, None, arrived)
+        return Ticket(images(number), lambda ticket: None, level, None, arrived)
 
-    loop = asyncio.new_event_loop()
-    reply = loop.create_future()
     queue = RequestQueue()
     queue.push(ticket(9, 3, arrived=0))
     queue.push(ticket(8, 3, arrived=0))
@@ -296,7 +294,6 @@ def test_a_low_priority_is_not_starved() -> None:
     taken = [queue.take(1, now=PATIENCE + 0.5)[0].images[0, 0, 0, 0] for _ in range(5)]
     assert taken == [9, 0, 8, 1, 2]  # every second batch begins with what waited too long
     assert queue.rows == 1
-    loop.close()
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
