@@ -32,10 +32,9 @@ import numpy as np
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from bundle_fixture import LABELS, colour_image, png, write_bundle
 from pipeline import Costs, processes_on_cores, simulate, worker
 from postgres_server import find_programs, postgres_server
-
-from bundle_fixture import LABELS, colour_image, png, write_bundle
 from vitx.core.bundle import Bundle
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.serve import load_session

@@ -20,7 +20,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from network_nodes import RENDEZVOUS, Node, two_namespaces, wait_for
-
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
 from vitx.core.machine import describe_machine, installed_versions

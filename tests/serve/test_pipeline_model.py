@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from pipeline import Costs, Stage, processes_on_cores, simulate, worker
 
 

@@ -4,6 +4,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from scale import arguments, plan
 
 FOUND: dict[str, Any] = {

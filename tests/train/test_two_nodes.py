@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from network_nodes import Node, NotPermitted, two_namespaces, wait_for
 
+from network_nodes import Node, NotPermitted, two_namespaces, wait_for
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
 
