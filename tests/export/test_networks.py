@@ -25,6 +25,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.export import ALL, onnx_from_model
 from vitx.export.acceptance import Bounds, agreement_of
 from vitx.export.calibration import logits_of
+from vitx.export.flash_nodes import fuse_reattention
 from vitx.export.graph import opset_for, opset_of
 from vitx.export.half import cpu_twin
 from vitx.export.precision import lower_precision
@@ -77,6 +78,8 @@ PLACES = {
     "deit_small_12_talking": {**DEIT, "drop-row-constants": 12},
     "alternet_18": {"remove-dead-outputs": 4, "fold-normalization": 1},
 }
+# Attention over all tokens with a mix over heads; the last block's, of the class token alone, is none.
+FUSED = {"deepvit_s": 4, "deepvit_l": 11, "deit_small_12_talking": 11}
 FIT, OTHER = 320, 32
 LABELS = tuple("0123456789")
 
@@ -147,6 +150,15 @@ def test_float32_equals_the_network(exported: Exported) -> None:
         found = logits_of(exported.graph, images, batch)
         assert np.abs(found - expected).max() < 1e-4
         assert np.array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+def test_attention_with_a_head_mix_as_one_node(exported: Exported) -> None:
+    """Through the node's definition, in ONNX Runtime."""
+    fused = fuse_reattention(exported.graph)
+    assert len(fused.fused) == FUSED.get(exported.name, 0)
+    assert bool(fused.left) == (exported.name == "alternet_18")  # relative positions are added to its scores
+    found = logits_of(fused.model, exported.images[:8], batch=7)
+    assert np.abs(found - exported.logits[:8]).max() < 1e-4
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
