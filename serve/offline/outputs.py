@@ -77,10 +77,13 @@ class Part:
     done: Done
 
     def publish(self) -> None:
-        """Put the file in its place; a second call does nothing."""
-        if self.temporary.exists():
+        """Put the file in its place; a second call does nothing. Raises FileNotFoundError if it is in neither place."""
+        try:
             os.replace(self.temporary, self.path)
-            sync(self.path.parent)
+        except FileNotFoundError:
+            if not self.path.exists():
+                raise
+        sync(self.path.parent)
 
     def abandon(self) -> None:
         self.temporary.unlink(missing_ok=True)

@@ -4,22 +4,26 @@ import importlib.util
 import json
 import logging
 import os
+import signal
+import socket
+import sys
+import threading
 import uuid
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
-from vitx.core.errors import EnvironmentMissing, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, missing_package
 from vitx.serve.offline.disk import Patience
 from vitx.serve.offline.executor import Performance, Told
 from vitx.serve.offline.leases import LeasedShards
 from vitx.serve.offline.ledger import Claim, Ledger
 from vitx.serve.offline.listing import Range, read_range
-from vitx.serve.offline.outputs import remove_leftovers
+from vitx.serve.offline.outputs import Part, remove_leftovers
 from vitx.serve.offline.ray_actor import ANSWER, CLAIM, Assignment, PredictionActor, claim_to_text, part_from_answer
 from vitx.serve.offline.stores import is_url, join
 from vitx.serve.offline.summary import bundle_digest
@@ -34,6 +38,7 @@ LOCAL = "local"
 STAGES = ("read", "decode", "infer", "write")
 # Shards that are claimed at once; between two such rounds the actors are begun anew.
 ROUND = 10_000
+CONNECT_SECONDS = 10.0
 # Of a cluster that we start: only claims and answers lie in it.
 OBJECT_STORE_BYTES = 100 << 20
 
@@ -55,7 +60,7 @@ class RayPool:
     (least, most); by default one a GPU or, on CPUs, as many as fit the nodes. threads (of a session) and
     decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest node.
 
-    Raises EnvironmentMissing without ray, InputError for an unknown device.
+    Raises EnvironmentMissing without ray, InputError for an unknown device or the address of a Ray client (ray://).
     """
 
     def __init__(
@@ -71,6 +76,11 @@ class RayPool:
     ) -> None:
         if importlib.util.find_spec("ray") is None:
             raise missing_package("ray", "ray")
+        if address.startswith("ray://"):
+            raise InputError(
+                f"--ray {address}: Ray Data does not run through a Ray client; run the command on a machine of the "
+                "cluster with --ray auto, or give the cluster's own address HOST:PORT"
+            )
         self._bundle, self._address, self._actors = bundle, address, actors
         self._runtime, self._device = runtime, device_name(device)
         self._threads, self._decode_threads = threads, decode_threads
@@ -84,7 +94,8 @@ class RayPool:
             claims = shards.take(ROUND)
             if not claims:
                 return Performance(0, told.seconds(), dict.fromkeys(STAGES, 0.0), {})
-            with _token(job) as token, _joined(self._address):
+            # Ray writes to standard output what happens to its actors; that is for our result.
+            with redirect_stdout(sys.stderr), _token(job) as token, _joined(self._address):
                 size = self._size()
                 assignment = self._assignment(job, token, size, claims[0])
                 done = _Answers(shards, job, told)
@@ -105,7 +116,8 @@ class RayPool:
         if self._wants_gpu(any("GPU" in node for node in nodes)):
             nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
             share = min((node.get("CPU", 0) / node["GPU"] for node in nodes), default=1)
-            cpus, gpus, fit = self._decode_threads or max(1, int(share)), 1, sum(int(node["GPU"]) for node in nodes)
+            cpus, gpus = self._decode_threads or max(1, int(share)), 1
+            fit = sum(int(min(node["GPU"], node.get("CPU", 0) // cpus)) for node in nodes)
         else:
             nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
             cpus = cpus or min((int(node["CPU"]) for node in nodes), default=1)
@@ -161,9 +173,18 @@ class _Answers:
                     answer = json.loads(text)
                     part = part_from_answer(answer, self._job.out)
                     self._latest[answer["actor"]] = answer
-                    if self._shards.commit(by_id[answer["id"]], part):
+                    if self._publish(by_id[answer["id"]], part):
                         self._images += part.done.images
                     self._told.update(0, self._shares)
+
+    def _publish(self, claim: Claim, part: Part) -> bool:
+        try:
+            return self._shards.commit(claim, part)
+        except FileNotFoundError:
+            raise InputError(
+                f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage "
+                "that all of them share"
+            ) from None
 
     def performance(self) -> Performance:
         import ray
@@ -214,7 +235,6 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: Size) -> "Datase
 @contextmanager
 def _joined(address: str) -> Iterator[None]:
     """Inside, this process is the driver of a cluster: of one that ends with the block, or of the one at `address`."""
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # else they write between our lines
     import ray
     import ray.data
 
@@ -226,14 +246,28 @@ def _joined(address: str) -> Iterator[None]:
     if address == LOCAL:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    handler = signal.getsignal(signal.SIGTERM)
+    _require_answer(address)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise EnvironmentMissing(f"cannot join the Ray cluster at '{address}': {error}") from None
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)  # which Ray has replaced by an exit
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Raise EnvironmentMissing if nothing listens there: Ray itself tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+        except OSError as error:
+            raise EnvironmentMissing(f"no Ray cluster answers at '{address}': {error}") from None
 
 
 @contextmanager

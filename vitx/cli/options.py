@@ -42,7 +42,7 @@ RayAddress = Annotated[
     typer.Option(
         "--ray",
         metavar="[ADDRESS]",
-        help="Run on Ray: a cluster of this machine, or the one at ADDRESS (auto, HOST:PORT or ray://HOST:PORT).",
+        help="Run on Ray: a cluster of this machine, or the one at ADDRESS (auto or HOST:PORT).",
     ),
 ]
 LOCAL_RAY = "local"
