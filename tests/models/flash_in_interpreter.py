@@ -12,6 +12,7 @@ import timm
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from triton.runtime import interpreter
 
 from reference import randomize, randomize_like_trained
@@ -210,6 +211,22 @@ def test_operator_checks_of_torch() -> None:
     (q, k, v), mixes = operands(3, 5, 32, torch.float16, batch=1)
     arguments = (q, k, v, mixes.weight, mixes.bias, None, None, 0.2)
     torch.library.opcheck(torch.ops.vitx.reattention.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("make", [ReAttention, TalkingHeadsAttention])
+def test_a_compiled_layer_is_one_graph_with_the_operator_in_it(make: Callable[..., Any]) -> None:
+    layer: Any = randomize_like_trained(make(48, 3)).half().eval()
+    x = torch.randn(2, 17, 48, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    operators: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return aot_eager(graph, inputs)  # type: ignore[no-untyped-call]  # torch gives it no types
+
+    (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
+    (found,) = torch.autograd.grad(torch.compile(layer, backend=backend, fullgraph=True)(x).float().square().sum(), x)
+    assert torch.equal(found, expected)
+    assert operators.count("vitx.reattention") == 1
 
 
 @pytest.mark.parametrize(
