@@ -336,7 +336,6 @@ class Batcher:
     def _learn(self, outcome: Outcome) -> None:
         rows, seconds = len(outcome.logits) if outcome.logits is not None else 0, outcome.computed - outcome.gathered
         self.curve.observe(rows, seconds)
-        self._full = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
         rate = rows / max(seconds, 1e-6) * self.batching.instances
         self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
 

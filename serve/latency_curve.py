@@ -22,11 +22,20 @@ _DEVIATIONS = 2.0
 
 
 class LatencyCurve:
-    """Seconds of a batch by its number of images; empty until something was measured."""
+    """Seconds of a batch by its number of images; empty until something was measured.
 
-    def __init__(self, seconds_by_rows: Mapping[int, float] | None = None) -> None:
+    What is measured live moves the whole curve, and tells little of its shape: the size that is in use is measured
+    beside everything else that the server does, the others not at all. So sizes are compared as they were `fastest`
+    when they were measured in turns.
+    """
+
+    def __init__(
+        self, seconds_by_rows: Mapping[int, float] | None = None, fastest: Mapping[int, float] | None = None
+    ) -> None:
+        """`fastest`, of the same sizes: the least seconds instead of the usual ones."""
         points = sorted((seconds_by_rows or {}).items())
         self._measured = tuple(rows for rows, _ in points)
+        self._fastest = [(fastest or dict(points))[rows] for rows in self._measured]
         self._rows = list(self._measured)
         self._seconds = [seconds for _, seconds in points]
         self._deviation = 0.0  # mean of |measured / expected − 1|
@@ -36,15 +45,7 @@ class LatencyCurve:
 
     def seconds(self, rows: int) -> float:
         """What a batch of `rows` images takes on average; 0 while nothing is known."""
-        if not self._rows:
-            return 0.0
-        right = bisect_left(self._rows, rows)
-        if right == len(self._rows):
-            return self._seconds[-1] * rows / self._rows[-1]
-        if right == 0 or self._rows[right] == rows:
-            return self._seconds[right]  # a smaller batch than the smallest measured is not known to be faster
-        share = self._share(right, rows)
-        return self._seconds[right - 1] * (1 - share) + self._seconds[right] * share
+        return _between(self._rows, self._seconds, rows) if self._rows else 0.0
 
     def at_most(self, rows: int) -> float:
         """What such a batch hardly ever exceeds: its mean and twice the mean deviation."""
@@ -60,7 +61,7 @@ class LatencyCurve:
             return max((size for size in preferred if size <= rows), default=rows)
         largest = min(rows, self._measured[-1])
         sizes = [size for size in preferred if size <= largest] or [size for size in self._measured if size <= largest]
-        rates = {size: size / (self.seconds(size) + _HAND_OVER_SECONDS) for size in sizes}
+        rates = {size: size / (_between(self._measured, self._fastest, size) + _HAND_OVER_SECONDS) for size in sizes}
         fast_enough = max(rates.values(), default=0.0) / _WORTH_GROWING
         return min((size for size, rate in rates.items() if rate >= fast_enough), default=rows)
 
@@ -80,10 +81,21 @@ class LatencyCurve:
         last = len(self._rows) - 1
         if right > last or right == 0:
             return float(index == min(right, last))
-        share = self._share(right, rows)
+        share = _share(self._rows, right, rows)
         return share if index == right else 1 - share if index == right - 1 else 0.0
 
-    def _share(self, right: int, rows: int) -> float:
-        """Where `rows` lies between the points right − 1 (0) and right (1)."""
-        left = self._rows[right - 1]
-        return (rows - left) / (self._rows[right] - left)
+
+def _between(points: Sequence[int], seconds: Sequence[float], rows: int) -> float:
+    right = bisect_left(points, rows)
+    if right == len(points):
+        return seconds[-1] * rows / points[-1]
+    if right == 0 or points[right] == rows:
+        return seconds[right]  # a smaller batch than the smallest measured is not known to be faster
+    share = _share(points, right, rows)
+    return seconds[right - 1] * (1 - share) + seconds[right] * share
+
+
+def _share(points: Sequence[int], right: int, rows: int) -> float:
+    """Where `rows` lies between the points right − 1 (0) and right (1)."""
+    left = points[right - 1]
+    return (rows - left) / (points[right] - left)

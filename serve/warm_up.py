@@ -16,7 +16,7 @@ from vitx.serve.runtimes import Session, image_shape
 # A start must stay short: a size whose calls would take longer than what is left of this is not measured, or not as
 # often.
 _SECONDS = 0.5
-_CALLS = 4
+_CALLS = 12
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
@@ -38,33 +38,37 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
 def measure_curve(
     session: Session, shape: Sequence[int], batching: Batching, seconds: float = _SECONDS
 ) -> LatencyCurve:
-    """Time batches of 1, 2, 4, … images, every instance at once, for about `seconds`.
+    """Time batches of 1, 2, 4, … images in turns, every instance at once, for about `seconds`.
 
-    The sizes are measured from the smallest up, so that a slow model is known by what it can do in the time. The first
-    call of a size, which allocates, compiles or chooses algorithms, does not count.
+    The first pass goes from the smallest size up, so that a slow model is known by what it can do in the time. The
+    first call of a size, which allocates, compiles or chooses algorithms, does not count.
     """
     images = np.zeros((batching.max_batch, *shape), dtype=np.uint8)
-    points: dict[int, float] = {}
-    left = seconds
+    taken: dict[int, list[float]] = {}
+    end = time.perf_counter() + seconds
     with ThreadPoolExecutor(batching.instances) as callers:
+
+        def measured(rows: int) -> list[float]:
+            jobs = [callers.submit(_seconds_of, session, images[:rows]) for _ in range(batching.instances)]
+            return [job.result() for job in jobs]
+
         for rows in _sizes(batching):
-            expected = points[max(points)] * rows / max(points) if points else 0.0
-            calls = _CALLS if not points else min(_CALLS, int(left / expected) - 1)
-            if calls < 1:
+            if taken and time.perf_counter() + 2 * min(taken[max(taken)]) * rows / max(taken) > end:
                 break
-            jobs = [callers.submit(_times, session, images[:rows], calls) for _ in range(batching.instances)]
-            points[rows] = statistics.median(taken for job in jobs for taken in job.result())
-            left -= (1 + calls) * points[rows]
-    return LatencyCurve(points)
+            measured(rows)
+            taken[rows] = measured(rows)
+        one_pass = sum(map(max, taken.values()))
+        while time.perf_counter() + one_pass < end and len(taken[1]) < _CALLS * batching.instances:
+            for rows in taken:
+                taken[rows] += measured(rows)
+    medians = {rows: statistics.median(times) for rows, times in taken.items()}
+    return LatencyCurve(medians, {rows: min(times) for rows, times in taken.items()})
 
 
-def _times(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]", calls: int) -> list[float]:
-    """Seconds of so many calls after a first one."""
-    stamps = []
-    for _ in range(1 + calls):
-        session.infer(images)
-        stamps.append(time.perf_counter())
-    return list(np.diff(stamps))
+def _seconds_of(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]") -> float:
+    start = time.perf_counter()
+    session.infer(images)
+    return time.perf_counter() - start
 
 
 def _sizes(batching: Batching) -> list[int]:

@@ -432,6 +432,12 @@ def test_the_best_size_is_the_smallest_measured_one_that_is_nearly_the_fastest()
     assert known.best_size(256, preferred=(64,)) == 4
     assert LatencyCurve({1: 0.0002, 2: 0.0004, 4: 0.0008}).best_size(4) == 4  # every batch costs a hand-over
     assert LatencyCurve({4: 1.0}).best_size(2) == 2
+    # Sizes are compared at their fastest, and what is measured live of one of them alone changes nothing.
+    noisy = LatencyCurve({1: 1.0, 8: 8.0, 32: 25.0}, fastest={1: 1.0, 8: 6.0, 32: 24.0})
+    assert noisy.best_size(32) == 8
+    for _ in range(100):
+        noisy.observe(8, 30.0)
+    assert (noisy.best_size(32), round(noisy.seconds(8))) == (8, 30)
     assert LatencyCurve().best_size(32, preferred=(8, 16, 64)) == 16
 
 
