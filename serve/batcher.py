@@ -243,7 +243,7 @@ class Batcher:
                 ticket.timer.cancel()
             if ticket.batch is None:
                 self._queue.remove(ticket)
-            ticket.done = True
+            ticket.forget()
         self._collect()
         self._note_drained()
 
@@ -331,6 +331,7 @@ class Batcher:
             self._learn(outcome)
         self._collect()
         self._answer(outcome)
+        outcome.batch.tickets.clear()  # they refer to it
         self._note_drained()
 
     def _learn(self, outcome: Outcome) -> None:

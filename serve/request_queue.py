@@ -54,8 +54,18 @@ class Ticket:
 
     def settle(self, logits: Float32Array | None = None, error: Exception | None = None) -> None:
         """Answer it, with one of the two."""
-        self.done, self.logits, self.error = True, logits, error
-        self.answer(self)
+        answer = self.answer
+        self.forget()
+        self.logits, self.error = logits, error
+        answer(self)
+
+    def forget(self) -> None:
+        """Answer nobody any more, and hold nobody: what refers to itself waits for the garbage collector."""
+        self.done, self.answer = True, _nobody
+
+
+def _nobody(ticket: Ticket) -> None:
+    """Whom a ticket tells that was answered or given up."""
 
 
 @dataclass(eq=False, slots=True)

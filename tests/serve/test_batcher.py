@@ -1,6 +1,7 @@
 """The collector alone: when batches leave, what they hold, and what a failure or a cancellation touches."""
 
 import asyncio
+import gc
 import sys
 import threading
 import time
@@ -482,6 +483,28 @@ def test_a_delay_below_the_grain_of_the_loop_is_waited_for_too() -> None:
         for _ in range(20):  # seven together, and then fewer: those wait, for less than a millisecond
             await asyncio.gather(*await submitted(batcher, *(images(number) for number in range(7))))
             await asyncio.gather(*await submitted(batcher, images(1), images(2), images(3)))
+        await batcher.close()
+
+    run(test)
+
+
+def test_finished_requests_leave_nothing_to_the_garbage_collector() -> None:
+    async def test() -> None:
+        model = Model()
+        batcher = Batcher(model, Batching(max_batch=4))
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(20):
+                await asyncio.gather(*await submitted(batcher, images(1), images(2, 3), images(*range(10))))
+                (given_up,) = await submitted(batcher, images(4))
+                given_up.cancel()
+                await asyncio.wait([given_up])
+            del given_up
+            left = [thing for thing in gc.get_objects() if isinstance(thing, Ticket)]
+            assert len(left) <= 8  # what the thread has run last
+        finally:
+            gc.enable()
         await batcher.close()
 
     run(test)
