@@ -221,10 +221,11 @@ def test_a_compiled_layer_is_one_graph_with_the_operator_in_it(make: Callable[..
 
     def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return aot_eager(graph, inputs)  # type: ignore[no-untyped-call]  # torch gives it no types
+        return aot_eager(graph, inputs)
 
     (expected,) = torch.autograd.grad(layer(x).float().square().sum(), x)
-    (found,) = torch.autograd.grad(torch.compile(layer, backend=backend, fullgraph=True)(x).float().square().sum(), x)
+    compiled: Any = torch.compile(layer, backend=backend, fullgraph=True)
+    (found,) = torch.autograd.grad(compiled(x).float().square().sum(), x)
     assert torch.equal(found, expected)
     assert operators.count("vitx.reattention") == 1
 

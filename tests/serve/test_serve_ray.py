@@ -212,8 +212,8 @@ def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> N
     [
         (("--grpc-port", 0), "--grpc-port is not offered with --ray: Ray's proxies pass on HTTP"),
         (("--workers", 1), "--workers is not offered with --ray: give --replicas"),
-        (("--replicas", "4:2"), "--replicas 4:2: the second number is the largest, and less than the first"),
-        (("--replicas", "0"), "--replicas 0: expected a number from 1 on, or two such as 1:4"),
+        (("--replicas", "4:2"), "--replicas 4:2: expected a number such as 4, or a least and a most such as 2:8"),
+        (("--replicas", "0"), "--replicas 0: expected a number such as 4, or a least and a most such as 2:8"),
     ],
 )
 def test_what_is_not_offered_is_one_message(

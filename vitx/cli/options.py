@@ -74,3 +74,12 @@ def batch_sizes(option: str, text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise InputError(f"{option} {text}: expected batch sizes such as 1,8,32")
     return sizes
+
+
+def number_range(option: str, text: str) -> tuple[int, int]:
+    """'4' → (4, 4), '2:8' → (2, 8); raise InputError for anything but numbers from 1 on, the least first."""
+    least, _, most = text.partition(":")
+    numbers = least, most or least
+    if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
+        raise InputError(f"{option} {text}: expected a number such as 4, or a least and a most such as 2:8")
+    return int(least), int(numbers[1])

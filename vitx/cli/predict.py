@@ -14,6 +14,7 @@ from vitx.cli.options import (
     RayAddress,
     RuntimeOption,
     Threads,
+    number_range,
 )
 from vitx.core.errors import InputError
 
@@ -148,11 +149,4 @@ def _actors(ray: str | None, text: str | None) -> tuple[int, int] | None:
         return None
     if ray is None:
         raise InputError(f"--ray-actors {text} is for --ray: pass that too, or leave it out")
-    least, _, most = text.partition(":")
-    try:
-        found = int(least), int(most or least)
-    except ValueError:
-        found = 0, 0
-    if not 1 <= found[0] <= found[1]:
-        raise InputError(f"--ray-actors {text}: expected a number such as 4, or a least and a most such as 2:8")
-    return found
+    return number_range("--ray-actors", text)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vitx.cli.options import AllowUncertified, DeviceOption, RayAddress, RuntimeOption
+from vitx.cli.options import AllowUncertified, DeviceOption, RayAddress, RuntimeOption, number_range
 from vitx.core.errors import InputError, missing_package
 
 # What --ray does not offer, and what to do instead.
@@ -111,11 +111,11 @@ def command(
             raise missing_package(str(error.name), "ray") from None
         if not bundles:
             raise InputError("no bundle to serve: give one or more")
-        fewest, most = _replica_range(replicas or "1")
+        fewest, most = number_range("--replicas", replicas or "1")
         args = ServeArgs(
             bundles=tuple(bundles),
             min_replicas=fewest,
-            max_replicas=most,
+            max_replicas=most if most > fewest else None,
             allow_uncertified=allow_uncertified,
             device=device,
             runtime=runtime,
@@ -194,17 +194,6 @@ def _require_offered_on_ray(context: typer.Context) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise InputError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
-
-
-def _replica_range(text: str) -> tuple[int, int | None]:
-    """'4' → (4, None); '1:8' → (1, 8)."""
-    fewest, colon, most = text.partition(":")
-    numbers = [fewest, most] if colon else [fewest]
-    if not all(number.isascii() and number.isdigit() and int(number) for number in numbers):
-        raise InputError(f"--replicas {text}: expected a number from 1 on, or two such as 1:4")
-    if colon and int(most) < int(fewest):
-        raise InputError(f"--replicas {text}: the second number is the largest, and less than the first")
-    return int(fewest), int(most) if colon else None
 
 
 def _supervise(workers: int, host: str, port: int, grpc_port: int | None, *, tls: bool) -> int:
