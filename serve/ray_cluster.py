@@ -29,13 +29,12 @@ from vitx.core.files import sha256_file
 from vitx.core.machine import describe_machine
 from vitx.serve.loading import Offer, open_offers
 from vitx.serve.port import hold_shared_port
+from vitx.serve.ray_address import LOCAL, require_answer
 from vitx.serve.ray_app import ServeArgs, Share, application, cluster_nodes, cluster_resources, require_same, share_of
 
 APPLICATION = "vitx"
-LOCAL = "local"  # Ray's word for a cluster that is started here
 _LOOK_SECONDS = 0.2  # between two looks at an application that starts
 _WATCH_SECONDS = 2.0  # and at one that runs
-_CONNECT_SECONDS = 5.0
 _CHECK_SECONDS = 60.0  # for a node to look at its bundles
 _VITX_ERROR = re.compile(r"^vitx\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
 
@@ -57,7 +56,7 @@ def serve_on_ray(args: ServeArgs, address: str, host: str, port: int) -> None:
 
 @contextmanager
 def _cluster(address: str) -> Iterator[None]:
-    _require_answer(address)
+    require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     own: dict[str, Any] = {"num_cpus": int(describe_machine()["cores"]), "include_dashboard": False}
@@ -69,17 +68,6 @@ def _cluster(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise EnvironmentMissing when nothing listens at HOST:PORT or ray://HOST:PORT: Ray would try for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not colon:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
 
 
 def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held: socket.socket | None = None) -> None:

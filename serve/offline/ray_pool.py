@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import uuid
@@ -28,17 +27,16 @@ from vitx.serve.offline.ray_actor import ANSWER, CLAIM, Assignment, PredictionAc
 from vitx.serve.offline.stores import is_url, join
 from vitx.serve.offline.summary import bundle_digest
 from vitx.serve.offline.worker import BATCHES_AHEAD, Job
+from vitx.serve.ray_address import LOCAL, require_answer
 from vitx.serve.runtimes import device_name
 from vitx.serve.runtimes.requirements import RUNTIMES
 
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-LOCAL = "local"
 STAGES = ("read", "decode", "infer", "write")
 # Shards that are claimed at once; between two such rounds the actors are begun anew.
 ROUND = 10_000
-CONNECT_SECONDS = 10.0
 # Of a cluster that we start: only claims and answers lie in it.
 OBJECT_STORE_BYTES = 100 << 20
 
@@ -247,7 +245,7 @@ def _joined(address: str) -> Iterator[None]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     handler = signal.getsignal(signal.SIGTERM)
-    _require_answer(address)
+    require_answer(address)
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -258,16 +256,6 @@ def _joined(address: str) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Raise EnvironmentMissing if nothing listens there: Ray itself tries for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit():
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-        except OSError as error:
-            raise EnvironmentMissing(f"no Ray cluster answers at '{address}': {error}") from None
 
 
 @contextmanager

@@ -314,7 +314,7 @@ def test_wrong_options_are_refused(
 
 
 def test_address_where_nothing_listens(certified_original: Bundle, paths: Path, tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentMissing, match=r"no Ray cluster answers at '127\.0\.0\.1:1': .*refused"):
+    with pytest.raises(EnvironmentMissing, match=r"no Ray cluster at '127\.0\.0\.1:1': .*refused"):
         on_ray(certified_original, paths, tmp_path / "out", "127.0.0.1:1")
     assert not unfinished(tmp_path / "out", "AND lease > 0")
 
