@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -58,10 +59,9 @@ class Command(TyperCommand):
 
 
 def _with_ray_address(arguments: Sequence[str]) -> list[str]:
-    following = [*arguments[1:], ""]
     return [
         f"--ray={LOCAL_RAY}" if one == "--ray" and not _RAY_ADDRESS.fullmatch(after) else one
-        for one, after in zip(arguments, following, strict=True)
+        for one, after in pairwise([*arguments, ""])
     ]
 
 
