@@ -39,8 +39,8 @@ class LeasedShards:
                 wait = LOOK_AGAIN
                 yield claim
             elif self._claims.remaining():
-                self._changed.wait(wait)
-                wait = min(2 * wait, LONGEST_LOOK)
+                # What this worker did itself is no sign that the others need long.
+                wait = LOOK_AGAIN if self._changed.wait(wait) else min(2 * wait, LONGEST_LOOK)
             else:
                 return
 
