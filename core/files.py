@@ -1,6 +1,7 @@
 """Files that appear whole: written under a temporary name, flushed to the disk, renamed."""
 
 import ctypes
+import glob
 import hashlib
 import json
 import os
@@ -61,6 +62,12 @@ def write_bytes(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed writers of the file or link `path` left beside it; nobody may be writing it now."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        left.unlink(missing_ok=True)
 
 
 def _umask() -> int:

@@ -18,7 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vitx.core.errors import InputError
-from vitx.core.files import link_atomically, read_record, sha256_file, staged_folder, write_bytes, write_json
+from vitx.core.files import (
+    link_atomically,
+    read_record,
+    remove_unfinished,
+    sha256_file,
+    staged_folder,
+    write_bytes,
+    write_json,
+)
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
 from vitx.train.trainer_settings import Metric, Selection
 
@@ -139,6 +147,15 @@ def _remove_unnamed(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink() and path.name not in kept:
             shutil.rmtree(path)
+
+
+def tidy(run: RunFolder) -> None:
+    """Remove what a killed process had not finished writing; nobody else may be writing into `run` now."""
+    checkpoints = run.path / "checkpoints"
+    for path in (run.metrics_path, *(checkpoints / link for link in LINKS)):
+        remove_unfinished(path)
+    if checkpoints.is_dir():
+        _remove_unnamed(checkpoints)
 
 
 def newest(run: RunFolder) -> tuple[Path, CheckpointState] | None:

@@ -33,6 +33,7 @@ from vitx.train.checkpoint import (
     read_metrics,
     save,
     save_within_epoch,
+    tidy,
     write_metrics,
 )
 from vitx.train.data import WEIGHTS, Batch, TrainingData, seed_of
@@ -214,6 +215,8 @@ class Trainer:
     def _restore(self) -> None:
         loaded = load_last(self.run)
         self.processes.wait()  # all have read before one tidies up
+        if self.processes.writes:
+            tidy(self.run)
         if loaded is None:
             if self.processes.writes:
                 write_metrics(self.run, [])

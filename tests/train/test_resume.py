@@ -41,6 +41,12 @@ def newest_step(run: Path) -> int:
     return max(steps)
 
 
+def names_in(run: Path) -> set[str]:
+    """Of all files but TensorBoard's, which every process begins anew."""
+    paths = (path.relative_to(run) for path in run.rglob("*"))
+    return {str(path) for path in paths if path.parent.name != "tensorboard"}
+
+
 def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, image_folder: Path) -> None:
     """Workers, bfloat16 autocast, averaged weights, dropout, CutMix, checkpoints every other step."""
     recipe = recipe_of(
@@ -80,7 +86,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, ima
         expected, found = (tmp_path / each / "checkpoints" / "last" / name for each in ("alone", "killed"))
         assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
     assert metrics_of(tmp_path / "alone") == metrics_of(run)
-    assert {path.name for path in run.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
+    assert names_in(run) == names_in(tmp_path / "alone")
 
 
 def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path) -> None:
@@ -121,6 +127,22 @@ def test_resume_begins_where_nothing_was_written_yet(vitx: Vitx, tmp_path: Path)
     code, _, _ = vitx("train", "digits-deepvit", "--out", tmp_path / "run", "--resume", "-q")
     assert code == 0
     assert epochs_done(tmp_path / "run") == 1
+
+
+def test_what_killed_writers_left_is_removed(vitx: Vitx, tmp_path: Path) -> None:
+    run = ("train", "digits-deepvit", *TINY_SETTINGS, "--out", tmp_path / "run", "-q", "--set")
+    code, _, err = vitx(*run, "epochs=1")
+    assert code == 0, err
+    before = names_in(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (tmp_path / "run" / ".metrics.jsonl.x1").touch()
+    (checkpoints / ".last.123").symlink_to("epoch-0002")
+    (checkpoints / ".epoch-0002.x1").mkdir()
+    kept = tmp_path / "run" / ".notes"
+    kept.touch()
+    code, _, err = vitx(*run, "epochs=1", "--resume")
+    assert code == 0, err
+    assert names_in(tmp_path / "run") == before | {kept.name}
 
 
 def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, float | int]:
