@@ -29,6 +29,7 @@ from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching, Limits
 from vitx.serve.loading import Loader, Offer, open_offers
 from vitx.serve.metrics import Metrics
+from vitx.serve.ray_connection import cluster_nodes
 from vitx.serve.runtimes import Device
 from vitx.serve.security import Guarded, Security, Tokens
 from vitx.serve.served_model import ModelSet, ServedModel
@@ -114,12 +115,6 @@ def share_of(args: ServeArgs, nodes: Sequence[dict[str, float]]) -> Share:
     equal = sum(cores) // (args.max_replicas or args.min_replicas)
     threads = args.threads or max(1, min(equal, max(cores, default=1)) // args.instances)
     return Share(args.instances * threads, 0, threads)
-
-
-def cluster_nodes() -> list[dict[str, Any]]:
-    """Ray's description of each living node; its `Resources` are numbers by name."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray annotates this one not
-    return [node for node in nodes if node["Alive"]]
 
 
 def cluster_resources() -> list[dict[str, float]]:

@@ -7,10 +7,9 @@ import re
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray import serve
@@ -24,13 +23,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from vitx.core import errors
 from vitx.core.bundle import MANIFEST
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
+from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.core.files import sha256_file
 from vitx.core.machine import describe_machine
 from vitx.serve.loading import Offer, open_offers
 from vitx.serve.port import hold_shared_port
-from vitx.serve.ray_address import LOCAL, require_answer
-from vitx.serve.ray_app import ServeArgs, Share, application, cluster_nodes, cluster_resources, require_same, share_of
+from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, require_same, share_of
+from vitx.serve.ray_connection import LOCAL, cluster_nodes, joined
 
 APPLICATION = "vitx"
 _LOOK_SECONDS = 0.2  # between two looks at an application that starts
@@ -54,20 +53,9 @@ def serve_on_ray(args: ServeArgs, address: str, host: str, port: int) -> None:
         _serve(args, offers, host, held.getsockname()[1], held)
 
 
-@contextmanager
-def _cluster(address: str) -> Iterator[None]:
-    require_answer(address)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+def _cluster(address: str) -> AbstractContextManager[None]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    own: dict[str, Any] = {"num_cpus": int(describe_machine()["cores"]), "include_dashboard": False}
-    try:
-        ray.init(address, logging_level=logging.ERROR, **(own if address == LOCAL else {}))
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EnvironmentMissing(f"no Ray cluster at '{address}': {error}") from None
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    return joined(address, num_cpus=int(describe_machine()["cores"]))
 
 
 def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held: socket.socket | None = None) -> None:

@@ -27,7 +27,7 @@ from vitx.serve.offline.ray_actor import ANSWER, CLAIM, Assignment, PredictionAc
 from vitx.serve.offline.stores import is_url, join
 from vitx.serve.offline.summary import bundle_digest
 from vitx.serve.offline.worker import BATCHES_AHEAD, Job
-from vitx.serve.ray_address import LOCAL, require_answer
+from vitx.serve.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.runtimes import device_name
 from vitx.serve.runtimes.requirements import RUNTIMES
 
@@ -93,7 +93,7 @@ class RayPool:
             if not claims:
                 return Performance(0, told.seconds(), dict.fromkeys(STAGES, 0.0), {})
             # Ray writes to standard output what happens to its actors; that is for our result.
-            with redirect_stdout(sys.stderr), _token(job) as token, _joined(self._address):
+            with redirect_stdout(sys.stderr), _token(job) as token, _driving(self._address):
                 size = self._size()
                 assignment = self._assignment(job, token, size, claims[0])
                 done = _Answers(shards, job, told)
@@ -106,10 +106,7 @@ class RayPool:
 
     def _size(self) -> Size:
         """Of the pool, from what the nodes have now."""
-        import ray
-
-        known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray annotates it so
-        nodes = [node["Resources"] for node in known if node["Alive"]]
+        nodes = [node["Resources"] for node in cluster_nodes()]
         cpus = max(self._threads or 0, self._decode_threads or 0)
         if self._wants_gpu(any("GPU" in node for node in nodes)):
             nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
@@ -231,8 +228,8 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: Size) -> "Datase
 
 
 @contextmanager
-def _joined(address: str) -> Iterator[None]:
-    """Inside, this process is the driver of a cluster: of one that ends with the block, or of the one at `address`."""
+def _driving(address: str) -> Iterator[None]:
+    """Inside, this process is the driver of the cluster at `address`, unless it is one already."""
     import ray
     import ray.data
 
@@ -240,22 +237,11 @@ def _joined(address: str) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {}
-    if address == LOCAL:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     handler = signal.getsignal(signal.SIGTERM)
-    require_answer(address)
-    try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise EnvironmentMissing(f"cannot join the Ray cluster at '{address}': {error}") from None
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)  # which Ray has replaced by an exit
-    try:
+    with joined(address, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)  # which Ray has replaced by an exit
         yield
-    finally:
-        ray.shutdown()
 
 
 @contextmanager
