@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from vitx.serve.offline.worker import BATCHES_AHEAD, BATCHES_TO_WRITE, STAGES, slice_size
+
 Times = npt.NDArray[np.float64]
-# Of serve/offline/worker.py: batches decoded or being decoded ahead of the model, and waiting to be written.
-BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,10 @@ class Costs:
         """Of one image, over all stages; for a model that runs on the processor."""
         return self.read + float(self.decode.mean()) + self.write + self.batch * self.model_threads / self.batch_size
 
-    def slice_size(self, decode_threads: int) -> int:
-        """Images that one thread decodes at a time (Job.slice_size)."""
-        return max(1, self.batch_size // (2 * decode_threads))
-
 
 def worker(costs: Costs, decode_threads: int, read_threads: int = 2) -> list[Stage]:
     """The stages of one process over the images of `costs`. An item is what one thread decodes at a time."""
-    size = costs.slice_size(decode_threads)
+    size = slice_size(costs.batch_size, decode_threads)
     per_batch = -(-costs.batch_size // size)
     starts = np.arange(0, len(costs.decode), size)
     decode = np.add.reduceat(costs.decode, starts)
@@ -114,12 +110,13 @@ def worker(costs: Costs, decode_threads: int, read_threads: int = 2) -> list[Sta
     whole = np.where(ends, costs.batch, 0.0)  # the model waits for the last item of a batch
     write = np.where(ends, costs.write * costs.batch_size, 0.0)
     ahead = max(per_batch, read_threads) + 1
-    return [
-        Stage("read", costs.read * images, read_threads, ahead),
-        Stage("decode", decode, decode_threads, BATCHES_AHEAD * per_batch),
-        Stage("infer", whole),
-        Stage("write", write, 1, (BATCHES_TO_WRITE + 1) * per_batch),
-    ]
+    stages = (
+        (costs.read * images, read_threads, ahead),
+        (decode, decode_threads, BATCHES_AHEAD * per_batch),
+        (whole, 1, 1),
+        (write, 1, (BATCHES_TO_WRITE + 1) * per_batch),
+    )
+    return [Stage(name, *stage) for name, stage in zip(STAGES, stages, strict=True)]
 
 
 def processes_on_cores(costs: Costs, processes: int, cores: int, decode_threads: int, shard_size: int) -> float:
@@ -131,7 +128,7 @@ def processes_on_cores(costs: Costs, processes: int, cores: int, decode_threads:
     stages = worker(costs, decode_threads)
     load = processes * len(costs.decode) * costs.processor_seconds / simulate(stages).seconds
     items = np.stack([stage.service for stage in stages], axis=1) * max(1.0, load / cores)
-    per_shard = shard_size // costs.slice_size(decode_threads)
+    per_shard = shard_size // slice_size(costs.batch_size, decode_threads)
     lines = [Line(stages) for _ in range(processes)]
     end = 0.0
     for start in range(0, len(items), per_shard):

@@ -10,7 +10,7 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
-from vitx.models.flash_reattention import LARGEST_HEADS, LARGEST_TOKENS, LARGEST_WIDTH, Tiles, options_of, sizes
+from vitx.models.flash_reattention import Tiles, beyond_limits, options_of, sizes
 
 Operator = Literal["Reattention", "TalkingHeads"]
 Half = Literal["fp16", "bf16"]
@@ -49,8 +49,8 @@ class FlashKernel(NamedTuple):
 
 def why_not_compiled(heads: int, tokens: int, width: int) -> str | None:
     """What stands against the kernels for attention of this size; None when nothing does."""
-    limits = (("heads", heads, LARGEST_HEADS), ("tokens", tokens, LARGEST_TOKENS), ("head width", width, LARGEST_WIDTH))
-    return next((f"{name} {value}, above {limit}" for name, value, limit in limits if value > limit), None)
+    beyond = beyond_limits(heads, tokens, width)
+    return None if beyond is None else "{} {}, above {}".format(*beyond)
 
 
 def compiled_kernels(operator: Operator, architecture: str, heads: int, width: int, half: Half) -> list[FlashKernel]:

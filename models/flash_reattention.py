@@ -96,11 +96,15 @@ def why_not_flash(q_BHNK: Tensor) -> str | None:
         return f"the tensors are on '{q_BHNK.device.type}'"
     if q_BHNK.dtype not in DTYPES:
         return f"the dtype is {str(q_BHNK.dtype).removeprefix('torch.')}, not float16 or bfloat16"
-    limits = (("heads", heads, LARGEST_HEADS), ("tokens", tokens, LARGEST_TOKENS), ("head width", width, LARGEST_WIDTH))
-    for name, value, limit in limits:
-        if value > limit:
-            return f"{name} is {value}, above {limit}"
+    if (beyond := beyond_limits(heads, tokens, width)) is not None:
+        return "{} is {}, above {}".format(*beyond)
     return None if INSTALLED else "Triton is not installed"
+
+
+def beyond_limits(heads: int, tokens: int, width: int) -> tuple[str, int, int] | None:
+    """Name, value and limit of the first size that is too large for the kernels; None when all fit."""
+    limits = (("heads", heads, LARGEST_HEADS), ("tokens", tokens, LARGEST_TOKENS), ("head width", width, LARGEST_WIDTH))
+    return next((size for size in limits if size[1] > size[2]), None)
 
 
 def plain_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:

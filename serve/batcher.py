@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, unavailable
+from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
 from vitx.serve.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 from vitx.serve.model_statistics import ModelStatistics
@@ -154,7 +154,7 @@ class Batcher:
         try:
             level = priority_level(priority)
             deadline = self._admit(len(images), level, deadline, now)
-        except BaseException:
+        except RequestError:
             self.statistics.add_failure(time.monotonic() - now)
             raise
         rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
@@ -404,8 +404,7 @@ class Submission:
     def on_ticket(self, ticket: Ticket) -> None:
         """One of the tickets was answered; the first that fails ends the others."""
         if ticket.error is not None:
-            self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
-            self._batcher.drop(self.tickets)
+            self.take_back()
             self._answer(None, ticket.error)
         elif (logits := self._together()) is not None:
             self._batcher.statistics.add_success(time.monotonic() - self._arrived)

@@ -12,6 +12,7 @@ from vitx.serve.errors import RequestError, too_large
 from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 
 T = TypeVar("T")
+Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
 CONNECTION = "vitx.connection"  # the key of the connection, an HttpProtocol, in a request's scope
 
@@ -27,7 +28,7 @@ class Reply:
     body: bytes
     status: int = 200
     content_type: bytes = JSON
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Headers = ()
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:
@@ -40,15 +41,17 @@ def error_reply(error: RequestError) -> Reply:
     return Reply(json.dumps({"error": str(error)}).encode(), error.status, headers=headers)
 
 
-async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
-    """Send a reply; with `close` the connection ends after it."""
-    headers = [
-        (b"content-type", reply.content_type),
-        (b"content-length", str(len(reply.body)).encode()),
-        *reply.headers,
-    ]
+def headers_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> list[tuple[bytes, bytes]]:
+    """The headers of a reply; with `close` the connection ends after it."""
+    headers = [(b"content-type", content_type), (b"content-length", b"%d" % length), *others]
     if close:
         headers.append((b"connection", b"close"))
+    return headers
+
+
+async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
+    """Send a reply; with `close` the connection ends after it."""
+    headers = headers_of(reply.content_type, len(reply.body), reply.headers, close=close)
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
-from vitx.serve.http.asgi import CONNECTION, Reply
+from vitx.serve.http.asgi import CONNECTION, Headers, Reply, headers_of
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.limits import Limits
 
@@ -109,7 +109,7 @@ class DirectProtocol(HttpProtocol):
             return
         close = close or self._ending
         default = b"".join(b"%b: %b\r\n" % header for header in self.server_state.default_headers)
-        ours = _head_of(reply.status, reply.content_type, len(reply.body), reply.headers, close=close)
+        ours = _head_of(reply.content_type, len(reply.body), reply.headers, close=close)
         self.transport.write(b"".join((STATUS_LINE[reply.status], default, ours, reply.body)))
         if close:
             self.transport.close()
@@ -167,11 +167,7 @@ def direct_protocol(limits: Limits, on_refused: Callable[[str], None]) -> type[D
 
 
 @lru_cache(256)
-def _head_of(
-    status: int, content_type: bytes, length: int, headers: tuple[tuple[bytes, bytes], ...], *, close: bool
-) -> bytes:
+def _head_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> bytes:
     """The headers of a reply, but for the default ones, and the empty line."""
-    lines = [(b"content-type", content_type), (b"content-length", b"%d" % length), *headers]
-    if close:
-        lines.append((b"connection", b"close"))
+    lines = headers_of(content_type, length, others, close=close)
     return b"".join(b"%b: %b\r\n" % line for line in lines) + b"\r\n"

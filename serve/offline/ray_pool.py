@@ -26,7 +26,7 @@ from vitx.serve.offline.outputs import Part, remove_leftovers
 from vitx.serve.offline.ray_actor import ANSWER, CLAIM, Assignment, PredictionActor, claim_to_text, part_from_answer
 from vitx.serve.offline.stores import is_url, join
 from vitx.serve.offline.summary import bundle_digest
-from vitx.serve.offline.worker import BATCHES_AHEAD, Job
+from vitx.serve.offline.worker import BATCHES_AHEAD, STAGES, Job
 from vitx.serve.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.runtimes import device_name
 from vitx.serve.runtimes.requirements import RUNTIMES
@@ -34,7 +34,6 @@ from vitx.serve.runtimes.requirements import RUNTIMES
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-STAGES = ("read", "decode", "infer", "write")
 # Shards that are claimed at once; between two such rounds the actors are begun anew.
 ROUND = 10_000
 # Of a cluster that we start: only claims and answers lie in it.

@@ -19,8 +19,14 @@ from vitx.serve.offline.outputs import Part, PartWriter, Rows, rank
 from vitx.serve.offline.stages import Background, Clock, Sink, results, submitted
 from vitx.serve.runtimes import FeatureArray, FeatureSession, Float32Array, Session
 
-# Batches that are decoded, or being decoded, ahead of the one in the model.
-BATCHES_AHEAD = 3
+STAGES = ("read", "decode", "infer", "write")
+# Batches that are decoded, or being decoded, ahead of the one in the model; and that wait to be written.
+BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
+
+
+def slice_size(batch_size: int, decode_threads: int) -> int:
+    """Images that one thread decodes at a time: a call for each would cost as much as a tiny image."""
+    return max(1, batch_size // (2 * decode_threads))
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,8 @@ class Job:
 
     @property
     def slice_size(self) -> int:
-        """Images that one thread decodes at a time: a call for each would cost as much as a tiny image."""
-        return max(1, self.batch_size // (2 * self.decode_threads))
+        """See `slice_size`."""
+        return slice_size(self.batch_size, self.decode_threads)
 
 
 class Shards(Protocol):
@@ -106,7 +112,7 @@ class Worker:
         self.images = self.committed = 0
         # Reading from a container is one thread's work, whatever the number of readers.
         readers = job.read_threads if job.has_lists else 1
-        self.clock = Clock({"read": readers, "decode": job.decode_threads, "infer": 1, "write": 1})
+        self.clock = Clock(dict(zip(STAGES, (readers, job.decode_threads, 1, 1), strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
         self._part: PartWriter | None = None
         self._dropped: Claim | None = None
@@ -116,7 +122,7 @@ class Worker:
 
         Whatever ends the work, the shards that were begun are given back.
         """
-        sink = Sink(self._write, 2, "write")
+        sink = Sink(self._write, BATCHES_TO_WRITE, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
         per_batch = -(-self.job.batch_size // self.job.slice_size)
