@@ -21,7 +21,6 @@ import argparse
 import importlib
 import json
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -37,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitx.models
-from targets import all_hold, saved, verdict
+from targets import all_hold, begun, saved, verdict
 from vitx.analyze.activation_metrics import (
     ActivationMetric,
     AttentionCollapseMetric,
@@ -49,9 +48,7 @@ from vitx.analyze.activation_metrics import (
 )
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.hessian import hessian, hessian_eigenvalues
-from vitx.core.bundle import timestamp
 from vitx.core.images import open_images
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
 from vitx.models.attention_maps import attention_maps
@@ -254,14 +251,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "commands": {}}
+    report = begun()
     print(json.dumps(report["machine"]))
     for part in arguments.parts.split(","):
         title, measure = PARTS[part]
         if part == "a":
             report["versions"]["pyhessian"] = metadata.version("pyhessian")
         report[title] = measure(arguments)
-    report["commands"][" ".join(["python", "benchmarks/analyses.py", *sys.argv[1:]])] = timestamp()
     return 0 if all_hold(saved(report, arguments.json)) else 1
 
 

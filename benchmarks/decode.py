@@ -18,7 +18,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import io
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,9 +28,9 @@ import numpy as np
 from PIL import Image, features
 from sklearn.datasets import load_sample_images
 
+from targets import begun, saved
 from vitx.core.bundle import Bundle
 from vitx.core.images import open_images
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.serve import load_session
 
@@ -221,16 +220,11 @@ def main() -> None:
 
 
 def write(path: Path | None, found: dict[str, Any]) -> None:
-    if path is None:
-        return
     peers = [name for name in ("simplejpeg", "imagecodecs", "opencv-python-headless", "torchvision") if has(name)]
-    head = {
-        "machine": describe_machine(),
-        "versions": installed_versions() | {name: importlib.metadata.version(name) for name in peers},
-        "pillows_libjpeg_turbo": features.version("libjpeg_turbo"),
-    }
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(earlier | head | found, indent=2) + "\n")
+    head = begun()
+    head["versions"] |= {name: importlib.metadata.version(name) for name in peers}
+    head["pillows_libjpeg_turbo"] = features.version("libjpeg_turbo")
+    saved(head | found, path)
 
 
 def has(distribution: str) -> bool:

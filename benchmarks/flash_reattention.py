@@ -23,7 +23,6 @@ Without a GPU (b) and (c) print that they were not run, and the exit code stays 
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -39,9 +38,7 @@ import torch
 from torch import Tensor, nn
 
 import vitx.models
-from targets import all_hold, saved, verdict
-from vitx.core.bundle import timestamp
-from vitx.core.machine import describe_machine, installed_versions
+from targets import all_hold, begun, saved, verdict
 from vitx.models import flash_reattention
 from vitx.models.flash_reattention import INTERPRETED, Mixes, Tiles, plain_reattention, reattention
 
@@ -329,14 +326,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "commands": {}}
+    report = begun()
     if torch.cuda.is_available():
         report["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(report["machine"]))
     for part in arguments.parts.split(","):
         title, measure = PARTS[part]
         report[title] = measure(arguments)
-    report["commands"][" ".join(["python", "benchmarks/flash_reattention.py", *sys.argv[1:]])] = timestamp()
     saved(report, arguments.json)
     return 0 if all_hold(report) else 1
 

@@ -40,10 +40,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitx.models
-from targets import all_hold, saved, verdict
-from vitx.core.bundle import timestamp
+from targets import all_hold, begun, saved, verdict
 from vitx.core.images import open_images
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.models import image_tensor
@@ -359,14 +357,13 @@ def main() -> int:
     if arguments.memory_of:
         print_extra_memory(arguments)
         return 0
-    report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "commands": {}}
+    report = begun()
     if arguments.device == "cuda":
         report["machine"]["gpu"] = torch.cuda.get_device_name()
     print(json.dumps(report["machine"]))
     for part in arguments.parts.split(","):
         title, measure = PARTS[part]
         report[title] = measure(arguments)
-    report["commands"][" ".join(["python", "benchmarks/losses.py", *sys.argv[1:]])] = timestamp()
     saved(report, arguments.json)
     return 0 if all_hold(report) else 1
 

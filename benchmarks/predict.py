@@ -34,8 +34,8 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from bundle_fixture import LABELS, write_bundle
+from targets import begun, saved
 from vitx.core.bundle import Bundle
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.serve import load_session
 from vitx.serve.offline import predict
@@ -253,10 +253,7 @@ def main() -> None:
         if "memory" in parts:
             found["memory"] = memory(scratch)
     print(json.dumps(found, indent=2))
-    if options.json:
-        earlier = json.loads(options.json.read_text()) if options.json.exists() else {}
-        head = {"machine": describe_machine(), "versions": installed_versions()}
-        options.json.write_text(json.dumps(earlier | head | found, indent=2) + "\n")
+    saved({**begun(), **found}, options.json)
     low = [found[name]["ratio"] < found[name]["target"] for name in ("speed", "processes") if name in found]
     high = [found["bookkeeping"]["share"] > BOOKKEEPING_TARGET] if "bookkeeping" in found else []
     grown = [found["memory"]["ratio"] > MEMORY_TARGET] if "memory" in found else []

@@ -35,8 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from bundle_fixture import LABELS, colour_image, png, write_bundle
 from pipeline import Costs, processes_on_cores, simulate, worker
 from postgres_server import find_programs, postgres_server
+from targets import begun, saved
 from vitx.core.bundle import Bundle
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.serve import load_session
 from vitx.serve.offline import PREDICTIONS, predict
 from vitx.serve.offline.databases import PostgresDatabase, SqliteDatabase
@@ -411,10 +411,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name:
         found = measure(options.folder or Path(name), options.parts.split(","))
     print(json.dumps(found, indent=2))
-    if options.json:
-        earlier = json.loads(options.json.read_text()) if options.json.exists() else {}
-        head = {"machine": describe_machine(), "versions": installed_versions()}
-        options.json.write_text(json.dumps(earlier | head | found, indent=2) + "\n")
+    saved({**begun(), **found}, options.json)
 
 
 if __name__ == "__main__":

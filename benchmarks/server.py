@@ -56,10 +56,9 @@ from server_peers import (
     triton_server,
     vitx_server,
 )
-from targets import all_hold, saved, verdict
-from vitx.core.bundle import Bundle, timestamp
+from targets import all_hold, begun, saved, verdict
+from vitx.core.bundle import Bundle
 from vitx.core.errors import VitxError
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import UInt8Array, decode
 
 # What was promised.
@@ -380,7 +379,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where exported networks are kept; default: exported for each run")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "commands": {}}
+    report = begun()
     print(json.dumps(report["machine"]))
     for part in arguments.parts.split(","):
         title, measure = PARTS[part]
@@ -391,8 +390,7 @@ def main() -> int:
                 print(error, file=sys.stderr)
                 return error.exit_code
     options = f"--parts {arguments.parts} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
-    report["commands"][f"python benchmarks/server.py --triton VENV --litserve VENV {options}"] = timestamp()
-    saved(report, arguments.json)
+    saved(report, arguments.json, f"python benchmarks/server.py --triton VENV --litserve VENV {options}")
     return 0 if all_hold(report) else 1
 
 
