@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.serve.errors import QueueFull
@@ -29,15 +30,48 @@ class Decoder:
 
     async def decode(self, images: list[bytes], preprocessing: Preprocessing) -> list[UInt8Array | Exception]:
         """Return, in order, uint8 (S, S, 3) for each image, or the ImageError that says why it cannot be read."""
-        if self._waiting + len(images) > self._capacity:
-            raise QueueFull(self._waiting, self._capacity, retry_after=1)
+        self._admit(len(images))
         loop = asyncio.get_running_loop()
-        self._waiting += len(images)
         try:
             jobs = [loop.run_in_executor(self._pool, self._decode_one, data, preprocessing) for data in images]
             return [_image_or_error(result) for result in await asyncio.gather(*jobs, return_exceptions=True)]
         finally:
             self._waiting -= len(images)
+
+    def begin(
+        self, data: bytes, preprocessing: Preprocessing, answer: Callable[[UInt8Array | Exception], None]
+    ) -> Callable[[], object]:
+        """`decode` of one image without a task: `answer` is called on the event loop. Raises QueueFull.
+
+        Return what takes the image back where it is not being decoded yet; `answer` is then not called.
+        """
+        self._admit(1)
+        loop = asyncio.get_running_loop()
+
+        def finish(pixels: UInt8Array | Exception) -> None:
+            self._waiting -= 1
+            answer(pixels)
+
+        def run() -> None:
+            try:
+                pixels: UInt8Array | Exception = self._decode_one(data, preprocessing)
+            except Exception as failure:  # noqa: BLE001 - it belongs to this image alone
+                pixels = failure
+            with suppress(RuntimeError):  # the loop was closed by a second signal
+                loop.call_soon_threadsafe(finish, pixels)
+
+        job = self._pool.submit(run)
+
+        def take_back() -> None:
+            if job.cancel():
+                self._waiting -= 1
+
+        return take_back
+
+    def _admit(self, images: int) -> None:
+        if self._waiting + images > self._capacity:
+            raise QueueFull(self._waiting, self._capacity, retry_after=1)
+        self._waiting += images
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -16,8 +16,10 @@ from vitx.serve.decode import Decoder
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
+    Answer,
     ClientGone,
     Reply,
+    Start,
     compressed,
     error_reply,
     header,
@@ -65,7 +67,7 @@ class App:
         self._limits = limits
         self._metrics = metrics
         self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics)
+        self._classify = Classifier(models, decoder, limits, metrics, partial(self._remember, "classify"))
         self._other = other_routes(models, limits, metrics, memory, repository)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -104,7 +106,7 @@ class App:
         length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
         model, request, deadline = self._understood(name, version, length, body, started)
         if CURRENT.get() is None:  # else somebody wants to know of each request
-            remember(scope, partial(self._begin, name, version, length))
+            self._remember("infer", scope, partial(self._start_infer, name, version, length))
         work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
         return self._logits_reply(await unless_gone(scope, work), request, model)
 
@@ -124,39 +126,52 @@ class App:
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
+    def _start_infer(
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float, answer: Answer
+    ) -> Callable[[], object]:
+        """`_infer` without a task; see `Start`."""
+        model, request, deadline = self._understood(name, version, length, body, started)
+
+        def on_logits(logits: Float32Array | None, error: Exception | None) -> None:
+            if logits is None:
+                assert error is not None
+                answer(error)
+                return
+            try:
+                reply: Reply | Exception = self._logits_reply(logits, request, model)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request, as in `_reply`
+                reply = failure
+            answer(reply)
+
+        batcher = model.batcher
+        return batcher.begin(request.images, on_logits, priority=request.priority, deadline=deadline).take_back
+
+    def _remember(self, route: str, scope: Scope, start: Start) -> None:
+        """From now on answer what comes with the head of this request by `start`."""
+        remember(scope, partial(self._begin, route, scope["path"], start))
+
     def _begin(
-        self, name: str, version: str | None, length: int | None, connection: DirectProtocol, body: bytes
+        self, route: str, path: str, start: Start, connection: DirectProtocol, body: bytes
     ) -> Callable[[], None] | None:
-        """`_run` of `_infer` without a task, for a head that is known; return what gives the request up."""
+        """`_run` without a task, for a head that is known; return what gives the request up."""
         started = time.monotonic()
         generation = self._enter()
 
-        def reply(whole: Reply) -> None:
-            self._metrics.answer("infer", whole.status, time.monotonic() - started)
+        def answer(reply: Reply | Exception) -> None:
+            whole = self._failed(reply, path) if isinstance(reply, Exception) else reply
+            self._metrics.answer(route, whole.status, time.monotonic() - started)
             connection.reply(whole, close=self._models.draining or self._models.leaving)
             self._leave(generation)
 
-        def answer(logits: Float32Array | None, error: Exception | None) -> None:
-            if logits is None:
-                assert error is not None
-                reply(self._failed(error, name))
-                return
-            try:
-                whole = self._logits_reply(logits, request, model)
-            except Exception as failure:  # noqa: BLE001 - the edge of one request, as in `_reply`
-                whole = self._failed(failure, name)
-            reply(whole)
-
         def give_up() -> None:
-            submission.take_back()
+            take_back()
             self._metrics.reject("disconnected")
             self._leave(generation)
 
         try:
-            model, request, deadline = self._understood(name, version, length, body, started)
-            submission = model.batcher.begin(request.images, answer, priority=request.priority, deadline=deadline)
+            take_back = start(body, started, answer)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
-            reply(self._failed(failure, name))
+            answer(failure)
             return None
         return give_up
 

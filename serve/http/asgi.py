@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -29,6 +29,13 @@ class Reply:
     status: int = 200
     content_type: bytes = JSON
     headers: Headers = ()
+
+
+# Gets the reply to a request, or why there is none.
+Answer = Callable[[Reply | Exception], None]
+# Begins to answer a request with this body, which came at this time.monotonic(), without a task; may raise what would
+# be answered. What it returns gives the request up.
+Start = Callable[[bytes, float, Answer], Callable[[], object]]
 
 
 def json_reply(value: Any, status: int = 200) -> Reply:

@@ -3,18 +3,21 @@
 import base64
 import binascii
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
+import numpy.typing as npt
 from starlette.types import Receive, Scope
 
 from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.serve.batcher import Submission
 from vitx.serve.decode import Decoder
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.http.asgi import Reply, header, json_reply, read_body, unless_gone
+from vitx.serve.http.asgi import Answer, Reply, Start, header, json_reply, read_body, unless_gone
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
@@ -54,18 +57,30 @@ class _Images:
 class Classifier:
     """Decodes, batches and labels: one image as the body, several as multipart/form-data or a JSON list of base64."""
 
-    def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        models: ModelSet,
+        decoder: Decoder,
+        limits: Limits,
+        metrics: Metrics,
+        remember: Callable[[Scope, Start], None],
+    ) -> None:
+        """`remember` is told how a request with a head like this one's is answered without a task."""
         self._models = models
+        self._remember = remember
         self._decoder = decoder
         self._limits = limits
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
         """Answer a request; raise RequestError. An unreadable image among several is an entry of its own."""
-        ask = self._ask(scope)
+        started, query, timeout = time.monotonic(), _query(scope), header(scope, _TIMEOUT_HEADER)
+        ask = self._ask(query, timeout, started)
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
         images = self._read(kind, content_type, await read_body(scope, receive, self._limits.body_bytes))
+        if images.alone and CURRENT.get() is None:  # else somebody wants to know of each request
+            self._remember(scope, partial(self._begin, query, timeout))
         results = await unless_gone(scope, self._classify(ask, images.encoded))
         if images.alone:
             if "error" in results[0]:
@@ -78,13 +93,55 @@ class Classifier:
             results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
         return json_reply({"model": ask.model.name, "results": results})
 
-    def _ask(self, scope: Scope) -> _Ask:
-        started = time.monotonic()
-        query = _query(scope)
+    def _begin(
+        self, query: Mapping[str, str], timeout: str | None, body: bytes, started: float, answer: Answer
+    ) -> Callable[[], object]:
+        """A request of one image, without a task; return what gives it up."""
+        ask = self._ask(query, timeout, started)
+        manifest, batcher = ask.model.bundle.manifest, ask.model.batcher
+
+        submission: Submission | None = None
+        gone = False
+
+        def on_pixels(pixels: UInt8Array | Exception) -> None:
+            nonlocal submission
+            if gone:
+                return
+            if isinstance(pixels, Exception):
+                answer(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
+                return
+            try:
+                submission = batcher.begin(pixels[None], on_logits, priority=ask.priority, deadline=ask.deadline)
+            except RequestError as refusal:
+                answer(refusal)
+
+        def on_logits(logits: Float32Array | None, error: Exception | None) -> None:
+            if logits is None:
+                assert error is not None
+                answer(error)
+                return
+            try:
+                predictions = top_predictions(logits[0], manifest.labels, ask.top_k)
+            except RequestError as refusal:
+                answer(refusal)
+            else:
+                answer(json_reply({"model": ask.model.name, "predictions": predictions}))
+
+        def give_up() -> None:
+            nonlocal gone
+            gone = True
+            take_back()
+            if submission is not None:
+                submission.take_back()
+
+        take_back = self._decoder.begin(body, manifest.preprocessing, on_pixels)
+        return give_up
+
+    def _ask(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Ask:
         model = self._models.get(query.get("model"), query.get("version"))
         top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
-        milliseconds = _timeout_ms(query.get("timeout_ms"), header(scope, _TIMEOUT_HEADER))
+        milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
         return _Ask(model, top_k, priority, None if milliseconds is None else started + milliseconds / 1e3)
 
     def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
@@ -141,8 +198,17 @@ def top_predictions(logits: Float32Array, labels: Sequence[str], top_k: int) -> 
         raise RequestError("the logits are not all finite", status=500, reason="not_finite")
     exponentials = np.exp(logits.astype(np.float64) - logits.max())
     scores = exponentials / exponentials.sum()
-    best = np.argsort(-scores, kind="stable")[:top_k]
+    best = _largest(scores, top_k)
     return [{"label": labels[index], "score": float(scores[index]), "index": int(index)} for index in best]
+
+
+def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """The places of the `count` largest, best first; of equals the earlier first."""
+    among = np.arange(len(scores))
+    if count < len(scores):
+        least = np.partition(scores, len(scores) - count)[len(scores) - count]
+        among = np.flatnonzero(scores >= least)
+    return among[np.argsort(-scores[among], kind="stable")][:count]
 
 
 def _reason(failure: UInt8Array | Exception) -> str:

@@ -1,11 +1,12 @@
 """Requests whose head is known are answered without parsing it, and without a task.
 
-A client sends the same request line and headers again and again. Once a request has gone the whole way (parsed, let
-through, understood), its handler may `remember` how such a request begins: the same bytes then mean the same, and only
-the body is new. What a remembered head cannot say (an encoding, an expectation, an upgrade, chunks, a connection that
-ends) is not remembered.
+A client sends the same request line and headers again and again, but for the number in Content-Length. Once a request
+has gone the whole way (parsed, let through, understood), its handler may `remember` how such a request begins: the same
+bytes then mean the same, and only the body and its length are new. What a remembered head cannot say (an encoding, an
+expectation, an upgrade, chunks, a connection that ends) is not remembered.
 """
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -23,12 +24,13 @@ Begin = Callable[["DirectProtocol", bytes], Callable[[], object] | None]
 _HEAD = "vitx.head"  # the key of a request's head as it came, in its scope
 _LONGEST, _MOST = 2048, 1024  # bytes of a head, and heads
 _END = b"\r\n\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: ?(\d{1,12})\r\n", re.IGNORECASE)
 # Headers that ask for more than an answer, besides those whose value is looked at.
 _ASKING = {b"accept-encoding", b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"}
 
 
-class KnownHead(NamedTuple):
-    """What follows such a head, and how it is answered."""
+class Known(NamedTuple):
+    """What follows a head that is known, and how it is answered."""
 
     body_length: int
     begin: Begin
@@ -37,12 +39,12 @@ class KnownHead(NamedTuple):
 class DirectProtocol(HttpProtocol):
     """One connection. A request is under way here while its body is `_awaited`, and then while it is `_busy`."""
 
-    known: ClassVar[dict[bytes, KnownHead]] = {}  # of one server: its own class has its own
+    known: ClassVar[dict[bytes, Begin]] = {}  # by heads without the length; of one server: its own class has its own
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head: bytes | None = None  # of the request that is being parsed
-        self._awaited: KnownHead | None = None
+        self._awaited: Known | None = None
         self._pieces: list[bytes] = []
         self._busy = False
         self._early: list[bytes] = []  # what came while it was busy
@@ -60,19 +62,21 @@ class DirectProtocol(HttpProtocol):
             self._stop_timer()
             self._take(known[0], known[1])
 
-    def _find(self, data: bytes) -> tuple[KnownHead, bytes] | None:
+    def _find(self, data: bytes) -> tuple[Known, bytes] | None:
         """The known head that `data` begins with, and what follows it."""
         self._head = None
         if self._in_head and not self._surplus and self.is_idle() and not self.flow.write_paused:
             end = data.find(_END, 0, _LONGEST) + len(_END)
             if end >= len(_END):
                 head = data[:end]
-                if (known := self.known.get(head)) is not None:
-                    return known, data[end:]
+                if (split := _split(head)) is not None and split[1] <= self.limits.body_bytes:
+                    begin = self.known.get(split[0])
+                    if begin is not None:
+                        return Known(split[1], begin), data[end:]
                 self._head = head
         return None
 
-    def _take(self, known: KnownHead, data: bytes) -> None:
+    def _take(self, known: Known, data: bytes) -> None:
         """Collect the body, and begin with its last byte."""
         missing = known.body_length - self._received
         if len(data) < missing:
@@ -150,14 +154,21 @@ def remember(scope: Scope, begin: Begin) -> None:
     headers = scope["headers"]
     if head.count(b"\n") != len(headers) + 2:  # lines that the parser took otherwise
         return
-    lengths = [value for name, value in headers if name == b"content-length"]
+    lengths = [name for name, _ in headers if name == b"content-length"]
     asks = any(name in _ASKING or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers)
-    if asks or len(lengths) != 1:
+    split = _split(head)
+    if asks or len(lengths) != 1 or split is None:
         return
     known = connection.known
     if len(known) >= _MOST:
         del known[next(iter(known))]
-    known[head] = KnownHead(int(lengths[0]), begin)
+    known[split[0]] = begin
+
+
+def _split(head: bytes) -> tuple[bytes, int] | None:
+    """A head without the number in Content-Length, and that number."""
+    found = _LENGTH.search(head)
+    return None if found is None else (head[: found.start(1)] + head[found.end(1) :], int(found[1]))
 
 
 def direct_protocol(limits: Limits, on_refused: Callable[[str], None]) -> type[DirectProtocol]:
