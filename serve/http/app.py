@@ -29,6 +29,7 @@ from vitx.serve.http.asgi import (
 )
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.direct import DirectProtocol, remember
+from vitx.serve.http.encoding import WORTH_ENCODING
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
@@ -45,6 +46,7 @@ from vitx.serve.runtimes import Float32Array
 from vitx.serve.served_model import Generation, ModelSet, ServedModel
 from vitx.serve.shared_memory import SharedMemory
 
+ACCEPT_ENCODING = b"accept-encoding"
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 
 _log = logging.getLogger("vitx.serve")
@@ -69,6 +71,7 @@ class App:
         self._memory = memory
         self._classify = Classifier(models, decoder, limits, metrics, partial(self._remember, "classify"))
         self._other = other_routes(models, limits, metrics, memory, repository)
+        self._compressing: set[asyncio.Task[Reply]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
@@ -148,10 +151,10 @@ class App:
 
     def _remember(self, route: str, scope: Scope, start: Start) -> None:
         """From now on answer what comes with the head of this request by `start`."""
-        remember(scope, partial(self._begin, route, scope["path"], start))
+        remember(scope, partial(self._begin, route, scope["path"], header(scope, ACCEPT_ENCODING), start))
 
     def _begin(
-        self, route: str, path: str, start: Start, connection: DirectProtocol, body: bytes
+        self, route: str, path: str, accepted: str | None, start: Start, connection: DirectProtocol, body: bytes
     ) -> Callable[[], None] | None:
         """`_run` without a task, for a head that is known; return what gives the request up."""
         started = time.monotonic()
@@ -159,6 +162,16 @@ class App:
 
         def answer(reply: Reply | Exception) -> None:
             whole = self._failed(reply, path) if isinstance(reply, Exception) else reply
+            if accepted is None or len(whole.body) < WORTH_ENCODING:
+                finish(whole)
+                return
+            connection.on_lost = None
+            task = asyncio.create_task(compressed(whole, accepted))
+            self._compressing.add(task)  # the loop itself does not hold it
+            task.add_done_callback(self._compressing.discard)
+            task.add_done_callback(lambda done: finish(done.result()))
+
+        def finish(whole: Reply) -> None:
             self._metrics.answer(route, whole.status, time.monotonic() - started)
             connection.reply(whole, close=self._models.draining or self._models.leaving)
             self._leave(generation)
@@ -179,7 +192,7 @@ class App:
         started = time.perf_counter()
         generation = self._enter()
         try:
-            reply = await compressed(await self._reply(handler, scope, receive), scope)
+            reply = await compressed(await self._reply(handler, scope, receive), header(scope, ACCEPT_ENCODING))
             self._metrics.answer(route, reply.status, time.perf_counter() - started)
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:

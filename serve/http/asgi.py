@@ -63,10 +63,9 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
     await send({"type": "http.response.body", "body": reply.body})
 
 
-async def compressed(reply: Reply, scope: Scope) -> Reply:
-    """The reply in an encoding that the client accepts, if it is large enough to be worth it."""
-    accepted = header(scope, b"accept-encoding") if len(reply.body) >= WORTH_ENCODING else None
-    if accepted is None:
+async def compressed(reply: Reply, accepted: str | None) -> Reply:
+    """The reply in an encoding that Accept-Encoding names, if it is large enough to be worth it."""
+    if accepted is None or len(reply.body) < WORTH_ENCODING:
         return reply
     body, encoding = await encoded(reply.body, accepted)
     if encoding is None:

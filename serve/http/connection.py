@@ -179,6 +179,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._in_body, self._received = True, False, 0
         super().on_message_complete()
+        if not self.pipeline:  # a large body paused it: now there is nothing to wait for but the client's end
+            self.flow.resume_reading()
 
     def _start_timer(self, seconds: float) -> None:
         self._since = time.monotonic()

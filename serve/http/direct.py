@@ -26,7 +26,7 @@ _LONGEST, _MOST = 2048, 1024  # bytes of a head, and heads
 _END = b"\r\n\r\n"
 _LENGTH = re.compile(rb"\r\ncontent-length: ?(\d{1,12})\r\n", re.IGNORECASE)
 # Headers that ask for more than an answer, besides those whose value is looked at.
-_ASKING = {b"accept-encoding", b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"}
+_ASKING = {b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"}
 
 
 class Known(NamedTuple):

@@ -1,5 +1,6 @@
 """The routes of a running server: images, tensors, limits, metrics, and bad requests beside good ones."""
 
+import gzip
 import http.client
 import io
 import json
@@ -210,6 +211,17 @@ def test_a_request_larger_than_a_batch_is_split_and_joined(server: ServerProcess
     assert status == 200
     logits = np.reshape(answer["outputs"][0]["data"], (100, 4))
     np.testing.assert_allclose(logits, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
+
+
+def test_a_large_reply_is_compressed_for_a_known_head_too(server: ServerProcess) -> None:
+    body = json.dumps({"inputs": [tensor(np.zeros((100, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8))]}).encode()
+    told = []
+    for _ in range(3):  # the first is parsed
+        status, text, headers = server.request("POST", "/v2/models/tiny/infer", body, {"Accept-Encoding": "gzip"})
+        assert (status, headers["content-encoding"]) == (200, "gzip")
+        told.append(gzip.decompress(text))
+    plain = server.request("POST", "/v2/models/tiny/infer", body, {"Accept-Encoding": "br"})[1]
+    assert told == [plain] * 3
 
 
 @pytest.mark.parametrize(

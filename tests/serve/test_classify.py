@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import LABELS, colour_image, png, write_bundle
-from server_process import ServerProcess, running_server
+from server_process import ServerProcess, running_server, wait_until
 from vitx.core.preprocess import decode
+from vitx.serve.http.classify import top_predictions
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,56 @@ def test_a_list_of_base64_is_answered_one_by_one(server: ServerProcess) -> None:
     assert [results[index]["predictions"][0]["label"] for index in (0, 2)] == [LABELS[0], LABELS[3]]
     assert results[1]["error"].startswith("not base64: ")
     assert results[3]["error"].startswith("not an image in a format that can be read")
+
+
+PARSED = {"Content-Encoding": "identity"}  # a head that asks for something is parsed every time
+
+
+@pytest.mark.parametrize(
+    ("query", "body"),
+    [
+        ("", saved(picture(3), "JPEG")),
+        ("top_k=2&priority=1&timeout_ms=20000", saved(picture(1), "PNG")),
+        ("", b""),
+        ("", saved(picture(3), "JPEG")[:-99]),
+        ("model=mine", saved(picture(3), "JPEG")),
+        ("top_k=2&timeout_ms=1", saved(picture(1, size=1500), "PNG")),
+    ],
+)
+def test_a_known_head_is_answered_as_one_that_is_parsed(server: ServerProcess, query: str, body: bytes) -> None:
+    classify(server, saved(picture(0), "BMP"), query=query)
+    told = [
+        server.request("POST", f"/v1/classify?{query}", body, {"Content-Type": "image/*", **more})
+        for more in ({}, PARSED)
+    ]
+    known, parsed = (
+        (status, re.sub(rb"\d+ ms", b"ms", text), headers.keys() - {"retry-after"}) for status, text, headers in told
+    )
+    assert known == parsed
+
+
+def test_the_best_classes_are_those_of_a_whole_sort() -> None:
+    rng = np.random.default_rng(0)
+    for classes in (1, 2, 7, 1000):
+        for count in {1, 5, classes} - set(range(classes + 1, 9)):
+            logits = rng.integers(-3, 3, classes).astype(np.float32)  # many are equal
+            found = top_predictions(logits, [str(index) for index in range(classes)], count)
+            assert [one["index"] for one in found] == np.argsort(-logits, kind="stable")[:count].tolist()
+
+
+def test_who_hangs_up_while_the_image_is_decoded_is_not_computed(server: ServerProcess) -> None:
+    gone, images = 'vitx_rejections_total{reason="disconnected"}', "vitx_images_total"
+    classify(server, png(np.asarray(picture(0))))  # its head is known from here on
+    large = saved(picture(1, size=4000), "PNG")
+    before = server.metric(gone), server.metric(images)
+    for more in ({}, PARSED):
+        for _ in range(3):
+            connection = server.connect()
+            connection.request("POST", "/v1/classify?", large, {"Content-Type": "image/*", **more})
+            connection.close()
+    wait_until(lambda: server.metric(gone) == before[0] + 6)
+    assert classify(server, png(np.asarray(picture(0))))[0] == 200  # behind all that is being decoded
+    assert server.metric(images) == before[1] + 1
 
 
 @pytest.mark.parametrize("body", [b"{}", b"[]", b"[1]", b'"text"', b"["])
