@@ -145,12 +145,20 @@ def _manifest(network: Network, preprocessing: Preprocessing, graph: Path) -> Ma
 @contextmanager
 def vitx_server(bundle: Bundle, *options: str, instances: int = INSTANCES) -> Iterator[Server]:
     """`vitx serve` of this bundle, of `instances` one-thread instances."""
-    name, port = bundle.manifest.name, free_port()
+    given = ["--instances", str(instances), "--threads", "1"]
+    given += ["--max-batch", str(MAX_BATCH), "--max-delay-ms", str(MAX_DELAY_MS)]
+    with served("vitx", bundle, *given, *options) as server:
+        yield server
+
+
+@contextmanager
+def served(name: str, bundle: Bundle, *options: str) -> Iterator[Server]:
+    """`vitx serve` of this bundle with these options, here called `name`."""
+    model, port = bundle.manifest.name, free_port()
     command = [sys.executable, "-c", "from vitx.cli import main; main()", "serve", str(bundle.path)]
-    command += ["--port", str(port), "--allow-uncertified", "--instances", str(instances), "--threads", "1"]
-    command += ["--max-batch", str(MAX_BATCH), "--max-delay-ms", str(MAX_DELAY_MS), *options]
-    with _running("vitx", command, port, "/v2/health/ready") as process:
-        yield Server("vitx", process, ("127.0.0.1", port), lambda image: infer_request(name, image), infer_logits)
+    command += ["--port", str(port), "--allow-uncertified", *options]
+    with _running(name, command, port, "/v2/health/ready") as process:
+        yield Server(name, process, ("127.0.0.1", port), lambda image: infer_request(model, image), infer_logits)
 
 
 @contextmanager

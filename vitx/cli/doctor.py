@@ -10,6 +10,9 @@ EXTRAS = {
     "analyze": ("matplotlib", "vitx analyze"),
     "export": ("onnxscript", "vitx export"),
     "serve": ("starlette", "vitx serve, vitx predict"),
+    "grpc": ("grpc", "vitx serve --grpc-port"),
+    "ray": ("ray", "--ray"),
+    "postgres": ("psycopg", "vitx predict --ledger postgresql://…"),
 }
 
 
