@@ -14,13 +14,14 @@ from vitx.serve.served_model import ModelSet
 from vitx.serve.siblings import Answer, Siblings, note_unloaded
 
 _SECONDS = 600.0  # for a sibling to load a model; one that dies meanwhile ends the wait
+_TELL_SECONDS = 5.0  # for one to hear of a refusal
 
 
 class SharedRepository(Repository):
     """A Repository whose `load` and `unload` are of every worker.
 
     The asked worker goes first, alone: what it refuses changes nothing anywhere. Then the others follow, one after
-    another. Workers that start later leave out what was unloaded.
+    another. Workers that start later leave out what was unloaded. What one refuses is in the index of all.
     """
 
     def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, *, siblings: Siblings, **given: Any) -> None:
@@ -31,7 +32,7 @@ class SharedRepository(Repository):
 
     def answers(self) -> dict[str, Answer]:
         """What other workers may ask of this one: the same, here."""
-        return {"load": self._answer_load, "unload": self._answer_unload}
+        return {"load": self._answer_load, "unload": self._answer_unload, "refused": self._answer_refused}
 
     async def load(self, name: str) -> None:
         """Raises what `Repository.load` does; 503 when another worker refuses what this one has loaded."""
@@ -45,7 +46,11 @@ class SharedRepository(Repository):
 
         async def work() -> None:
             async with self._siblings.alone():
-                await here
+                try:
+                    await here
+                except RequestError:
+                    await self._tell_refusals(name)
+                    raise
                 note_unloaded(self._siblings.folder, name, is_unloaded=what == "unload")
                 await self._repeat(what, name)
 
@@ -69,6 +74,16 @@ class SharedRepository(Repository):
                     reason="load_refused",
                     retry_after=1,
                 )
+
+    async def _tell_refusals(self, name: str) -> None:
+        told = [[*key, text] for key, text in self._refusals.items() if key[0] == name]
+        for refusal in told:
+            await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_TELL_SECONDS)
+
+    async def _answer_refused(self, told: str) -> bytes:
+        name, version, text = json.loads(told)
+        self._refusals[name, version] = text
+        return b"{}"
 
     async def _answer_load(self, name: str) -> bytes:
         return await _outcome(super().load(name))

@@ -142,6 +142,10 @@ def test_what_a_client_manages_happens_in_every_worker(server: ServerProcess, tm
     status, text = manage(server, "models/tiny/load")
     assert (status, "not finite" in text["error"]) == (400, True)
     assert statuses(server, "tiny") == {200}  # nowhere else it was tried
+    for _ in range(24):  # both workers know why
+        entries = {entry["name"]: entry for entry in manage(server, "index")[1]}
+        assert (entries["tiny"]["state"], "not finite" in entries["tiny"]["reason"]) == ("READY", True)
+        assert entries["third"]["reason"] == ""
     assert server.metric('vitx_model_loads_total{worker="') == 5
 
 
