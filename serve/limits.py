@@ -15,6 +15,7 @@ class Limits:
     header_seconds: float = 10.0  # from a request's first byte, or the connection, to the end of its headers
     body_seconds: float = 20.0  # for the body, and a second more for every `body_rate` bytes of it
     body_rate: int = 16 * 2**10
+    message_seconds: float = 60.0  # for the message of a gRPC call; how far it has come is not seen
     connections: int = 1000
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
 

@@ -37,6 +37,7 @@ _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
     404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
     409: grpc.StatusCode.ALREADY_EXISTS,
     429: grpc.StatusCode.RESOURCE_EXHAUSTED,
     500: grpc.StatusCode.INTERNAL,
@@ -76,6 +77,7 @@ class GrpcServer:
         self._service = GrpcService(models, limits, memory, repository)
         self._tokens = tokens
         self._observers = observers
+        self._message_seconds = limits.message_seconds
         self._streams: set[Replies] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -123,7 +125,8 @@ class GrpcServer:
         parse, route = message_class(request).FromString, f"grpc.{name}"
         timed = name == "ModelInfer"
 
-        async def answer(data: bytes, context: Any) -> bytes:
+        async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
+            data = await self._message(route, context)
             self._enter()
             try:
                 response = await self._counted(route, call, _parsed(parse, data), context, timed=timed)
@@ -135,7 +138,23 @@ class GrpcServer:
             finally:
                 self._leave()
 
-        return grpc.unary_unary_rpc_method_handler(answer)
+        # On the wire the two are the same; before a unary handler grpcio would wait for the message without an end.
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+    async def _message(self, route: str, context: Any) -> bytes:
+        """The one message of a call; ends the call if it does not come."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                data: bytes | object = await context.read()
+            if isinstance(data, bytes):
+                return data
+            error = RequestError("the call has no message")
+        except TimeoutError:
+            error = RequestError("the call's message took too long", status=408, reason="slow_client")
+        self._metrics.reject(error.reason)
+        self._metrics.answer(route, error.status)
+        await _abort(context, error)
+        raise error  # not reached: abort raises
 
     async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
         """Run one call and count it under the HTTP status of its outcome; raise nothing but RequestError."""

@@ -3,6 +3,8 @@
 import queue
 import signal
 import socket
+import struct
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -152,6 +154,54 @@ def test_a_deadline_that_passes_and_one_that_cannot_be_kept(tmp_path: Path, tiny
             assert held.result(20) == "OK"
         assert server.metric("vitx_images_total") == 1
         assert server.metric(DISCONNECTED) == 0
+
+
+def half_a_message() -> bytes:
+    """What opens an HTTP/2 connection (RFC 9113), a call, and 10 of the 1,000 bytes that its message announces."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/inference.GRPCInferenceService/ModelInfer",
+        b":authority": b"here",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    head = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in fields.items())
+    message = struct.pack(">BI", 0, 1000) + b"x" * 10
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
+    return start + frame(1, 4, 1, head) + frame(0, 0, 1, message)
+
+
+def test_a_message_that_does_not_come_ends_the_call(tiny_bundle: Bundle) -> None:
+    slow, gate = 'vitx_rejections_total{reason="slow_client"}', threading.Event()
+
+    def never() -> Iterator[bytes]:
+        gate.wait(20)
+        yield from ()
+
+    with slow_server(tiny_bundle, "--message-timeout", "0.5") as (server, client):
+        channel = grpc.insecure_channel(grpc_address(server))
+        for name in ("inference.GRPCInferenceService/ModelInfer", "grpc.health.v1.Health/Check"):
+            silent = channel.stream_unary(f"/{name}").future(never())
+            with pytest.raises(grpc.RpcError, match="the call's message took too long") as error:
+                silent.result(10)
+            assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(iter([]))
+        with pytest.raises(grpc.RpcError, match="the call has no message") as error:
+            empty.result(10)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert server.metric(slow) == 2
+        host, _, port = grpc_address(server).rpartition(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(half_a_message())
+            wait_until(lambda: server.metric(slow) == 3)
+        assert client.infer("tiny", [tensor(1)]).as_numpy("logits") is not None
+        gate.set()
+        channel.close()
 
 
 def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle) -> None:

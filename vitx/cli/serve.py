@@ -28,6 +28,7 @@ _NOT_ON_RAY = {
     "max_connections": _CONNECTION,
     "header_timeout": _CONNECTION,
     "body_timeout": _CONNECTION,
+    "message_timeout": "Ray's proxies pass on HTTP",
 }
 
 
@@ -74,6 +75,7 @@ def command(
     body_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for a request's body, and one more for every 16 KiB of it.")
     ] = 20,
+    message_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for the message of a gRPC call.")] = 60,
     watch: Annotated[bool, typer.Option("--watch", help="Load a bundle again when it was replaced on disk.")] = False,
     management: Annotated[
         bool, typer.Option("--management", help="Let clients load and unload models, with the management token.")
@@ -184,6 +186,7 @@ def command(
                 connections=max_connections,
                 header_seconds=header_timeout,
                 body_seconds=body_timeout,
+                message_seconds=message_timeout,
             ),
         )
     )
