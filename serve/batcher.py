@@ -51,7 +51,7 @@ _log = logging.getLogger("vitx.serve")
 
 
 # Gets the logits (N, C), or the error.
-Answer = Callable[[Float32Array | None, Exception | None], None]
+Answer = Callable[[Float32Array | Exception], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +127,10 @@ class Batcher:
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
 
-        def answer(logits: Float32Array | None, error: Exception | None) -> None:
-            if error is not None:
-                reply.set_exception(error)
-            elif logits is not None:
+        def answer(logits: Float32Array | Exception) -> None:
+            if isinstance(logits, Exception):
+                reply.set_exception(logits)
+            else:
                 reply.set_result(logits)
 
         submission = self.begin(images, answer, priority=priority, deadline=deadline)
@@ -405,10 +405,10 @@ class Submission:
         """One of the tickets was answered; the first that fails ends the others."""
         if ticket.error is not None:
             self.take_back()
-            self._answer(None, ticket.error)
+            self._answer(ticket.error)
         elif (logits := self._together()) is not None:
             self._batcher.statistics.add_success(time.monotonic() - self._arrived)
-            self._answer(logits, None)
+            self._answer(logits)
 
     def take_back(self) -> None:
         """Nobody waits any more: rows that do not run yet leave the queue, and nothing is answered."""

@@ -24,6 +24,7 @@ from vitx.serve.http.asgi import (
     error_reply,
     header,
     read_body,
+    reply_with,
     send_reply,
     unless_gone,
 )
@@ -134,18 +135,7 @@ class App:
     ) -> Callable[[], object]:
         """`_infer` without a task; see `Start`."""
         model, request, deadline = self._understood(name, version, length, body, started)
-
-        def on_logits(logits: Float32Array | None, error: Exception | None) -> None:
-            if logits is None:
-                assert error is not None
-                answer(error)
-                return
-            try:
-                reply: Reply | Exception = self._logits_reply(logits, request, model)
-            except Exception as failure:  # noqa: BLE001 - the edge of one request, as in `_reply`
-                reply = failure
-            answer(reply)
-
+        on_logits = reply_with(partial(self._logits_reply, request=request, model=model), answer)
         batcher = model.batcher
         return batcher.begin(request.images, on_logits, priority=request.priority, deadline=deadline).take_back
 

@@ -38,6 +38,23 @@ Answer = Callable[[Reply | Exception], None]
 Start = Callable[[bytes, float, Answer], Callable[[], object]]
 
 
+def reply_with(make: Callable[[T], Reply], answer: Answer) -> Callable[[T | Exception], None]:
+    """What gets a value, or why there is none, and answers with the reply that `make` makes of it."""
+
+    def on_value(value: T | Exception) -> None:
+        reply: Reply | Exception
+        if isinstance(value, Exception):
+            reply = value
+        else:
+            try:
+                reply = make(value)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request, here without a task
+                reply = failure
+        answer(reply)
+
+    return on_value
+
+
 def json_reply(value: Any, status: int = 200) -> Reply:
     return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), status)
 

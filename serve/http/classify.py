@@ -17,7 +17,7 @@ from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.serve.batcher import Submission
 from vitx.serve.decode import Decoder
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.http.asgi import Answer, Reply, Start, header, json_reply, read_body, unless_gone
+from vitx.serve.http.asgi import Answer, Reply, Start, header, json_reply, read_body, reply_with, unless_gone
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
 from vitx.serve.metrics import Metrics
@@ -99,7 +99,6 @@ class Classifier:
         """A request of one image, without a task; return what gives it up."""
         ask = self._ask(query, timeout, started)
         manifest, batcher = ask.model.bundle.manifest, ask.model.batcher
-
         submission: Submission | None = None
         gone = False
 
@@ -115,17 +114,9 @@ class Classifier:
             except RequestError as refusal:
                 answer(refusal)
 
-        def on_logits(logits: Float32Array | None, error: Exception | None) -> None:
-            if logits is None:
-                assert error is not None
-                answer(error)
-                return
-            try:
-                predictions = top_predictions(logits[0], manifest.labels, ask.top_k)
-            except RequestError as refusal:
-                answer(refusal)
-            else:
-                answer(json_reply({"model": ask.model.name, "predictions": predictions}))
+        def labelled(logits: Float32Array) -> Reply:
+            predictions = top_predictions(logits[0], manifest.labels, ask.top_k)
+            return json_reply({"model": ask.model.name, "predictions": predictions})
 
         def give_up() -> None:
             nonlocal gone
@@ -134,6 +125,7 @@ class Classifier:
             if submission is not None:
                 submission.take_back()
 
+        on_logits = reply_with(labelled, answer)
         take_back = self._decoder.begin(body, manifest.preprocessing, on_pixels)
         return give_up
 
