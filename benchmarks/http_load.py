@@ -41,6 +41,11 @@ class Load:
         """Answers with status 200 a second."""
         return len(self.times(200)) / self.seconds
 
+    def require_answers(self, name: str) -> None:
+        """Raise RuntimeError unless the server, here called `name`, answered every request with status 200."""
+        if self.unanswered or set(self.counts()) != {200}:
+            raise RuntimeError(f"{name}: statuses {self.counts()}, {self.unanswered} unanswered")
+
     def counts(self) -> dict[int, int]:
         """Answers by status."""
         statuses = [status for status, _ in self.answers]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vitx.models
-from vitx.core.machine import describe_machine, installed_versions
+from targets import begun
 from vitx.models import ReAttention
 from vitx.models.attention import mix_heads
 
@@ -134,11 +134,7 @@ def main() -> None:
         step(model, images)
         print(peak_resident_mib())
         return
-    report: dict[str, object] = {
-        "machine": describe_machine(),
-        "versions": installed_versions(),
-        "batch": arguments.batch,
-    }
+    report: dict[str, object] = {**begun(), "batch": arguments.batch}
     for title, ours, theirs in (
         ("deepvit_s, against the formula written out", "deepvit_s", "written-out"),
         ("deit_small_12, against timm's deit_small_patch16_224", "deit_small_12", "deit_small_patch16_224"),

@@ -32,9 +32,9 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
+from targets import begun, saved
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import UInt8Array
 from vitx.serve import load_session
 from vitx.serve.offline import PREDICTIONS, SUMMARY, predict
@@ -322,11 +322,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="vitx-chaos-") as scratch:
             runs.append(chaos(options.images, seed, options.ledger, Path(scratch)))
         print(json.dumps(runs[-1]), flush=True)
-    if options.json:
-        found = json.loads(options.json.read_text()) if options.json.exists() else {}
-        found |= {"machine": describe_machine(), "versions": installed_versions()}
-        found["chaos" if options.ledger is None else "chaos_postgres"] = runs
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    saved({**begun(), "chaos" if options.ledger is None else "chaos_postgres": runs}, options.json)
     sys.exit(any(count for run in runs for count in run["wrong"].values()))
 
 

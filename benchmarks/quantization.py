@@ -34,8 +34,8 @@ import torch
 from torch import nn
 
 import vitx.models
+from targets import begun
 from vitx.core.images import open_images
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.export import SourceRequest, onnx_from_model, rewrite_for_export
@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report: dict[str, Any] = {"machine": describe_machine(), "versions": installed_versions(), "threads": 1}
+    report: dict[str, Any] = {**begun(), "threads": 1}
     report |= measure(arguments.run, arguments.repeats, arguments.networks)
     print(json.dumps(report["machine"]))
     if arguments.json:

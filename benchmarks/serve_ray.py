@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from server import sample_photographs
 
 from http_load import closed_loop
-from server_peers import DEIT_TI, TINY, Server, bundle_of, http_request, infer_request, served
+from server_peers import DEIT_TI, TINY, Server, bundle_of, http_request, infer_request, sample_photographs, served
 from targets import begun, saved
 from vitx.core.bundle import Bundle
 
@@ -34,8 +33,7 @@ def measure(server: Server, request: bytes, seconds: float) -> dict[int, dict[st
     found = {}
     for connections in CONNECTIONS:
         load = closed_loop(server.address, [request], connections=connections, seconds=seconds, warm_up=WARM_UP_SECONDS)
-        if load.unanswered or set(load.counts()) != {200}:
-            raise RuntimeError(f"{server.name}: statuses {load.counts()}, {load.unanswered} unanswered")
+        load.require_answers(server.name)
         median_ms = 1e3 * statistics.median(load.times(200))
         found[connections] = {"requests_per_second": load.rate(), "p50_ms": median_ms}
     return found

@@ -53,6 +53,7 @@ from server_peers import (
     infer_request,
     litserve_server,
     package_versions,
+    sample_photographs,
     triton_server,
     vitx_server,
 )
@@ -148,8 +149,7 @@ def turn(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str,
     load = closed_loop(server.address, requests, connections=CONNECTIONS, seconds=seconds, warm_up=WARM_UP_SECONDS)
     used = (server.cpu_seconds() - cpu) / (time.perf_counter() - start)
     server.pause()
-    if load.unanswered or set(load.counts()) != {200}:
-        raise RuntimeError(f"{server.name}: statuses {load.counts()}, {load.unanswered} unanswered")
+    load.require_answers(server.name)
     return {
         "requests_per_second": round(load.rate(), 1),
         "p50_ms": percentile_ms(load.times(200), 50),
@@ -248,14 +248,6 @@ def from_jpeg(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return report
 
 
-def sample_photographs() -> list[bytes]:
-    """Two JPEG files of 640 × 427 pixels that come with scikit-learn."""
-    import sklearn.datasets
-
-    folder = Path(sklearn.datasets.__file__).parent / "images"
-    return [(folder / name).read_bytes() for name in ("china.jpg", "flower.jpg")]
-
-
 def at_rest(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """(c)"""
     place = arguments.folder or folder
@@ -301,8 +293,7 @@ def memory(bundle: Bundle, count: int) -> dict[str, Any]:
         requests = [server.request(image) for image in random_images(CONNECTIONS, TINY.image_size)]
         for _ in range(SOAK_STEPS):
             load = closed_loop(server.address, requests, connections=CONNECTIONS, count=count // SOAK_STEPS)
-            if load.unanswered or set(load.counts()) != {200}:
-                raise RuntimeError(f"statuses {load.counts()}, {load.unanswered} unanswered")
+            load.require_answers(server.name)
             resident.append(server.resident_bytes())
     growth = statistics.median(resident[-3:]) / statistics.median(resident[:3]) - 1
     report = {"requests": count, "resident_mib": [round(value / 2**20, 2) for value in resident]}

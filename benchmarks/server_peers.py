@@ -244,6 +244,14 @@ def infer_logits(answer: bytes) -> Any:
     return np.frombuffer(body, np.float32, offset=int(found[1]))
 
 
+def sample_photographs() -> list[bytes]:
+    """Two JPEG files of 640 × 427 pixels that come with scikit-learn."""
+    import sklearn.datasets
+
+    folder = Path(sklearn.datasets.__file__).parent / "images"
+    return [(folder / name).read_bytes() for name in ("china.jpg", "flower.jpg")]
+
+
 def _litserve_request(image: UInt8Array) -> bytes:
     body = json.dumps({"image": image.ravel().tolist()}, separators=(",", ":")).encode()
     return http_request("/predict", body, "Content-Type: application/json\r\n")

@@ -20,9 +20,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from network_nodes import RENDEZVOUS, Node, two_namespaces, wait_for
+from targets import begun
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
-from vitx.core.machine import describe_machine, installed_versions
 
 SETTINGS = (*TINY, "batch_size=48", "checkpoint_steps=4")
 EPOCHS, DIES_IN = 40, 3
@@ -80,8 +80,7 @@ def main() -> None:
     }
     print(json.dumps(found, indent=2))
     if options.json:
-        head = {"machine": describe_machine(), "versions": installed_versions()}
-        options.json.write_text(json.dumps(head | found, indent=2) + "\n")
+        options.json.write_text(json.dumps(begun() | found, indent=2) + "\n")
     sys.exit(max(gaps) > TOLERANCE)
 
 
