@@ -150,12 +150,12 @@ def _remove_unnamed(folder: Path) -> None:
 
 
 def tidy(run: RunFolder) -> None:
-    """Remove what a killed process had not finished writing; nobody else may be writing into `run` now."""
-    checkpoints = run.path / "checkpoints"
-    for path in (run.metrics_path, *(checkpoints / link for link in LINKS)):
+    """Remove the files and links that a killed process had not finished writing; nobody else may write into `run` now.
+
+    Folders of checkpoints that no link names go with the next one that is saved.
+    """
+    for path in (run.metrics_path, *(run.path / "checkpoints" / link for link in LINKS)):
         remove_unfinished(path)
-    if checkpoints.is_dir():
-        _remove_unnamed(checkpoints)
 
 
 def newest(run: RunFolder) -> tuple[Path, CheckpointState] | None:
