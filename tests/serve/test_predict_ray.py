@@ -140,8 +140,17 @@ def test_rows_are_those_of_the_local_path(
 
     def kill_one() -> None:
         wait_for_shards(out, 3)
-        killed.extend(processes(ACTOR)[:1])
-        os.kill(killed[0], signal.SIGKILL)
+        first, *others = processes(ACTOR)
+        for other in others:  # else they may have done all before the next one has begun
+            os.kill(other, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        killed.append(first)
+        try:
+            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
+            wait_for_shards(out, 1 + len(list((out / PREDICTIONS).glob("part-*"))))
+        finally:
+            for other in others:
+                os.kill(other, signal.SIGCONT)
 
     killer = threading.Thread(target=kill_one)
     killer.start()
