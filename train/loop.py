@@ -36,6 +36,7 @@ from vitx.train.checkpoint import (
     write_metrics,
 )
 from vitx.train.data import WEIGHTS, TrainingData, seed_of
+from vitx.train.determinism import deterministic_algorithms
 from vitx.train.distillation import load_teacher
 from vitx.train.distributed import Processes, joined, parallelize, shard_module, unsharded
 from vitx.train.environment import RunEnvironment
@@ -98,13 +99,18 @@ def train(
     torchrun the processes share every batch. `wandb` names a project of Weights & Biases that the metrics go to.
     `after_epoch` is called when an epoch is saved, in every process, with its number and the averaged network.
 
-    Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run, or
-    when the data or a checkpoint cannot be read; CheckFailed when a loss is no longer finite; EnvironmentMissing when
-    the disk is full; TrainingStopped when SIGTERM or SIGINT asked to stop, after all has been saved.
+    Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
+    when the data or a checkpoint cannot be read, or when `execution.deterministic` cannot be had; CheckFailed when a
+    loss is no longer finite; EnvironmentMissing when the disk is full; TrainingStopped when SIGTERM or SIGINT asked to
+    stop, after all has been saved.
     """
     folder = RunFolder(out)
-    chosen = choose_device(device)
-    with joined(chosen) as processes, naming_a_lost_process(folder), RunLock(folder) as lock:
+    with (
+        deterministic_algorithms(device, on=recipe.execution.deterministic),
+        joined(chosen := choose_device(device)) as processes,
+        naming_a_lost_process(folder),
+        RunLock(folder) as lock,
+    ):
         if processes.writes and resume:
             lock.take(patience_of_torchrun(SECONDS_TO_BE_SEEN))
         processes.wait()  # nobody else writes from here on
