@@ -98,17 +98,14 @@ def _zeros(COUNT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _add_mixed(sums, part, weights, STRIDE: tl.constexpr, COUNT: tl.constexpr):
-    """sums[h] + weight[h]·part for COUNT sums; their weights are STRIDE apart."""
+    """sums[h] + weight[h]·part for COUNT sums; their weights are STRIDE apart.
+
+    Written as fma: whether a compiler fuses by itself depends on its version.
+    """
     more = ()
     for h in tl.static_range(COUNT):
-        more = more + (_fma(part, tl.load(weights + h * STRIDE), sums[h]),)
+        more = more + (tl.fma(part, tl.load(weights + h * STRIDE), sums[h]),)
     return more
-
-
-@triton.jit
-def _fma(tile, factor, addend):
-    """tile·factor + addend in one instruction, whether the compiler may fuse by itself or not."""
-    return tl.fma(tile, tl.zeros_like(tile) + factor, tl.zeros_like(tile) + addend)
 
 
 @triton.jit
@@ -181,7 +178,7 @@ def _more_sums(
             score = tl.where(keys[None, :] < tokens, score, float("-inf"))
         higher = tl.maximum(largest[g], tl.max(score, 1))
         next_largest = next_largest + (higher,)
-        part = tl.sum(tl.exp2(_fma(score, factor, -(higher * factor)[:, None])), 1)
+        part = tl.sum(tl.exp2(tl.fma(score, factor, -(higher * factor)[:, None])), 1)
         next_total = next_total + (total[g] * tl.exp2((largest[g] - higher) * factor) + part,)
     return next_largest, next_total
 
@@ -285,7 +282,7 @@ def _mixed_values(
                 total = tl.load(sums_base + g * tokens + columns, mask=columns < tokens, other=float("inf"))[None, :]
             else:
                 total = sums[g][:, None]
-            maps = tl.exp2(_fma(score, scale * LOG2_E, -total))
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             mixed = _add_mixed(mixed, maps, mix_base + first * H + g, H, G)
         wide, rest = _add_products(
             wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO
@@ -402,7 +399,7 @@ def score_grad_kernel(
                 row_sum = tl.load(row_sums_base + place, mask=inside, other=0.0)[None, :]
             else:
                 total, row_sum = sums[g][:, None], row_sums[g][:, None]
-            maps = tl.exp2(_fma(score, scale * LOG2_E, -total))
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             scores_grad = scores_grad + (maps * (maps_grad[g] - row_sum),)
         wide, rest = _add_products(
             wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO
@@ -443,7 +440,7 @@ def weight_grad_kernel(
         for start in tl.range(0, tokens, N):
             keys = start + tl.arange(0, N)
             score = _products(wide, rest, k_base + head, keys, tokens, 8 * stride_n, K, KA, KB)
-            maps = tl.exp2(_fma(score, scale * LOG2_E, -sums[:, None]))
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -sums[:, None]))
             there = (keys[:, None] < tokens) & inside
             v = tl.load(v_base + begin + column[None, :] + keys[:, None] * (8 * stride_n), mask=there, other=0.0)
             product += tl.dot(maps.to(v.dtype), v)
