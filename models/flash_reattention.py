@@ -11,6 +11,8 @@ import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,6 +48,19 @@ class Tiles(NamedTuple):
 
 
 TILES = Tiles()
+# What a sweep on a GPU tries.
+CANDIDATES: tuple[Tiles, ...] = (Tiles(), Tiles(16, 32), Tiles(32, 16), Tiles(16, 16, 4))
+
+
+@contextmanager
+def using(tiles: Tiles) -> Iterator[None]:
+    """Run the kernels with these tiles."""
+    global TILES
+    before, TILES = TILES, tiles
+    try:
+        yield
+    finally:
+        TILES = before
 
 
 def reattention(
