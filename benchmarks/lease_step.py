@@ -63,6 +63,34 @@ def of_peak(flops_per_second: float, product: float | None) -> dict[str, float]:
     return shares if product is None else {**shares, "of_product": flops_per_second / product}
 
 
+def mend_interpreter() -> None:
+    """Let Triton's interpreter, where it runs the kernels, loop with NumPy 2.5 and multiply bfloat16."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, multiply = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        # int() of an array of one element is an error since NumPy 2.5.
+        scope.set_attr(tensor, "__index__", lambda value: value.handle.data.item())
+
+    def in_float32(operand: Any) -> Any:
+        if operand.dtype.scalar is not tl.bfloat16:
+            return operand
+        return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """The interpreter keeps bfloat16 as bits, and would multiply those."""
+        return multiply(builder, in_float32(a), in_float32(b), *rest)
+
+    interpreter._patch_lang_tensor = patched
+    interpreter.InterpreterBuilder.create_dot = dot
+
+
 def run_step(steps: dict[str, Callable[[Report], None]]) -> None:
     """Run the step that the command line names: STEP --report FILE [--rehearse]."""
     parser = argparse.ArgumentParser()
@@ -70,6 +98,8 @@ def run_step(steps: dict[str, Callable[[Report], None]]) -> None:
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
+    if arguments.rehearse:
+        mend_interpreter()
     started = time.perf_counter()
     steps[arguments.step](Report(arguments.report, arguments.step, rehearsed=arguments.rehearse))
     print(f"{arguments.step}: {time.perf_counter() - started:.1f} s after imports", flush=True)
