@@ -43,7 +43,8 @@ class Subject:
     def __init__(self, name: str, *, small: bool) -> None:
         model, self.preprocessing = build(name, None, small=small)
         self.model: nn.Module = randomize_like_trained(model)
-        self.flops = count_flops(self.model, self.preprocessing.image_size)
+        side = self.preprocessing.image_size
+        self.flops = count_flops(self.model, torch.zeros(1, 3, side, side))
 
     def classifier(self, attention: str, device: str) -> nn.Module:
         """uint8 (N, S, S, 3) → float32 logits, in float16, normalisation inside."""

@@ -25,7 +25,6 @@ from lease_step import Report, run_step
 from vitx.core.run import RunFolder
 from vitx.models import image_tensor
 from vitx.train import apply_overrides, get_recipe, train
-from vitx.train.data import Batch
 from vitx.train.distributed import Processes
 from vitx.train.loop import Trainer
 from vitx.train.objective import losses_of, mix, patch_grid
@@ -105,8 +104,8 @@ def whole_and_alone(recipe: Recipe, device: str, steps: int) -> dict[str, float]
     with trainer_of(recipe, device) as trainer:
         trainer.model.train()
         size = trainer.data.batch_size
-        batches = trainer.data.batches(1, recipe.workers)
-        kept: list[Batch] = []
+        batches = trainer.batches(1)
+        kept: list[Any] = []
         started = processor = 0.0
         for number, batch in enumerate(batches):
             trainer.step(1, batch)
@@ -181,13 +180,13 @@ def where(report: Report) -> None:
         for recipe_name in RECIPES:
             recipe = recipe_for(recipe_name, folder, report)
             with trainer_of(recipe, report.device) as trainer:
-                phases(report, recipe_name, trainer, recipe)
-                kernels(report, recipe_name, trainer, recipe)
+                phases(report, recipe_name, trainer)
+                kernels(report, recipe_name, trainer)
 
 
-def phases(report: Report, name: str, trainer: Trainer, recipe: Recipe) -> None:
+def phases(report: Report, name: str, trainer: Trainer) -> None:
     trainer.model.train()
-    batches = trainer.data.batches(1, recipe.workers)
+    batches = trainer.batches(1)
     for _ in range(1 if report.rehearsed else 3):
         trainer.step(1, next(batches))
     marks, stepper = Marks(report.device), trainer.stepper
@@ -211,8 +210,8 @@ def phases(report: Report, name: str, trainer: Trainer, recipe: Recipe) -> None:
     report.row(f"{name} phases", row, f"{name} ms of a step of {trainer.data.batch_size}: {told}")
 
 
-def kernels(report: Report, name: str, trainer: Trainer, recipe: Recipe) -> None:
-    batches = trainer.data.batches(2, recipe.workers)
+def kernels(report: Report, name: str, trainer: Trainer) -> None:
+    batches = trainer.batches(2)
     batch = next(batches)
     activities = [ProfilerActivity.CPU] if report.rehearsed else [ProfilerActivity.CUDA]
     steps = 1 if report.rehearsed else 4
