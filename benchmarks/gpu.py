@@ -94,10 +94,11 @@ class Float32Logits(nn.Module):
 
 
 def build(name: str, weights: Path | None, *, small: bool) -> tuple[Any, Preprocessing]:
-    """The network in float32 on the processor, and its preprocessing; small: two blocks of 64 px images."""
+    """The network in float32 on the processor, and its preprocessing; small: its last two blocks, 64 px images."""
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"depth": 2, "img_size": 64} if small else {}
-    model: Any = timm.create_model(name, **sizes).eval()
+    model: Any = timm.create_model(name, **({"img_size": 64} if small else {})).eval()
+    if small:
+        model.blocks = model.blocks[-2:]
     if weights is not None:
         model.load_state_dict(load_file(weights / f"{name}.safetensors"))
     return model, Preprocessing(image_size=64 if small else model.pretrained_cfg["input_size"][1])

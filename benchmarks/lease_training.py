@@ -1,0 +1,428 @@
+"""The steps of `lease.py training`: images a second of `vitx train`, where a step goes, the losses, precisions, resuming."""
+
+import hashlib
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from lease_step import Report, run_step
+from vitx.core.run import RunFolder
+from vitx.models import image_tensor
+from vitx.train import apply_overrides, get_recipe, train
+from vitx.train.distributed import Processes
+from vitx.train.loop import Trainer
+from vitx.train.objective import losses_of, mix, patch_grid
+from vitx.train.recipe import Recipe
+from vitx.train.step import EpochLog
+
+RECIPES = {"deepvit-16": "deepvit_16b", "deit-s": "deit_small_12"}
+BATCH, FILES = 256, 6144
+PHASES = ("input", "upload", "forward", "backward", "optimizer", "average")
+
+
+# --- images and recipes
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Photographs of 500 × 375 in eight classes: 256 different ones under as many names as it takes; 16 in `val`."""
+    rng = np.random.default_rng(0)
+    different = []
+    for _ in range(min(count, 256)):
+        coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).resize((500, 375))
+        noisy = np.asarray(coarse, np.float32) + rng.normal(0, 8, (375, 500, 3))
+        encoded = io.BytesIO()
+        Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(encoded, "JPEG", quality=85)
+        different.append(encoded.getvalue())
+    for split, images in (("train", count), ("val", 16)):
+        for number in range(images):
+            path = folder / split / f"class-{number % 8}" / f"{number:05d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(different[number % len(different)])
+
+
+def recipe_for(name: str, folder: Path, report: Report, *more: str) -> Recipe:
+    """The published recipe on these images, batch 256; two blocks at 64 px in a rehearsal."""
+    sets = [f"batch_size={BATCH}", f"workers={max(1, (os.cpu_count() or 2) - 2)}", "epochs=1", *more]
+    recipe = get_recipe(name).on_data(str(folder))
+    if report.rehearsed:
+        sets[:2] = ["batch_size=8", "workers=1"]
+        sets += ["model.kwargs.depth=2", "preprocessing.image_size=64"]
+    return apply_overrides(recipe, sets)
+
+
+@contextmanager
+def trainer_of(recipe: Recipe, device: str) -> Iterator[Trainer]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Trainer(
+            recipe, RunFolder(Path(folder) / "run"), torch.device(device), Processes(), skip_bad=False, quiet=True
+        )
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+# --- images a second
+
+
+def speed(report: Report) -> None:
+    """`vitx train` as a user runs it, from JPEGs; and its steps alone, on batches that are there already."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(folder, 64 if report.rehearsed else FILES)
+        for recipe_name in RECIPES:
+            for title, more in {
+                "published": [],
+                "crops, flips": ["augmentation.auto_augment=", "augmentation.erasing=0"],
+                "compiled": ["augmentation.auto_augment=", "augmentation.erasing=0", "execution.compile=true"],
+            }.items():
+                recipe = recipe_for(recipe_name, folder, report, *more)
+                row = whole_and_alone(recipe, report.device, steps=2 if report.rehearsed else 20)
+                told = f"{recipe_name} {title:<12} {row['with_input']:7.0f} images/s from JPEGs, steps alone "
+                told += f"{row['alone']:7.0f}; processor {1e3 * row['main_thread_seconds']:.0f} ms a step in the main thread"
+                report.row(f"{recipe_name} {title}", row, told)
+
+
+def whole_and_alone(recipe: Recipe, device: str, steps: int) -> dict[str, float]:
+    with trainer_of(recipe, device) as trainer:
+        trainer.model.train()
+        size = trainer.data.batch_size
+        batches = trainer.batches(1)
+        kept: list[Any] = []
+        started = processor = 0.0
+        for number, batch in enumerate(batches):
+            trainer.step(1, batch)
+            if number == 2:
+                wait(device)
+                started, processor = time.perf_counter(), time.thread_time()
+            kept = [*kept, batch][-3:]
+            if number == steps + 2:
+                break
+        done = number - 2
+        wait(device)
+        whole, thread = time.perf_counter() - started, time.thread_time() - processor
+        started = time.perf_counter()
+        for number in range(steps):
+            trainer.step(1, kept[number % len(kept)])
+        wait(device)
+        alone = time.perf_counter() - started
+    return {
+        "with_input": done * size / whole,
+        "alone": steps * size / alone,
+        "main_thread_seconds": thread / max(done, 1),
+        "batch": size,
+        "steps": steps,
+        "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else 0.0,
+    }
+
+
+class Marks:
+    """Times at the boundaries of a step's phases, by events of the device, or by the clock on a CPU."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.marks = device, list[tuple[str, Any]]()
+
+    def add(self, phase: str) -> None:
+        if self.device == "cpu":
+            self.marks.append((phase, time.perf_counter()))
+            return
+        make_event: Any = torch.cuda.Event
+        event = make_event(enable_timing=True)
+        event.record()
+        self.marks.append((phase, event))
+
+    def milliseconds(self) -> dict[str, float]:
+        """Median of each phase over the steps: a mark ends the phase that it names."""
+        wait(self.device)
+        times: dict[str, list[float]] = {phase: [] for phase in PHASES}
+        for (_, before), (phase, after) in zip(self.marks, self.marks[1:], strict=False):
+            gone = before.elapsed_time(after) if self.device == "cuda" else 1e3 * (after - before)
+            times[phase].append(gone)
+        return {phase: statistics.median(values) for phase, values in times.items() if values}
+
+    def around(self, owner: Any, name: str, before: str | None, after: str | None) -> None:
+        """Mark the end of phases when `owner.name` is called and when it returns."""
+        call = getattr(owner, name)
+
+        def marked(*arguments: Any, **keywords: Any) -> Any:
+            if before:
+                self.add(before)
+            result = call(*arguments, **keywords)
+            if after:
+                self.add(after)
+            return result
+
+        setattr(owner, name, marked)
+
+
+def where(report: Report) -> None:
+    """Where a step goes: the phases on the device's own clock, and the kernels that take most."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_images(folder, 96 if report.rehearsed else 4096)
+        for recipe_name in RECIPES:
+            recipe = recipe_for(recipe_name, folder, report)
+            with trainer_of(recipe, report.device) as trainer:
+                phases(report, recipe_name, trainer)
+                kernels(report, recipe_name, trainer)
+
+
+def phases(report: Report, name: str, trainer: Trainer) -> None:
+    trainer.model.train()
+    batches = trainer.batches(1)
+    for _ in range(1 if report.rehearsed else 3):
+        trainer.step(1, next(batches))
+    marks, stepper = Marks(report.device), trainer.stepper
+    originals = [(stepper.objective, "forward"), (stepper.scaler, "unscale_"), (stepper.scaler, "step")]
+    originals += [(trainer.ema, "update")]
+    kept = [getattr(owner, attribute) for owner, attribute in originals]
+    marks.around(stepper.objective, "forward", "upload", "forward")
+    marks.around(stepper.scaler, "unscale_", "backward", None)
+    marks.around(stepper.scaler, "step", None, "optimizer")
+    marks.around(trainer.ema, "update", None, "average")
+    marks.add("average")
+    for number, batch in enumerate(batches):
+        marks.add("input")
+        trainer.step(1, batch)
+        if number == (2 if report.rehearsed else 10):
+            break
+    for (owner, attribute), method in zip(originals, kept, strict=True):
+        setattr(owner, attribute, method)
+    row = marks.milliseconds()
+    told = " ".join(f"{phase} {value:.1f}" for phase, value in row.items())
+    report.row(f"{name} phases", row, f"{name} ms of a step of {trainer.data.batch_size}: {told}")
+
+
+def kernels(report: Report, name: str, trainer: Trainer) -> None:
+    batches = trainer.batches(2)
+    batch = next(batches)
+    activities = [ProfilerActivity.CPU] if report.rehearsed else [ProfilerActivity.CUDA]
+    steps = 1 if report.rehearsed else 4
+    with profile(activities=activities) as profiler:
+        for _ in range(steps):
+            trainer.step(2, batch)
+        wait(report.device)
+    attribute = "self_cpu_time_total" if report.rehearsed else "self_device_time_total"
+    found = sorted(profiler.key_averages(), key=lambda entry: -getattr(entry, attribute))
+    total = sum(getattr(entry, attribute) for entry in found)
+    top = [
+        {
+            "name": entry.key[:160],
+            "ms": getattr(entry, attribute) / 1e3 / steps,
+            "count": entry.count / steps,
+            "share": getattr(entry, attribute) / total,
+        }
+        for entry in found[:10]
+    ]
+    report.row(f"{name} kernels", {"total_ms": total / 1e3 / steps, "top": top})
+    for entry in top[:4]:
+        report.row(
+            f"{name} {entry['name']}",
+            None,
+            f"  {100 * entry['share']:4.1f} % {entry['ms']:7.2f} ms {entry['count']:6.0f} × {entry['name'][:90]}",
+        )
+
+
+# --- the losses
+
+
+def losses(report: Report) -> None:
+    """A step of deit_small_12 with each loss of Gong et al. over one without, in bfloat16 at batch 256."""
+    import timm
+
+    device, size = report.device, 64 if report.rehearsed else 224
+    count = 4 if report.rehearsed else BATCH
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"depth": 2, "img_size": 64} if report.rehearsed else {}
+    model: Any = timm.create_model("deit_small_12", patch_head=True, **small).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (count, size, size, 3), np.uint8)
+    images = image_tensor(pixels, (0.5,) * 3, (0.5,) * 3).to(device)
+    batch = mixed(images, model)
+    base = apply_overrides(get_recipe("patchvit-s-12"), ["cutmix.probability=1"])
+    choices = {"none": (0, 0, 0), "cosine": (0.3, 0, 0), "contrastive": (0, 1, 0), "mixing": (0, 0, 1), "all": (0.3, 1, 1)}
+    for mode in ("eager", "compiled blocks", "compiled whole"):
+        torch.compiler.reset()
+        if mode == "compiled blocks":
+            for block in model.blocks:
+                block.compile()
+        times: dict[str, float] = {}
+        for choice, weights in choices.items():
+            if mode == "compiled whole" and choice not in ("none", "all"):
+                continue  # each is a compilation of half a minute
+            names = ("cosine", "contrastive", "mixing")
+            sets = [f"losses.{name}={weight}" for name, weight in zip(names, weights, strict=True)]
+            recipe = apply_overrides(base, sets)
+            total = total_of(model, recipe, compile_whole=mode == "compiled whole")
+            times[choice] = step_ms(lambda total=total: step(total, batch, optimizer, device), report)  # type: ignore[misc]
+            report.row(mode, times)
+        told = " ".join(f"{name} {100 * (value / times['none'] - 1):+.1f} %" for name, value in times.items())
+        report.row(mode, times, f"{mode}: a step {times['none']:.1f} ms; with {told.removeprefix('none +0.0 % ')}")
+        if mode == "compiled blocks":
+            for block in model.blocks:
+                block._compiled_call_impl = None
+
+
+def mixed(images: Tensor, model: Any) -> Any:
+    import random
+
+    recipe = apply_overrides(get_recipe("patchvit-s-12"), ["cutmix.probability=1", "augmentation.erasing=0"])
+    labels = torch.arange(len(images), device=images.device) % 1000
+    return mix(images, labels, recipe, patch_grid(model), random.Random(0), classes=1000)
+
+
+def total_of(model: Any, recipe: Recipe, *, compile_whole: bool) -> Callable[[Any], Tensor]:
+    def total(batch: Any) -> Tensor:
+        return losses_of(model, batch, recipe, 1000)["total"]
+
+    if not compile_whole:
+        return total
+    torch.compiler.reset()
+    return torch.compile(total, dynamic=False)
+
+
+def step(total: Callable[[Any], Tensor], batch: Any, optimizer: Any, device: str) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast(device, torch.bfloat16):
+        value = total(batch)
+    torch.autograd.backward(value)
+    optimizer.step()
+
+
+def step_ms(call: Callable[[], None], report: Report) -> float:
+    """Median of some steps, each waited for: steps are long against a launch."""
+    times = []
+    for number in range(2 if report.rehearsed else 16):
+        wait(report.device)
+        started = time.perf_counter()
+        call()
+        wait(report.device)
+        if number > 3 or (report.rehearsed and number):
+            times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times)
+
+
+# --- runs of digits-deepvit
+
+
+def precisions(report: Report) -> None:
+    """Two hundred steps of digits-deepvit in each precision: loss curves and the final top-1."""
+    keep = EpochLog.add
+    epochs = 1 if report.rehearsed else 9
+    for precision in ("float32", "bfloat16", "float16"):
+        curve: list[Tensor] = []
+
+        def add(log: EpochLog, number: int, found: dict[str, Tensor], health: Tensor, to: Any = curve) -> None:
+            to.append(found["total"])
+            keep(log, number, found, health)
+
+        EpochLog.add = add  # type: ignore[method-assign]
+        recipe = apply_overrides(get_recipe("digits-deepvit"), [f"execution.precision={precision}", f"epochs={epochs}"])
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                started = time.perf_counter()
+                result = train(recipe, Path(folder) / "run", device=report.device, quiet=True)
+                seconds = time.perf_counter() - started
+        finally:
+            EpochLog.add = keep  # type: ignore[method-assign]
+        values = [float(value) for value in curve]
+        top1 = result.history[-1]["top1"]
+        row = {"steps": len(values), "loss_every_5th": values[::5], "top1": top1, "seconds": seconds}
+        told = " ".join(f"{value:.3f}" for value in values[:: max(1, len(values) // 6)])
+        report.row(precision, row, f"{precision:<8} {len(values)} steps, loss {told}, top-1 {100 * top1:.1f} %, {seconds:.0f} s")
+
+
+def vitx_train(out: Path, report: Report, *sets: str, resume: bool = False) -> list[str]:
+    command = [sys.executable, "-m", "vitx", "train", "digits-deepvit", "--out", str(out), "--quiet"]
+    command += ["--device", report.device] + ["--resume"] * resume
+    return command + [word for text in ("workers=2", *sets) for word in ("--set", text)]
+
+
+def hashes(run: Path) -> dict[str, str]:
+    names = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
+    found = {name: run / "checkpoints" / "last" / name for name in names}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items() if path.is_file()}
+
+
+def resume(report: Report) -> None:
+    """A run that was killed and resumed has the bits of one that was not; and two runs have each other's."""
+    sets = ["execution.deterministic=true", f"epochs={2 if report.rehearsed else 6}", "checkpoint_steps=5"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for run in ("whole", "again"):
+            checked(vitx_train(folder / run, report, *sets))
+        killed = folder / "killed"
+        process = subprocess.Popen(vitx_train(killed, report, *sets))
+        after = killed_within_epoch(process, killed, epoch=1 if report.rehearsed else 3)
+        checked(vitx_train(killed, report, *sets, resume=True))
+        found = {run: hashes(folder / run) for run in ("whole", "again", "killed")}
+    same = {run: bool(found[run]) and found[run] == found["whole"] for run in ("again", "killed")}
+    row = {"hashes": found, "same": same, "killed_after": after}
+    report.row("resume", row, f"killed after {after}, resumed: same bits {same['killed']}; run twice: {same['again']}")
+
+
+def checked(command: list[str]) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command[2:])}: {(finished.stderr.strip().splitlines() or ['no word'])[-1]}")
+
+
+def killed_within_epoch(process: subprocess.Popen[bytes], run: Path, epoch: int) -> str:
+    """SIGKILL once a checkpoint within `epoch` is there; returns its name."""
+    while process.poll() is None:
+        for path in (run / "checkpoints").glob("*/state.json"):
+            state = json.loads(path.read_text()) if path.is_file() else {}
+            if state.get("epoch", 0) >= epoch - 1 and state.get("trainer", {}).get("batches"):
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                return f"epoch {state['epoch']}, {state['trainer']['batches']} batches"
+        time.sleep(0.005)
+    raise SystemExit(f"the run ended by itself with {process.returncode}")
+
+
+def torchrun(report: Report) -> None:
+    """One process under torchrun, so that NCCL's group, DDP and the gathering of metrics run once."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        command += vitx_train(run, report, "epochs=1")[1:]
+        started = time.perf_counter()
+        finished = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NCCL_DEBUG": "VERSION"})
+        seconds = time.perf_counter() - started
+        print(finished.stdout[-4000:], finished.stderr[-4000:], flush=True)
+        metrics = run / "metrics.jsonl"
+        last = json.loads(metrics.read_text().splitlines()[-1]) if metrics.is_file() else None
+    nccl = next((line for line in finished.stdout.splitlines() if "NCCL version" in line), "")
+    row = {"command": command, "exit": finished.returncode, "metrics": last, "seconds": seconds, "nccl": nccl}
+    top1 = f"top-1 {100 * last['top1']:.1f} %" if last else finished.stderr.strip().splitlines()[-1][:90]
+    report.row("torchrun", row, f"exit {finished.returncode}, {top1}, {seconds:.0f} s {nccl}")
+
+
+STEPS: dict[str, Callable[[Report], None]] = {
+    "speed": speed,
+    "where": where,
+    "losses": losses,
+    "precisions": precisions,
+    "resume": resume,
+    "torchrun": torchrun,
+}
+
+if __name__ == "__main__":
+    run_step(STEPS)
