@@ -108,7 +108,14 @@ def compiled_kernel(
         raise CheckFailed(f"{metadata.name} for {architecture} needs scratch memory, which an engine does not give it")
     parameters = sum(kind != "constexpr" for kind in signature.values())
     ptx = without_scratch(compiled.asm["ptx"], metadata.name, parameters)
-    return FlashKernel(metadata.name, ptx, tiles, metadata.num_warps * metadata.warp_size, metadata.shared, heads // group_of(heads, tiles))
+    return FlashKernel(
+        metadata.name,
+        ptx,
+        tiles,
+        metadata.num_warps * metadata.warp_size,
+        metadata.shared,
+        heads // group_of(heads, tiles),
+    )
 
 
 def without_scratch(ptx: str, kernel: str, parameters: int) -> str:

@@ -1,10 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Triton compiles the annotations of a kernel too, and knows constexpr alone.
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Triton joins tuples by +, and their lengths are no part of their types
 """Triton kernels of attention with a mix over heads: no map is ever written. Called by flash_reattention.py alone.
 
 With S = scale·Q Kᵀ for each head, an optional mix of the scores `S' = W₀S` (a bias there is constant along a row, so
-the softmax does not see it), `P = softmax(S')`, and the mix of the maps `A = W P + b`, the output is `O = A V`. The sums of the softmax rows must be known before maps are mixed, so there
-are two passes over the keys: `sums_kernel`, then `mix_kernel`.
+the softmax does not see it), `P = softmax(S')`, and the mix of the maps `A = W P + b`, the output is `O = A V`. The
+sums of the softmax rows must be known before maps are mixed, so there are two passes over the keys: `sums_kernel`, then
+`mix_kernel`.
 
 Each head's tile is a matrix of its own, with the same layout in registers as every other head's. So one thread holds
 the same pixel of all maps, and the mix is its own multiply-adds: no data moves between threads, and the heads are not
@@ -152,9 +155,7 @@ def _scores(
 ):  # fmt: skip
     """What the softmax of COUNT heads from `first` on reads, without the scale. `q`: all heads with BEFORE."""
     if BEFORE:
-        scores = _mixed_scores(
-            q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N
-        )
+        scores = _mixed_scores(q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N)
     else:
         scores = ()
         for g in tl.static_range(COUNT):
@@ -170,9 +171,7 @@ def _more_sums(
     M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Each row's largest score, and its sum of exponentials relative to that, with N more keys; factor > 0."""
-    scores = _scores(
-        q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE
-    )
+    scores = _scores(q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE)
     next_largest, next_total = (), ()
     for g in tl.static_range(G):
         score = scores[g]
@@ -192,9 +191,7 @@ def _row_sums(
     M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """log2 of each softmax row's sum of exponentials, for G heads of one image's queries: a tuple of (M,)."""
-    q, q_rest = _load_heads(
-        q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB
-    )
+    q, q_rest = _load_heads(q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB)
     largest, total = (), ()
     for _ in tl.static_range(G):
         largest = largest + (tl.full((M,), float("-inf"), tl.float32),)
@@ -289,9 +286,7 @@ def _mixed_values(
                 total = sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             mixed = _add_mixed(mixed, maps, mix_base + cached + first * H + g, H, G)
-        wide, rest = _add_products(
-            wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO
-        )
+        wide, rest = _add_products(wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO)
     return wide, rest
 
 
@@ -328,7 +323,24 @@ def reattention_kernel(
     Inputs come first, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
     """
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, mix_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, CACHED, False
+        q_base,
+        k_base,
+        v_base,
+        mix_base,
+        bias_base,
+        mix_base,
+        tokens,
+        out_base,
+        H,
+        G,
+        K,
+        KA,
+        KB,
+        KO,
+        M,
+        N,
+        CACHED,
+        False,
     )
 
 
@@ -340,7 +352,24 @@ def talking_heads_kernel(
 ):  # fmt: skip
     """The same with a mix of the scores before softmax, whose bias changes nothing."""
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, CACHED, True
+        q_base,
+        k_base,
+        v_base,
+        mix_base,
+        bias_base,
+        before_base,
+        tokens,
+        out_base,
+        H,
+        G,
+        K,
+        KA,
+        KB,
+        KO,
+        M,
+        N,
+        CACHED,
+        True,
     )
 
 
@@ -408,13 +437,9 @@ def score_grad_kernel(
                 total, row_sum = sums[g][:, None], row_sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             scores_grad = scores_grad + (maps * (maps_grad[g] - row_sum),)
-        wide, rest = _add_products(
-            wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO
-        )
+        wide, rest = _add_products(wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO)
     grad_base += image * (8 * grad_stride_b)
-    _store_heads(
-        grad_base, wide, rest, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO
-    )
+    _store_heads(grad_base, wide, rest, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO)
 
 
 @triton.jit
@@ -453,9 +478,7 @@ def weight_grad_kernel(
             product += tl.dot(maps.to(v.dtype), v)
         grads = image * (8 * out_stride_b) + column[None, :]
         there = (rows[:, None] < tokens) & inside
-        out_grad = tl.load(
-            out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0
-        )
+        out_grad = tl.load(out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0)
         product *= out_grad.to(tl.float32)
         weights = tl.load(mix_base + column // K * H + g, mask=column < H * K, other=0.0)
         row_sums += tl.sum(product * weights[None, :], 1)

@@ -252,12 +252,7 @@ def _run(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) 
     launch[grid](*arguments, **constants, **options)
 
 
-# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
-_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-
-
-@_operator("vitx::reattention", mutates_args=())
-def _reattention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -283,8 +278,7 @@ def _fake(
     return _empty(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_operator("vitx::reattention_backward", mutates_args=())
-def _reattention_backward(
+def _backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, and that of the mix in float32: (H, H)."""
@@ -299,7 +293,7 @@ def _reattention_backward(
     shares = torch.empty(B * _tiles(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
     constants = sizes(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
     del constants["G"]
-    arguments = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
+    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
     _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
     tiles = BACKWARD_TILES
@@ -321,6 +315,10 @@ def _fake_backward(
     return _empty(q), _empty(q), _empty(q), torch.empty_like(weight)
 
 
+# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
+_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+_reattention = _operator("vitx::reattention", mutates_args=())(_forward)
+_reattention_backward = _operator("vitx::reattention_backward", mutates_args=())(_backward)
 if INTERPRETED:
     _reattention.register_fake(_fake)
     _reattention_backward.register_fake(_fake_backward)

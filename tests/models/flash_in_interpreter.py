@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from reference import randomize, randomize_like_trained
@@ -249,3 +250,33 @@ def test_what_the_kernels_cannot_do_is_named(
     assert choose_impl(q) == "plain"
     with pytest.raises(InputError, match=expected):
         choose_impl(q, "flash")
+
+
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """The operators that compute something, in order."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.names = names
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in ("empty", "new_empty", "_unsafe_view"):
+            self.names.append(name)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (33, 33**-0.5)])
+def test_a_layer_is_its_projections_and_the_operator(width: int, scale: float) -> None:
+    """Which launches two kernels. DeepViT-S has heads of width 33 and scales its maps."""
+    layer: Any = randomize_like_trained(ReAttention(3 * width, 3, reatten_scale=scale)).half().eval()
+    x = torch.randn(2, 5, 3 * width, generator=torch.Generator().manual_seed(0)).half()
+    with torch.no_grad():
+        layer(x)  # folds
+        names: list[str] = []
+        with Dispatched(names):
+            found = layer(x)
+        layer.fused_attn = False
+        expected = layer.double()(x.double())
+    assert names == ["addmm", "reattention", "addmm"]
+    assert relative_error(found, expected) < 4e-3
