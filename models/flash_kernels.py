@@ -204,10 +204,12 @@ def _row_sums(
             largest, total, q, q_rest, k_base, start + tl.arange(0, N), tokens, stride_n, before_base + cached, factor,
             first, H, G, K, KA, KB, M, N, BEFORE, False,
         )  # fmt: skip
-    for start in tl.range(whole, tokens, 16):
+    LAST: tl.constexpr = min(N, 16)
+    for start in tl.range(whole, tokens, LAST):
+        cached = (start >> 24) if CACHED else 0
         largest, total = _more_sums(
-            largest, total, q, q_rest, k_base, start + tl.arange(0, 16), tokens, stride_n, before_base,
-            factor, first, H, G, K, KA, KB, M, 16, BEFORE, True,
+            largest, total, q, q_rest, k_base, start + tl.arange(0, LAST), tokens, stride_n, before_base + cached,
+            factor, first, H, G, K, KA, KB, M, LAST, BEFORE, True,
         )  # fmt: skip
     sums = ()
     for g in tl.static_range(G):
@@ -382,7 +384,10 @@ def _joined(
     image, first, rows = _place(H, G, M)
     begin = image * tokens * (H * K)
     q_base, k_base = q_base + begin, k_base + begin
-    sums = _row_sums(q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, N, CACHED, BEFORE)
+    COLUMNS: tl.constexpr = N // 2 if BEFORE else N  # the sums of all heads and their scores share the registers
+    sums = _row_sums(
+        q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, COLUMNS, CACHED, BEFORE
+    )
     wide, rest = _mixed_values(
         q_base, k_base, v_base + begin, mix_base, bias_base, before_base, mix_base, sums, H * K, H * K,
         rows, tokens, 1.0, first, H, G, K, KA, KB, KO, M, N, CACHED, BEFORE, True, False,

@@ -44,7 +44,7 @@ class Expressions:
     def constant(self, value): return Expression(value)
     def operation(self, kind, left, right):
         a, b = left.value, right.value
-        return Expression({"CEIL_DIV": lambda: -(-a // b), "SUM": lambda: a + b}[kind.name]())
+        return Expression({"CEIL_DIV": lambda: -(-a // b), "SUM": lambda: a + b, "PROD": lambda: a * b}[kind.name]())
 
 class Slots(list):
     def __init__(self, length=0): super().__init__([None] * length)

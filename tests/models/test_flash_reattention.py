@@ -25,7 +25,7 @@ def test_the_kernels_in_the_interpreter() -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"\b37 passed", ran.stdout), ran.stdout
+    assert re.search(r"\b41 passed", ran.stdout), ran.stdout
 
 
 def test_without_a_gpu_the_maps_are_written_out() -> None:
