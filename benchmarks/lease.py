@@ -9,11 +9,13 @@ the kernels in Triton's interpreter. Exit code 3 without a GPU or a package, 1 w
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,12 +32,11 @@ PARTS: dict[str, dict[str, int]] = {
         "ceilings": 45,
         "compile": 150,
         "correctness": 90,
-        "operation": 240,
-        "shapes": 150,
-        "backward": 120,
-        "memcheck": 90,
+        "operation": 200,
         "profile": 120,
-        "racecheck": 90,
+        "sanitizers": 120,
+        "backward": 120,
+        "shapes": 200,
     },
     "networks": {
         "compile": 200,
@@ -106,10 +107,8 @@ def run_step(part: str, step: str, report: Path, log: Path, seconds: float, *, r
 
 def end_group(process: subprocess.Popen[Any]) -> None:
     """Nothing of a step outlives it, or it would be in the next one's times."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -137,8 +136,11 @@ def table(part: str, whole: dict[str, Any]) -> list[str]:
     """What a console shows at the end: each step's outcome and its lines."""
     lines = [f"{part}: {whole['machine'].get('gpu', 'no GPU')}, {whole['command']}"]
     for step, entry in whole["steps"].items():
-        lines.append(f"{step:<14} {entry.get('seconds', 0):6.1f} s  {entry.get('outcome', 'ended with the machine')}"[:150])
-        lines += [f"  {line}"[:150] for line in entry.get("lines", [])]
+        lines.append(
+            f"{step:<14} {entry.get('seconds', 0):6.1f} s  {entry.get('outcome', 'ended with the machine')}"[:150]
+        )
+        for line in entry.get("lines", []):
+            lines += textwrap.wrap(line, 150, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
     return lines
 
 
