@@ -40,7 +40,6 @@ try:
     import torch
     from safetensors.torch import load_file
     from torch import Tensor, nn
-    from torch.utils.flop_counter import FlopCounterMode
 
     import vitx.models
     from vitx.core.bundle import SHARE_OF_STD
@@ -50,6 +49,7 @@ try:
     from vitx.core.machine import describe_machine, installed_versions
     from vitx.core.preprocess import Preprocessing
     from vitx.export.rewrite import ImageClassifier, rewrite_for_export
+    from vitx.models.flops import count_flops
     from vitx.serve.bench.energy import gpu_energy
 except ModuleNotFoundError as error:
     print(f"error: the package '{error.name}' is not installed: pip install 'vitx[export,train]'", file=sys.stderr)
@@ -370,8 +370,7 @@ def fill(arguments: argparse.Namespace, results: Results) -> bool:
             continue
         pixels = parity_images(arguments.data, arguments.parity, preprocessing)
         images = torch.from_numpy(pixels).to(device)
-        with FlopCounterMode(display=False) as counter:
-            ImageClassifier(model, preprocessing)(torch.from_numpy(pixels[:1]))
+        flops_per_image = count_flops(ImageClassifier(model, preprocessing), torch.from_numpy(pixels[:1]))
         for precision in arguments.precisions:
             with tempfile.TemporaryDirectory() as folder:
                 network = lowered(model, preprocessing, precision, device, Path(folder))
@@ -382,7 +381,7 @@ def fill(arguments: argparse.Namespace, results: Results) -> bool:
                     for row in rows:
                         row["weights"] = str(arguments.weights or "random, seed 0")
                         if "images_per_second" in row:
-                            flops = row["images_per_second"] * counter.get_total_flops()
+                            flops = row["images_per_second"] * flops_per_image
                             row["compute_share"] = flops / row["product_flops_per_second"]
                             agreed &= row["parity"]["verdict"] == "pass"
                         print(describe(row), flush=True)

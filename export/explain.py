@@ -1,4 +1,4 @@
-"""What each rewrite removes from a network: graph nodes, parameters, FLOPs and bytes of activations, all measured."""
+"""What each rewrite removes from a network: graph nodes, parameters, FLOPs and bytes of activations."""
 
 import copy
 import math
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitx.core.errors import unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.canonical import canonical_blocks
 from vitx.export.graph import graph_of
 from vitx.export.rewrite import ALL, REWRITES, ImageClassifier
+from vitx.models.flops import count_flops
 
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
 EXPORT_FORM = "export-form"
@@ -25,7 +25,7 @@ class Cost:
     """What one network costs; FLOPs and bytes are of one image.
 
     `nodes` are those of the cleaned ONNX graph, and `activation_bytes` what they write. `flops` are of matrix products
-    and convolutions (a multiply-add counts two).
+    and convolutions (a multiply-add counts two), as `count_flops` has them.
     """
 
     nodes: int
@@ -86,16 +86,14 @@ def _export_form(classifier: nn.Module) -> int:
 
 
 def measured_cost(classifier: ImageClassifier, preprocessing: Preprocessing, opset: int | None = None) -> Cost:
-    """Trace `classifier` and run it on one image to find its cost."""
+    """Trace `classifier` and count its products to find its cost."""
     size = preprocessing.image_size
-    image = torch.zeros(1, size, size, 3, dtype=torch.uint8, device=classifier.mean.device)
-    with torch.no_grad(), FlopCounterMode(display=False) as flops:
-        classifier(image)
+    image = torch.empty(1, size, size, 3, dtype=torch.uint8, device="meta")
     graph = graph_of(classifier, preprocessing, opset=opset).graph
     return Cost(
         nodes=len(graph),
         parameters=sum(parameter.numel() for parameter in classifier.parameters()),
-        flops=int(flops.get_total_flops()),
+        flops=count_flops(classifier, image),
         activation_bytes=int(written_bytes(graph)),
     )
 

@@ -10,7 +10,7 @@ from vitx.models.attention import (
     reattention_impl,
 )
 from vitx.models.attention_maps import attention_maps
-from vitx.models.build import build_model, image_tensor, load_run_model, load_weights
+from vitx.models.build import Normalization, build_model, image_tensor, load_run_model, load_weights
 from vitx.models.public_checkpoint import LoadReport, load_public_checkpoint
 from vitx.models.recalibration import recalibrate
 from vitx.models.similarity import attention_std, token_similarity
@@ -22,6 +22,7 @@ __all__ = [
     "Block",
     "LoadReport",
     "LocalAttention",
+    "Normalization",
     "PlainAttention",
     "ReAttention",
     "TalkingHeadsAttention",

@@ -3,7 +3,8 @@
 Shape letters: B batch, N tokens (class token included), D width, H heads, K head width.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,10 +12,18 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import InputError
-from vitx.models.flash_reattention import INTERPRETED, Mixes, choose_impl, flash_reattention, why_not_flash
+from vitx.models.flash_reattention import (
+    INTERPRETED,
+    Mixes,
+    against_flash,
+    flash_reattention,
+    notice_plain,
+    padded_width,
+)
 
 HeadNorm = Literal["batch", "layer", "none"]
 MixInit = Literal["random", "identity"]
+T = TypeVar("T")
 
 
 def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None) -> Tensor:
@@ -33,6 +42,15 @@ def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None
     else:
         mixed_BHM = torch.baddbmm(bias_H[:, None], weight_HH.expand(len(maps_BHM), -1, -1), maps_BHM)
     return mixed_BHM.view_as(maps_BHNN)
+
+
+class FlashWeights(NamedTuple):
+    """What the kernels' path multiplies with: mixes with `value_scale` in them, float32; the projections' weights."""
+
+    mixes: Mixes
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    proj: Tensor
 
 
 class HeadMixAttention(nn.Module):
@@ -66,6 +84,8 @@ class HeadMixAttention(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
+        # What was derived of the weights, by name, with the versions of the weights.
+        self._derived: dict[str, tuple[Any, Any]] = {}
 
     def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
         """What is done to the scores; nothing unless a subclass mixes them."""
@@ -74,6 +94,10 @@ class HeadMixAttention(nn.Module):
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
         """What is done to the maps between dropout and the product with V; nothing unless a subclass mixes them."""
         return maps_BHNN
+
+    def mixes_linearly(self) -> bool:
+        """Whether a forward pass as it would be now has mixes, all of them linear."""
+        return False
 
     def linear_mixes(self) -> Mixes | None:
         """The mixes of a forward pass as it would be now, `value_scale` left out; None if one is not linear."""
@@ -90,25 +114,63 @@ class HeadMixAttention(nn.Module):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
+        if self._takes_kernels(x_BND):
+            return self._flash_forward(x_BND)
         q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
         if self.value_scale != 1.0:
             v_BHNK = v_BHNK * self.value_scale
-        mixes = self._flash_mixes(q_BHNK)
-        if mixes is not None:
-            out_BHNK = flash_reattention(q_BHNK, k_BHNK, v_BHNK, mixes, self.scale)
-        else:
-            maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
-            out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
+        maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
+        out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
 
-    def _flash_mixes(self, q_BHNK: Tensor) -> Mixes | None:
-        """The mixes for the kernels that write no maps; None where the maps are written out."""
-        dropped = self.training and self.attn_drop.p > 0
-        if not self.fused_attn or dropped or (q_BHNK.device.type == "cpu" and not INTERPRETED):
-            return None
+    def _flash_forward(self, x_BND: Tensor) -> Tensor:
+        """`forward` by the kernels that write no maps: they and the two projections are all that runs."""
+        B, N, _ = x_BND.shape
+        weights = self.derived("flash", self._flash_weights)
+        qkv_BNE = F.linear(x_BND, weights.qkv, weights.qkv_bias)
+        q_BHNK, k_BHNK, v_BHNK = qkv_BNE.view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        out_BHNK = flash_reattention(q_BHNK, k_BHNK, v_BHNK, weights.mixes, self.scale)
+        out: Tensor = F.linear(out_BHNK.transpose(1, 2).reshape(B, N, -1), weights.proj, self.proj.bias)
+        return self.proj_drop(out)
+
+    def _flash_weights(self) -> FlashWeights:
+        """Widths of 33 and 35 get columns of zeros, so that a head begins where 16 bytes can be read (MATHS §4, 8)."""
         mixes = self.linear_mixes()
-        return mixes if mixes is not None and choose_impl(q_BHNK) == "flash" else None
+        assert mixes is not None
+        scaled = [None if part is None else self.value_scale * part.float() for part in mixes[:2]]
+        rest = [None if part is None else part.float() for part in mixes[2:]]
+        floats: list[Any] = [None if part is None else part.contiguous() for part in (*scaled, *rest)]
+        H, K, D = self.num_heads, self.head_dim, self.proj.in_features
+        extra = padded_width(K) - K
+        qkv, bias, proj = self.qkv.weight, self.qkv.bias, self.proj.weight
+        if extra:
+            qkv = F.pad(qkv.view(3, H, K, D), (0, 0, 0, extra)).flatten(0, 2)
+            bias = None if bias is None else F.pad(bias.view(3, H, K), (0, extra)).flatten()
+            proj = F.pad(proj.view(D, H, K), (0, extra)).flatten(1)
+        return FlashWeights(Mixes(*floats), qkv, bias, proj)
+
+    def derived(self, name: str, make: Callable[[], T]) -> T:
+        """`make()`, kept while no weight changes. Made anew where gradients flow through it, and in a traced graph."""
+        weights = (*self.parameters(), *self.buffers())
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
+            return make()
+        versions = [(id(weight), weight.data_ptr(), weight._version) for weight in weights]
+        if name not in self._derived or self._derived[name][0] != versions:
+            self._derived[name] = versions, make()
+        kept: T = self._derived[name][1]
+        return kept
+
+    def _takes_kernels(self, x_BND: Tensor) -> bool:
+        """Whether the kernels that write no maps run; on a GPU the reason why not is said once."""
+        device, dropped = x_BND.device.type, self.training and self.attn_drop.p > 0
+        if not self.fused_attn or dropped or not self.mixes_linearly() or (device == "cpu" and not INTERPRETED):
+            return False
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
+        against = against_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
+        if against is not None:
+            notice_plain(device, against)
+        return against is None
 
 
 class ReAttention(HeadMixAttention):
@@ -158,15 +220,18 @@ class ReAttention(HeadMixAttention):
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
         if not self.var_norm.training and not isinstance(self.var_norm, nn.LayerNorm):
-            return mix_heads(maps_BHNN, *self.head_mix())
+            return mix_heads(maps_BHNN, *self.derived("mix", self.head_mix))
         mixed_BHNN = mix_heads(maps_BHNN, self.reatten_matrix.weight.flatten(1), self.reatten_matrix.bias)
         over_heads = isinstance(self.var_norm, nn.LayerNorm)
         normed: Tensor = self.var_norm(mixed_BHNN.movedim(1, -1) if over_heads else mixed_BHNN)
         return normed.movedim(-1, 1) if over_heads else normed
 
-    def linear_mixes(self) -> Mixes | None:
+    def mixes_linearly(self) -> bool:
         linear = not self.var_norm.training or isinstance(self.var_norm, nn.Identity)
-        return Mixes(*self.head_mix()) if linear and not isinstance(self.var_norm, nn.LayerNorm) else None
+        return linear and not isinstance(self.var_norm, nn.LayerNorm)
+
+    def linear_mixes(self) -> Mixes | None:
+        return Mixes(*self.head_mix()) if self.mixes_linearly() else None
 
     def head_mix(self) -> tuple[Tensor, Tensor]:
         """The mix in evaluation mode, BatchNorm folded in, without `reatten_scale`: weight (H, H), bias (H,)."""
@@ -223,6 +288,9 @@ class TalkingHeadsAttention(HeadMixAttention):
             if mix.bias is not None:
                 nn.init.zeros_(mix.bias)
 
+    def mixes_linearly(self) -> bool:
+        return True
+
     def linear_mixes(self) -> Mixes | None:
         return Mixes(self.proj_post.weight, self.proj_post.bias, self.proj_pre.weight, self.proj_pre.bias)
 
@@ -256,10 +324,10 @@ def reattention_impl(model: nn.Module) -> str | None:
     for layer in model.modules():
         if isinstance(layer, ReAttention | TalkingHeadsAttention):
             like = layer.qkv.weight
-            if layer.linear_mixes() is None:
+            if not layer.mixes_linearly():
                 return "plain: BatchNorm in training, or a LayerNorm over heads"
             tokens = int(getattr(model, "num_tokens", 1))
-            against = why_not_flash(like.new_empty(1, layer.num_heads, tokens, layer.head_dim))
+            against = against_flash(like.device.type, like.dtype, layer.num_heads, tokens, layer.head_dim)
             return "flash" if against is None else f"plain: {against}"
     return None
 

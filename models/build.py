@@ -51,9 +51,27 @@ def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Modul
     return model.eval(), state
 
 
+class Normalization:
+    """uint8 (B, S, S, 3) to float32 (B, 3, S, S) on `device`: (x/255 − mean)/std, the same bits on every device.
+
+    Its numbers are put on the device once: copying them for each batch would wait for all that runs there.
+    """
+
+    def __init__(
+        self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device | str | None = "cpu"
+    ) -> None:
+        # A tensor, not a number: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
+        self.full = torch.tensor(255.0, device=device)
+        self.mean, self.std = (torch.tensor(each, device=device).view(1, 3, 1, 1) for each in (mean, std))
+
+    def __call__(
+        self, images: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> torch.Tensor:
+        # Bytes are put in order before they are widened, and the sums are done in place: a third of the time.
+        ordered = images.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
+        return ordered.to(torch.float32, copy=True).div_(self.full).sub_(self.mean).div_(self.std)
+
+
 def image_tensor(images: Any, mean: tuple[float, ...], std: tuple[float, ...]) -> torch.Tensor:
-    """Normalise uint8 (B, S, S, 3) to float32 (B, 3, S, S): (x/255 − mean)/std."""
-    # Bytes are put in order before they are widened, and the sums are done in place: a third of the time.
-    pixels = torch.as_tensor(images).permute(0, 3, 1, 2).contiguous().to(torch.float32, copy=True).div_(255)
-    shape = (1, 3, 1, 1)
-    return pixels.sub_(torch.tensor(mean).view(shape)).div_(torch.tensor(std).view(shape))
+    """Normalise uint8 (B, S, S, 3) in the host's memory to float32 (B, 3, S, S)."""
+    return Normalization(mean, std)(torch.as_tensor(images))

@@ -2,17 +2,27 @@
 # Triton compiles the annotations of a kernel too, and knows constexpr alone.
 """Triton kernels of attention with a mix over heads: no map is ever written. Called by flash_reattention.py alone.
 
-With S = scale·Q Kᵀ for each head, an optional mix of the scores `S' = W₀S + b₀`, `P = softmax(S')`, and the mix of the
-maps `A = W P + b`, the output is `O = A V`. A program holds one tile of queries for all heads, since every head's map
-enters every head's output, and walks over the keys twice: once for the sums of the softmax rows, once for `O`. The
-backward pass makes S, P and A again, tile by tile (after Dao, FlashAttention-2, arXiv 2307.08691):
+With S = scale·Q Kᵀ for each head, an optional mix of the scores `S' = W₀S` (a bias there is constant along a row, so
+the softmax does not see it), `P = softmax(S')`, and the mix of the maps `A = W P + b`, the output is `O = A V`. The sums of the softmax rows must be known before maps are mixed, so there
+are two passes over the keys: `sums_kernel`, then `mix_kernel`.
 
-    dA = dO Vᵀ        dP = Wᵀ dA         D = Σ_j P ⊙ dP      dS' = P ⊙ (dP − D)      dS = W₀ᵀ dS'
-    dV = Aᵀ dO        dQ = scale·dS K    dK = scale·dSᵀ Q    dW = Σ dA Pᵀ            db = Σ dA        dW₀ = Σ dS' Sᵀ
+Each head's tile is a matrix of its own, with the same layout in registers as every other head's. So one thread holds
+the same pixel of all maps, and the mix is its own multiply-adds: no data moves between threads, and the heads are not
+padded. What limits the size of a tile are registers, which hold the outputs of a group of G heads; the maps of all
+heads are made again for each group.
 
-The rows of dS' sum to zero, so b₀, constant along a row, has no gradient.
+The backward pass makes S, P and A again (after Dao, FlashAttention-2, arXiv 2307.08691):
 
-Shape letters: H heads and K head width, both padded to powers of two by masks; M queries and N keys of a tile.
+    dA = dO Vᵀ        dP = Wᵀ dA         D = Σ_j P ⊙ dP      dS = P ⊙ (dP − D)
+    dV = Aᵀ dO        dQ = scale·dS K    dK = scale·dSᵀ Q    dW = Σ dA Pᵀ            db = Σ dA
+
+dV is `mix_kernel` and dK is `score_grad_kernel` with queries and keys exchanged, where the sums go with the columns.
+With R_g = P_g [V_1 … V_H], dW[h, g] = Σ dO_h ⊙ R_g's columns of h, and D follows from the same products
+(`weight_grad_kernel`).
+
+Shape letters: H heads, K head width, a multiple of 8, read as KA columns and KB more; M rows and N columns of a tile.
+KO is KB without what only the sums of a product must be padded to. The heads of a token stand side by side, K apart.
+Other strides are in units of 8 elements, which tells the compiler that 16 bytes can be read at once.
 """
 
 import triton
@@ -22,281 +32,425 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_tile(
-    base, stride_h, stride_n, rows, limit, heads, width,
-    H: tl.constexpr, K: tl.constexpr,
+def _load_rows(base, rows, limit, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
+    """(rows, WIDTH) of one head's (N, K) from column FIRST on; zeros beyond the tokens and the head width."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    inside = rows[:, None] < limit
+    if FIRST + WIDTH > K:
+        inside = inside & (columns[None, :] < K)
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, value, rows, limit, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
+    columns = FIRST + tl.arange(0, WIDTH)
+    inside = rows[:, None] < limit
+    if FIRST + WIDTH > K:
+        inside = inside & (columns[None, :] < K)
+    tl.store(base + rows[:, None] * stride + columns[None, :], value.to(base.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load_heads(
+    base, rows, limit, stride_n, first,
+    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
 ):  # fmt: skip
-    """(H, rows, K) of one image's (H, N, K); zeros beyond the heads, the tokens and the head width."""
-    offsets = heads[:, None, None] * stride_h + rows[None, :, None] * stride_n + width[None, None, :]
-    inside = (heads[:, None, None] < H) & (rows[None, :, None] < limit) & (width[None, None, :] < K)
-    return tl.load(base + offsets, mask=inside, other=0.0)
+    """The tiles (rows, K) of COUNT heads from head `first` on: their first KA columns, and the KB after them."""
+    wide, rest = (), ()
+    for h in tl.static_range(COUNT):
+        head = base + (first + h) * K
+        wide = wide + (_load_rows(head, rows, limit, stride_n, 0, KA, K),)
+        rest = rest + (_load_rows(head, rows, limit, stride_n, KA, KB, K) if KB > 0 else 0,)
+    return wide, rest
 
 
 @triton.jit
-def _store_tile(
-    base, value, stride_h, stride_n, rows, limit, heads, width,
-    H: tl.constexpr, K: tl.constexpr,
+def _store_heads(
+    base, wide, rest, factor, rows, limit, stride_n, first,
+    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KO: tl.constexpr,
 ):  # fmt: skip
-    offsets = heads[:, None, None] * stride_h + rows[None, :, None] * stride_n + width[None, None, :]
-    inside = (heads[:, None, None] < H) & (rows[None, :, None] < limit) & (width[None, None, :] < K)
-    tl.store(base + offsets, value.to(base.dtype.element_ty), mask=inside)
+    for h in tl.static_range(COUNT):
+        head = base + (first + h) * K
+        _store_rows(head, wide[h] * factor, rows, limit, stride_n, 0, KA, K)
+        if KO > 0:
+            _store_rows(head, rest[h] * factor, rows, limit, stride_n, KA, KO, K)
 
 
 @triton.jit
-def _load_matrix(base, heads, H: tl.constexpr):
-    """(H, H) in float32, padded with zeros."""
-    inside = (heads[:, None] < H) & (heads[None, :] < H)
-    return tl.load(base + heads[:, None] * H + heads[None, :], mask=inside, other=0.0)
+def _products(
+    wide, rest, base, rows, limit, stride,
+    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+):  # fmt: skip
+    """The products of a tile's rows, in its two parts, with `rows` of one head at `base`."""
+    product = tl.dot(wide, tl.trans(_load_rows(base, rows, limit, stride, 0, KA, K)))
+    if KB > 0:
+        product = tl.dot(rest, tl.trans(_load_rows(base, rows, limit, stride, KA, KB, K)), product)
+    return product
 
 
 @triton.jit
-def _load_mixes(
-    mix_base, before_base, before_bias_base, heads, H: tl.constexpr, HP: tl.constexpr, BEFORE: tl.constexpr
-):
-    """The mix of the maps, that of the scores and its bias; without one before softmax the last two are not used."""
-    mix = _load_matrix(mix_base, heads, H)
-    before, before_bias = mix, tl.zeros((HP,), tl.float32)
+def _zeros(COUNT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    tiles = ()
+    for _ in tl.static_range(COUNT):
+        tiles = tiles + (tl.zeros((M, N), tl.float32),)
+    return tiles
+
+
+@triton.jit
+def _add_mixed(sums, part, weights, STRIDE: tl.constexpr, COUNT: tl.constexpr):
+    """sums[h] + weight[h]·part for COUNT sums; their weights are STRIDE apart.
+
+    Written as fma: whether a compiler fuses by itself depends on its version.
+    """
+    more = ()
+    for h in tl.static_range(COUNT):
+        more = more + (tl.fma(part, tl.load(weights + h * STRIDE), sums[h]),)
+    return more
+
+
+@triton.jit
+def _add_products(
+    wide, rest, left, base, rows, limit, stride_n, first,
+    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KO: tl.constexpr,
+):  # fmt: skip
+    """Each head's sums plus `left[h]` times `rows` of that head at `base`."""
+    more_wide, more_rest = (), ()
+    for h in tl.static_range(COUNT):
+        head = base + (first + h) * K
+        right = _load_rows(head, rows, limit, stride_n, 0, KA, K)
+        factor = left[h].to(right.dtype)
+        more_wide = more_wide + (tl.dot(factor, right, wide[h]),)
+        if KO > 0:
+            right = _load_rows(head, rows, limit, stride_n, KA, KO, K)
+            more_rest = more_rest + (tl.dot(factor, right, rest[h]),)
+        else:
+            more_rest = more_rest + (rest[h],)
+    return more_wide, more_rest
+
+
+@triton.jit
+def _mixed_scores(
+    q, q_rest, k_base, keys, tokens, stride_n, before_base, first,
+    H: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """W₀S of COUNT heads from `first` on, without the scale; needs the scores of all heads."""
+    mixed = _zeros(COUNT, M, N)
+    for f in tl.static_range(H):
+        raw = _products(q[f], q_rest[f], k_base + f * K, keys, tokens, stride_n, K, KA, KB)
+        mixed = _add_mixed(mixed, raw, before_base + first * H + f, H, COUNT)
+    return mixed
+
+
+@triton.jit
+def _scores(
+    q, q_rest, k_base, keys, tokens, stride_n, before_base, first,
+    H: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
+):  # fmt: skip
+    """What the softmax of COUNT heads from `first` on reads, without the scale. `q`: all heads with BEFORE."""
     if BEFORE:
-        before = _load_matrix(before_base, heads, H)
-        before_bias = tl.load(before_bias_base + heads, mask=heads < H, other=0.0)
-    return mix, before, before_bias
+        scores = _mixed_scores(
+            q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N
+        )
+    else:
+        scores = ()
+        for g in tl.static_range(COUNT):
+            head = k_base + (first + g) * K
+            scores = scores + (_products(q[g], q_rest[g], head, keys, tokens, stride_n, K, KA, KB),)
+    return scores
 
 
 @triton.jit
-def _mix(weight, maps, HP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Σ_g weight[h, g] · maps[g]: (H, H) and (H, M, N) → (H, M, N)."""
-    return tl.reshape(tl.dot(weight, tl.reshape(maps, (HP, M * N))), (HP, M, N))
-
-
-@triton.jit
-def _products(left, right, HP: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """Σ_mn left[h] · right[g]: (H, M, N) twice → (H, H)."""
-    return tl.dot(tl.reshape(left, (HP, M * N)), tl.trans(tl.reshape(right, (HP, M * N))))
-
-
-@triton.jit
-def _raw_scores(q, k, scale):
-    return tl.dot(q, tl.permute(k, (0, 2, 1))) * scale
-
-
-@triton.jit
-def _masked_scores(
-    raw, before, before_bias, keys, tokens,
-    HP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
+def _more_sums(
+    largest, total, q, q_rest, k_base, keys, tokens, stride_n, before_base, factor, first,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What the softmax reads, in units of log2; −∞ beyond the tokens."""
-    scores = raw
-    if BEFORE:
-        scores = _mix(before, raw, HP, M, N) + before_bias[:, None, None]
-    return tl.where(keys[None, None, :] < tokens, scores * LOG2_E, float("-inf"))
+    """Each row's largest score, and its sum of exponentials relative to that, with N more keys; factor > 0."""
+    scores = _scores(
+        q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE
+    )
+    next_largest, next_total = (), ()
+    for g in tl.static_range(G):
+        score = scores[g]
+        if MASKED:
+            score = tl.where(keys[None, :] < tokens, score, float("-inf"))
+        higher = tl.maximum(largest[g], tl.max(score, 1))
+        next_largest = next_largest + (higher,)
+        part = tl.sum(tl.exp2(tl.fma(score, factor, -(higher * factor)[:, None])), 1)
+        next_total = next_total + (total[g] * tl.exp2((largest[g] - higher) * factor) + part,)
+    return next_largest, next_total
 
 
 @triton.jit
-def _attend(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base,
-    stride_h, stride_n, rows, heads, width, tokens, scale,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BEFORE: tl.constexpr, BIAS: tl.constexpr,
+def _row_sums(
+    q_base, k_base, before_base, stride_n, rows, tokens, scale, first,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """Output (HP, M, KP) of one image's queries `rows`, and log2 of each row's sum of exponentials (HP, M)."""
-    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
-    q = _load_tile(q_base, stride_h, stride_n, rows, tokens, heads, width, H, K)
-
-    largest = tl.full((HP, M), float("-inf"), tl.float32)
-    total = tl.zeros((HP, M), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        higher = tl.maximum(largest, tl.max(scores, 2))
-        total = total * tl.exp2(largest - higher) + tl.sum(tl.exp2(scores - higher[:, :, None]), 2)
-        largest = higher
-    sums = largest + tl.log2(total)
-
-    out = tl.zeros((HP, M, KP), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        v = _load_tile(v_base, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        mixed = _mix(mix, tl.exp2(scores - sums[:, :, None]), HP, M, N)
-        if BIAS:  # values beyond the tokens are zero, so the bias needs no mask
-            mixed += tl.load(bias_base + heads, mask=heads < H, other=0.0)[:, None, None]
-        out += tl.dot(mixed.to(v.dtype), v)
-    return out, sums
+    """log2 of each softmax row's sum of exponentials, for G heads of one image's queries: a tuple of (M,)."""
+    q, q_rest = _load_heads(
+        q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB
+    )
+    largest, total = (), ()
+    for _ in tl.static_range(G):
+        largest = largest + (tl.full((M,), float("-inf"), tl.float32),)
+        total = total + (tl.zeros((M,), tl.float32),)
+    factor = scale * LOG2_E
+    whole = tokens // N * N
+    for start in tl.range(0, whole, N):
+        largest, total = _more_sums(
+            largest, total, q, q_rest, k_base, start + tl.arange(0, N), tokens, stride_n, before_base, factor,
+            first, H, G, K, KA, KB, M, N, BEFORE, False,
+        )  # fmt: skip
+    for start in tl.range(whole, tokens, 16):
+        largest, total = _more_sums(
+            largest, total, q, q_rest, k_base, start + tl.arange(0, 16), tokens, stride_n, before_base,
+            factor, first, H, G, K, KA, KB, M, 16, BEFORE, True,
+        )  # fmt: skip
+    sums = ()
+    for g in tl.static_range(G):
+        sums = sums + (largest[g] * factor + tl.log2(total[g]),)
+    return sums
 
 
 @triton.jit
-def forward_kernel(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base,
-    out_base, sums_base,
-    stride_b, stride_h, stride_n, out_stride_b, out_stride_h, out_stride_n,
+def _place(H: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+    """A program's image, first head and rows: the groups of heads of one tile are neighbours, and share its reads."""
+    group = tl.program_id(0) % (H // G)
+    return tl.program_id(1).to(tl.int64), group * G, tl.program_id(0) // (H // G) * M + tl.arange(0, M)
+
+
+@triton.jit
+def sums_kernel(
+    q_base, k_base, before_base, sums_base,
+    stride_b, stride_n,
     tokens, scale,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BEFORE: tl.constexpr, BIAS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of M queries of one image, all heads. `sums` (B, H, tokens): log2 of each row's sum of exponentials."""
-    image = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    first = image * stride_b
-    out, sums = _attend(
-        q_base + first, k_base + first, v_base + first, mix_base, bias_base, before_base, before_bias_base,
-        stride_h, stride_n, rows, heads, width, tokens, scale, H, HP, K, KP, M, N, BEFORE, BIAS,
+    """`_row_sums` of M queries and G heads of one image, into (B, H, tokens)."""
+    image, first, rows = _place(H, G, M)
+    begin = image * (8 * stride_b)
+    sums = _row_sums(
+        q_base + begin, k_base + begin, before_base, 8 * stride_n, rows, tokens, scale, first,
+        H, G, K, KA, KB, M, N, BEFORE,
     )  # fmt: skip
-    _store_tile(out_base + image * out_stride_b, out, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K)
-    inside = (heads[:, None] < H) & (rows[None, :] < tokens)
-    tl.store(sums_base + (image * H + heads[:, None]) * tokens + rows[None, :], sums, mask=inside)
+    for g in tl.static_range(G):
+        tl.store(sums_base + (image * H + first + g) * tokens + rows, sums[g], mask=rows < tokens)
+
+
+@triton.jit
+def _load_rows_of_sums(base, rows, tokens, COUNT: tl.constexpr, DEFAULT: tl.constexpr):
+    """One number a row for COUNT heads; a sum of +∞ makes the maps of rows beyond the tokens zero."""
+    values = ()
+    for h in tl.static_range(COUNT):
+        values = values + (tl.load(base + h * tokens + rows, mask=rows < tokens, other=DEFAULT),)
+    return values
+
+
+@triton.jit
+def _mixed_values(
+    q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, sums,
+    stride_n, v_stride_n, rows, tokens, scale, first,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """`A V` of G heads from `first` on, of one image's `rows`: (M, KA) a head, and the columns after them.
+
+    `sums` are those of the rows of each head; BY_COLUMN reads those of the columns from `sums_base` instead.
+    """
+    q, q_rest = _load_heads(q_base, rows, tokens, stride_n, 0, H, K, KA, KB)
+    wide, rest = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
+    for start in tl.range(0, tokens, N):
+        columns = start + tl.arange(0, N)
+        if BEFORE:
+            scores = _mixed_scores(
+                q, q_rest, k_base, columns, tokens, stride_n, before_base, 0, H, H, K, KA, KB, M, N
+            )
+        # The bias needs no mask: values beyond the tokens are zero.
+        mixed = ()
+        for h in tl.static_range(G):
+            mixed = mixed + (tl.zeros((M, N), tl.float32) + (tl.load(bias_base + first + h) if BIAS else 0.0),)
+        for g in tl.static_range(H):
+            if BEFORE:
+                score = scores[g]
+            else:
+                score = _products(q[g], q_rest[g], k_base + g * K, columns, tokens, stride_n, K, KA, KB)
+            if BY_COLUMN:
+                total = tl.load(sums_base + g * tokens + columns, mask=columns < tokens, other=float("inf"))[None, :]
+            else:
+                total = sums[g][:, None]
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
+            mixed = _add_mixed(mixed, maps, mix_base + first * H + g, H, G)
+        wide, rest = _add_products(
+            wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO
+        )
+    return wide, rest
+
+
+@triton.jit
+def mix_kernel(
+    q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, out_base,
+    stride_b, stride_n, v_stride_b, v_stride_n, out_stride_b, out_stride_n,
+    tokens, scale,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, BY_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """`A V` of M queries and G heads of one image; BY_COLUMN `Aᵀ V`, with keys as `q` and queries as `k`."""
+    image, first, rows = _place(H, G, M)
+    begin, sums_base = image * (8 * stride_b), sums_base + image * H * tokens
+    sums = () if BY_COLUMN else _load_rows_of_sums(sums_base, rows, tokens, H, float("inf"))
+    wide, rest = _mixed_values(
+        q_base + begin, k_base + begin, v_base + image * (8 * v_stride_b), mix_base, bias_base, before_base, sums_base,
+        sums, 8 * stride_n, 8 * v_stride_n, rows, tokens, scale, first,
+        H, G, K, KA, KB, KO, M, N, BEFORE, BIAS, BY_COLUMN,
+    )  # fmt: skip
+    out_base += image * (8 * out_stride_b)
+    _store_heads(out_base, wide, rest, 1.0, rows, tokens, 8 * out_stride_n, first, G, K, KA, KO)
 
 
 @triton.jit
 def reattention_kernel(
     q_base, k_base, v_base, mix_base, bias_base, tokens, out_base,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Re-Attention on (B, tokens, H, K) tensors, without scale or sums: what an engine launches by position.
+    """Re-Attention on (B, tokens, H, K) tensors, without scale, both passes: what an engine launches by position.
 
     Inputs come first, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
     """
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, mix_base, bias_base, tokens, out_base, H, HP, K, KP, M, N, False
+        q_base, k_base, v_base, mix_base, bias_base, mix_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, False
     )
 
 
 @triton.jit
 def talking_heads_kernel(
     q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The same with a mix of the scores before softmax."""
+    """The same with a mix of the scores before softmax, whose bias changes nothing."""
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base, tokens, out_base,
-        H, HP, K, KP, M, N, True,
-    )  # fmt: skip
+        q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, True
+    )
 
 
 @triton.jit
 def _joined(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base, tokens, out_base,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BEFORE: tl.constexpr,
+    q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    first = tl.program_id(1).to(tl.int64) * tokens * (H * K)
-    out, _ = _attend(
-        q_base + first, k_base + first, v_base + first, mix_base, bias_base, before_base, before_bias_base,
-        K, H * K, rows, heads, width, tokens, 1.0, H, HP, K, KP, M, N, BEFORE, True,
+    image, first, rows = _place(H, G, M)
+    begin = image * tokens * (H * K)
+    q_base, k_base = q_base + begin, k_base + begin
+    sums = _row_sums(q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, N, BEFORE)
+    wide, rest = _mixed_values(
+        q_base, k_base, v_base + begin, mix_base, bias_base, before_base, mix_base, sums, H * K, H * K,
+        rows, tokens, 1.0, first, H, G, K, KA, KB, KO, M, N, BEFORE, True, False,
     )  # fmt: skip
-    _store_tile(out_base + first, out, K, H * K, rows, tokens, heads, width, H, K)
+    _store_heads(out_base + begin, wide, rest, 1.0, rows, tokens, H * K, first, G, K, KA, KO)
 
 
 @triton.jit
-def backward_queries_kernel(
-    q_base, k_base, v_base, mix_base, before_base, before_bias_base,
-    sums_base, out_grad_base, q_grad_base, row_sums_base, weight_grads_base,
-    stride_b, stride_h, stride_n, out_stride_b, out_stride_h, out_stride_n,
+def score_grad_kernel(
+    q_base, k_base, left_base, right_base, mix_base, sums_base, row_sums_base, grad_base,
+    stride_b, stride_n, left_stride_b, left_stride_n,
+    right_stride_b, right_stride_n, grad_stride_b, grad_stride_n,
     tokens, scale,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BEFORE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """dQ and D of one tile of queries; its share of dW with db as one more column, and of dW₀: (2, HP, HP + 1)."""
-    image = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
-    q = _load_tile(q_base + image * stride_b, stride_h, stride_n, rows, tokens, heads, width, H, K)
-    out_grad = _load_tile(
-        out_grad_base + image * out_stride_b, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K
-    )
-    inside = (heads[:, None] < H) & (rows[None, :] < tokens)
-    row = (image * H + heads[:, None]) * tokens + rows[None, :]
-    # Rows beyond the tokens read q = 0 and dO = 0; a sum of +∞ makes their maps zero.
-    sums = tl.load(sums_base + row, mask=inside, other=float("inf"))
+    """dQ = scale·dS K of M queries and G heads of one image, with dA = left·rightᵀ: dO as `left`, V as `right`.
 
-    row_sums = tl.zeros((HP, M), tl.float32)
-    mix_grad = tl.zeros((HP, HP), tl.float32)
-    bias_grad = tl.zeros((HP,), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        v = _load_tile(v_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        maps = tl.exp2(scores - sums[:, :, None])
-        mixed_grad = tl.dot(out_grad, tl.permute(v, (0, 2, 1)))
-        row_sums += tl.sum(_mix(tl.trans(mix), mixed_grad, HP, M, N) * maps, 2)
-        mix_grad += _products(mixed_grad, maps, HP, M, N)
-        bias_grad += tl.sum(tl.sum(mixed_grad, 2), 1)
-
-    q_grad = tl.zeros((HP, M, KP), tl.float32)
-    before_grad = tl.zeros((HP, HP), tl.float32)
-    for start in range(0, tokens, N):
-        keys = start + tl.arange(0, N)
-        k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        v = _load_tile(v_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-        raw = _raw_scores(q, k, scale)
-        scores = _masked_scores(raw, before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        maps = tl.exp2(scores - sums[:, :, None])
-        maps_grad = _mix(tl.trans(mix), tl.dot(out_grad, tl.permute(v, (0, 2, 1))), HP, M, N)
-        scores_grad = maps * (maps_grad - row_sums[:, :, None])
-        if BEFORE:
-            before_grad += _products(scores_grad, raw, HP, M, N)
-            scores_grad = _mix(tl.trans(before), scores_grad, HP, M, N)
-        q_grad += tl.dot(scores_grad.to(k.dtype), k)
-    _store_tile(
-        q_grad_base + image * out_stride_b, q_grad * scale, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K
-    )
-    tl.store(row_sums_base + row, row_sums, mask=inside)
-    program = image * tl.num_programs(0) + tl.program_id(0)
-    share = weight_grads_base + program * 2 * HP * (HP + 1)
-    place = heads[:, None] * (HP + 1) + heads[None, :]
-    tl.store(share + place, mix_grad)
-    tl.store(share + heads * (HP + 1) + HP, bias_grad)
-    tl.store(share + HP * (HP + 1) + place, before_grad)
-
-
-@triton.jit
-def backward_keys_kernel(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, before_bias_base,
-    sums_base, out_grad_base, row_sums_base, k_grad_base, v_grad_base,
-    stride_b, stride_h, stride_n, out_stride_b, out_stride_h, out_stride_n,
-    tokens, scale,
-    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    BEFORE: tl.constexpr, BIAS: tl.constexpr,
-):  # fmt: skip
-    """dK and dV of one tile of N keys of one image, all heads."""
-    image = tl.program_id(1).to(tl.int64)
-    keys = tl.program_id(0) * N + tl.arange(0, N)
-    heads, width = tl.arange(0, HP), tl.arange(0, KP)
-    mix, before, before_bias = _load_mixes(mix_base, before_base, before_bias_base, heads, H, HP, BEFORE)
-    k = _load_tile(k_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-    v = _load_tile(v_base + image * stride_b, stride_h, stride_n, keys, tokens, heads, width, H, K)
-    k_grad = tl.zeros((HP, N, KP), tl.float32)
-    v_grad = tl.zeros((HP, N, KP), tl.float32)
-    for start in range(0, tokens, M):
-        rows = start + tl.arange(0, M)
-        q = _load_tile(q_base + image * stride_b, stride_h, stride_n, rows, tokens, heads, width, H, K)
-        out_grad = _load_tile(
-            out_grad_base + image * out_stride_b, out_stride_h, out_stride_n, rows, tokens, heads, width, H, K
+    BY_COLUMN dK = scale·dSᵀ Q, with keys as `q`, queries as `k`, V as `left` and dO as `right`. `row_sums` are D.
+    """
+    image, first, rows = _place(H, G, M)
+    begin, begin_of_sums = image * (8 * stride_b), (image * H + first) * tokens
+    left_base += image * (8 * left_stride_b)
+    right_base += image * (8 * right_stride_b)
+    q_base += begin + first * K
+    k_base += begin + first * K
+    sums_base += begin_of_sums
+    row_sums_base += begin_of_sums
+    left, left_rest = _load_heads(left_base, rows, tokens, 8 * left_stride_n, 0, H, K, KA, KB)
+    q, q_rest = _load_heads(q_base, rows, tokens, 8 * stride_n, 0, G, K, KA, KB)
+    if not BY_COLUMN:
+        sums = _load_rows_of_sums(sums_base, rows, tokens, G, float("inf"))
+        row_sums = _load_rows_of_sums(row_sums_base, rows, tokens, G, 0.0)
+    wide, rest = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
+    for start in tl.range(0, tokens, N):
+        columns = start + tl.arange(0, N)
+        maps_grad = _zeros(G, M, N)
+        for h in tl.static_range(H):
+            head = right_base + h * K
+            part = _products(left[h], left_rest[h], head, columns, tokens, 8 * right_stride_n, K, KA, KB)
+            maps_grad = _add_mixed(maps_grad, part, mix_base + h * H + first, 1, G)
+        scores_grad = ()
+        for g in tl.static_range(G):
+            head = k_base + g * K
+            score = _products(q[g], q_rest[g], head, columns, tokens, 8 * stride_n, K, KA, KB)
+            if BY_COLUMN:
+                place, inside = g * tokens + columns, columns < tokens
+                total = tl.load(sums_base + place, mask=inside, other=float("inf"))[None, :]
+                row_sum = tl.load(row_sums_base + place, mask=inside, other=0.0)[None, :]
+            else:
+                total, row_sum = sums[g][:, None], row_sums[g][:, None]
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
+            scores_grad = scores_grad + (maps * (maps_grad[g] - row_sum),)
+        wide, rest = _add_products(
+            wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO
         )
-        inside = (heads[:, None] < H) & (rows[None, :] < tokens)
-        row = (image * H + heads[:, None]) * tokens + rows[None, :]
-        sums = tl.load(sums_base + row, mask=inside, other=float("inf"))
-        row_sums = tl.load(row_sums_base + row, mask=inside, other=0.0)
-        scores = _masked_scores(_raw_scores(q, k, scale), before, before_bias, keys, tokens, HP, M, N, BEFORE)
-        maps = tl.exp2(scores - sums[:, :, None])
-        mixed = _mix(mix, maps, HP, M, N)
-        if BIAS:
-            mixed += tl.load(bias_base + heads, mask=heads < H, other=0.0)[:, None, None]
-        v_grad += tl.dot(tl.permute(mixed, (0, 2, 1)).to(out_grad.dtype), out_grad)
-        maps_grad = _mix(tl.trans(mix), tl.dot(out_grad, tl.permute(v, (0, 2, 1))), HP, M, N)
-        scores_grad = maps * (maps_grad - row_sums[:, :, None])
-        if BEFORE:
-            scores_grad = _mix(tl.trans(before), scores_grad, HP, M, N)
-        k_grad += tl.dot(tl.permute(scores_grad, (0, 2, 1)).to(q.dtype), q)
-    _store_tile(
-        k_grad_base + image * out_stride_b, k_grad * scale, out_stride_h, out_stride_n, keys, tokens, heads, width, H, K
+    grad_base += image * (8 * grad_stride_b)
+    _store_heads(
+        grad_base, wide, rest, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO
     )
-    _store_tile(
-        v_grad_base + image * out_stride_b, v_grad, out_stride_h, out_stride_n, keys, tokens, heads, width, H, K
-    )
+
+
+@triton.jit
+def weight_grad_kernel(
+    q_base, k_base, v_base, mix_base, sums_base, out_grad_base, row_sums_base, shares_base,
+    stride_b, stride_n, out_stride_b, out_stride_n,
+    tokens, scale,
+    H: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """For M queries and one head g of one image: D, and the products of R_g with dO summed over the queries.
+
+    R_g = P_g [V_1 … V_H] is made in blocks of C of its H·K columns. D goes to (B, H, tokens), the products to
+    (programs, H, H·K).
+    """
+    image, g = tl.program_id(1).to(tl.int64), tl.program_id(0) % H
+    rows = tl.program_id(0) // H * M + tl.arange(0, M)
+    begin = image * (8 * stride_b)
+    head = begin + g * K
+    place = (image * H + g) * tokens + rows
+    sums = tl.load(sums_base + place, mask=rows < tokens, other=float("inf"))
+    wide = _load_rows(q_base + head, rows, tokens, 8 * stride_n, 0, KA, K)
+    rest = _load_rows(q_base + head, rows, tokens, 8 * stride_n, KA, KB, K) if KB > 0 else 0
+    row_sums = tl.zeros((M,), tl.float32)
+    share_base = shares_base + (image * tl.num_programs(0) + tl.program_id(0)) * (H * K)
+    for block in tl.range(0, H * K, C):
+        column = block + tl.arange(0, C)
+        inside = column[None, :] < H * K
+        product = tl.zeros((M, C), tl.float32)
+        for start in tl.range(0, tokens, N):
+            keys = start + tl.arange(0, N)
+            score = _products(wide, rest, k_base + head, keys, tokens, 8 * stride_n, K, KA, KB)
+            maps = tl.exp2(tl.fma(score, scale * LOG2_E, -sums[:, None]))
+            there = (keys[:, None] < tokens) & inside
+            v = tl.load(v_base + begin + column[None, :] + keys[:, None] * (8 * stride_n), mask=there, other=0.0)
+            product += tl.dot(maps.to(v.dtype), v)
+        grads = image * (8 * out_stride_b) + column[None, :]
+        there = (rows[:, None] < tokens) & inside
+        out_grad = tl.load(
+            out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0
+        )
+        product *= out_grad.to(tl.float32)
+        weights = tl.load(mix_base + column // K * H + g, mask=column < H * K, other=0.0)
+        row_sums += tl.sum(product * weights[None, :], 1)
+        tl.store(share_base + column, tl.sum(product, 0), mask=column < H * K)
+    tl.store(row_sums_base + place, row_sums, mask=rows < tokens)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vitx.core.errors import InputError
@@ -27,6 +28,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEADS, LARGEST_WIDTH, LARGEST_TOKENS = 16, 64, 1025
 SMALLEST_TILE = 16  # of a product on tensor cores
+WIDTH_MULTIPLE = 8  # of half precision: 16 bytes
 
 
 class Mixes(NamedTuple):
@@ -39,22 +41,27 @@ class Mixes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of one tile, and how a GPU runs it."""
+    """Rows, columns and heads of one program's outputs, and how a GPU runs it."""
 
-    queries: int = 16
+    queries: int = 32
     keys: int = 16
-    warps: int = 8  # with 4, compiled code spills registers
+    warps: int = 2
     stages: int = 2
+    heads: int = 4
 
 
-TILES = Tiles()
-# What a sweep on a GPU tries.
-CANDIDATES: tuple[Tiles, ...] = (Tiles(), Tiles(16, 32), Tiles(32, 16), Tiles(16, 16, 4))
+# What the passes over maps are tried with; the first is the default. With four warps and 64 rows Hopper's products are
+# asynchronous (wgmma), otherwise they are those of every GPU since Ampere.
+CANDIDATES = (Tiles(), Tiles(heads=6), Tiles(64, 16, 4, 2, 4), Tiles(64, 16, 4, 2, 6), Tiles(32, 32, 2), Tiles(64, 32, 4))
+TILES = CANDIDATES[0]
+SUMS_TILES = Tiles(64, 64, 4, 2, 1)
+WEIGHT_GRAD_TILES = Tiles(64, 32, 4, 2, 1)
+WEIGHT_GRAD_COLUMNS = 128
 
 
 @contextmanager
 def using(tiles: Tiles) -> Iterator[None]:
-    """Run the kernels with these tiles."""
+    """Run the kernels over maps with these tiles; for measurements."""
     global TILES
     before, TILES = TILES, tiles
     try:
@@ -82,10 +89,25 @@ def reattention(
 
 
 def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
-    """The same by the kernels, for a caller who has asked `choose_impl`."""
+    """The same by the kernels, for a caller who has asked `choose_impl`.
+
+    They read 16 bytes at once: heads whose width is no multiple of 8 are copied to one that is.
+    """
+    width = q_BHNK.shape[-1]
+    qkv = [_padded(part) for part in (q_BHNK, k_BHNK, v_BHNK)] if width % WIDTH_MULTIPLE else [q_BHNK, k_BHNK, v_BHNK]
     floats = [None if part is None else part.float().contiguous() for part in mixes]
-    out: Tensor = torch.ops.vitx.reattention(q_BHNK, k_BHNK, v_BHNK, *floats, scale)[0]
-    return out
+    out: Tensor = torch.ops.vitx.reattention(*qkv, *floats, scale)[0]
+    return out[..., :width] if width % WIDTH_MULTIPLE else out
+
+
+def padded_width(width: int) -> int:
+    """The head width in memory that the kernels read without a copy."""
+    return _tiles(width, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+
+def _padded(part_BHNK: Tensor) -> Tensor:
+    width = part_BHNK.shape[-1]
+    return F.pad(part_BHNK.transpose(1, 2), (0, padded_width(width) - width)).transpose(1, 2)
 
 
 def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"]:
@@ -99,18 +121,27 @@ def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"
         return "flash"
     if impl == "flash":
         raise InputError(f"flash Re-Attention was demanded, but {against}: take impl='auto' or change that")
-    if q_BHNK.device.type == "cuda":
-        _notice(against)
+    notice_plain(q_BHNK.device.type, against)
     return "plain"
+
+
+def notice_plain(device: str, against: str) -> None:
+    """Say once why maps are written out where a GPU was there."""
+    if device == "cuda":
+        _notice(against)
 
 
 def why_not_flash(q_BHNK: Tensor) -> str | None:
     """What stands against the kernels for queries (B, H, N, K) like these; None when nothing does."""
-    _, heads, tokens, width = q_BHNK.shape
-    if q_BHNK.device.type != "cuda" and not INTERPRETED:
-        return f"the tensors are on '{q_BHNK.device.type}'"
-    if q_BHNK.dtype not in DTYPES:
-        return f"the dtype is {str(q_BHNK.dtype).removeprefix('torch.')}, not float16 or bfloat16"
+    return against_flash(q_BHNK.device.type, q_BHNK.dtype, *q_BHNK.shape[1:])
+
+
+def against_flash(device: str, dtype: torch.dtype, heads: int, tokens: int, width: int) -> str | None:
+    """The same for queries of these sizes."""
+    if device != "cuda" and not INTERPRETED:
+        return f"the tensors are on '{device}'"
+    if dtype not in DTYPES:
+        return f"the dtype is {str(dtype).removeprefix('torch.')}, not float16 or bfloat16"
     if (beyond := beyond_limits(heads, tokens, width)) is not None:
         return "{} is {}, above {}".format(*beyond)
     return None if INSTALLED else "Triton is not installed"
@@ -149,21 +180,40 @@ def _like(maps: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return weight.to(maps.dtype), None if bias is None else bias.to(maps.dtype)
 
 
-def sizes(heads: int, width: int, tiles: Tiles, **flags: bool) -> dict[str, Any]:
-    """The constants a kernel is compiled with: heads and width padded for tensor cores."""
-    padded = max(SMALLEST_TILE, 1 << (heads - 1).bit_length()), max(SMALLEST_TILE, 1 << (width - 1).bit_length())
-    return {"H": heads, "HP": padded[0], "K": width, "KP": padded[1], "M": tiles.queries, "N": tiles.keys, **flags}
+def sizes(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict[str, Any]:
+    """The constants a kernel is compiled with.
+
+    The width is read as a power of two and, from 33 to 48, 16 columns more; the outputs' last columns are 8 or 16.
+    """
+    first = max(SMALLEST_TILE, 1 << (width.bit_length() - 1))
+    rest = max(0, width - first)
+    if rest > SMALLEST_TILE:
+        first, rest = 2 * first, 0
+    split = {"KA": first, "KB": SMALLEST_TILE if rest else 0, "KO": _tiles(rest, WIDTH_MULTIPLE) * WIDTH_MULTIPLE}
+    return {"H": heads, "G": group_of(heads, tiles), "K": width, **split, "M": tiles.queries, "N": tiles.keys, **flags}
+
+
+def group_of(heads: int, tiles: Tiles) -> int:
+    """How many heads' outputs a program makes: a divisor of `heads`."""
+    return next(count for count in range(min(heads, tiles.heads), 0, -1) if heads % count == 0)
 
 
 def options_of(tiles: Tiles) -> dict[str, Any]:
     """What the compiler is told besides."""
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
+
+
+def _tiles(length: int, tile: int) -> int:
+    return -(-length // tile)
 
 
 def _one_layout(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with the same strides and K last, copied if they are not."""
-    same = all(tensor.stride() == tensors[0].stride() and tensor.stride(-1) == 1 for tensor in tensors)
-    return list(tensors) if same else [tensor.contiguous() for tensor in tensors]
+    """The tensors with the same strides, the heads of a token side by side and 16 bytes readable at once; or copies."""
+    first, width = tensors[0].stride(), tensors[0].shape[-1]
+    fits = first[1] == width and first[3] == 1 and first[0] % WIDTH_MULTIPLE == 0 and first[2] % WIDTH_MULTIPLE == 0
+    if fits and all(tensor.stride() == first for tensor in tensors):
+        return list(tensors)
+    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
 
 
 def _empty(q: Tensor) -> Tensor:
@@ -172,90 +222,92 @@ def _empty(q: Tensor) -> Tensor:
     return q.new_empty(B, N, H, K).transpose(1, 2)
 
 
-def _run(kernel: Any, grid: tuple[int, int], *arguments: Any, tiles: Tiles, **constants: Any) -> None:
-    kernel[grid](*arguments, **constants, **options_of(tiles))
+def _strides(tensor: Tensor) -> tuple[int, int]:
+    """From image to image and from token to token, in units of 8 elements."""
+    return tensor.stride(0) // WIDTH_MULTIPLE, tensor.stride(2) // WIDTH_MULTIPLE
 
 
-def _tiles(length: int, tile: int) -> int:
-    return -(-length // tile)
+def _run(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) -> None:
+    """Launch a kernel for every tile and group of heads of every image of `q`."""
+    B, H, N, _ = q.shape
+    kernel = getattr(_kernels(), name)
+    launch: Any = kernel if INTERPRETED else torch.library.wrap_triton(kernel)
+    grid = (_tiles(N, tiles.queries) * (H // group_of(H, tiles)), B)
+    launch[grid](*arguments, **constants, **options_of(tiles))
 
 
-@torch.library.custom_op("vitx::reattention", mutates_args=())
+# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
+_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+
+
+@_operator("vitx::reattention", mutates_args=())
 def _reattention(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Out (B, H, N, K) and, for the backward pass, log2 of the sums of each softmax row, float32 (B, H, N)."""
     q, k, v = _one_layout(q, k, v)
-    out, tiles = _empty(q), TILES
-    B, H, N, K = q.shape
-    sums = q.new_empty(B, H, N, dtype=torch.float32)
-    zeros = weight.new_zeros(H)
-    _run(
-        _kernels().forward_kernel,
-        (_tiles(N, tiles.queries), B),
-        *(q, k, v, weight, zeros if bias is None else bias, weight if before is None else before),
-        *(zeros if before_bias is None else before_bias, out, sums, *q.stride()[:3], *out.stride()[:3], N, scale),
-        tiles=tiles,
-        **sizes(H, K, tiles, BEFORE=before is not None, BIAS=bias is not None),
-    )
+    _, H, N, K = q.shape
+    given, tiles = before is not None, TILES
+    first_pass = tiles if given else SUMS_TILES
+    mixes = weight, weight if bias is None else bias, weight if before is None else before
+    out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    constants = sizes(H, K, first_pass, BEFORE=given)
+    _run("sums_kernel", q, q, k, mixes[2], sums, *_strides(q), N, scale, tiles=first_pass, **constants)
+    constants = sizes(H, K, tiles, BEFORE=given, BIAS=bias is not None, BY_COLUMN=False)
+    places = *_strides(q), *_strides(v), *_strides(out), N, scale
+    _run("mix_kernel", q, q, k, v, *mixes, sums, out, *places, tiles=tiles, **constants)
     return out, sums
 
 
-@_reattention.register_fake
-def _(
+def _fake(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _empty(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("vitx::reattention_backward", mutates_args=())
+@_operator("vitx::reattention_backward", mutates_args=())
 def _reattention_backward(
-    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
-    before_bias: Tensor | None, sums: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, and those of the mixes in float32: (2, H, H + 1), the bias as the last column."""
+    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, and that of the mix in float32: (H, H)."""
     q, k, v = _one_layout(q, k, v)
-    tiles = TILES
+    (out_grad,) = _one_layout(out_grad)
     B, H, N, K = q.shape
-    out_grad = out_grad.transpose(1, 2).contiguous().transpose(1, 2)
-    grads = [_empty(q) for _ in range(3)]
-    row_sums = torch.empty_like(sums)
-    zeros = weight.new_zeros(H)
-    given = before is not None
-    before, before_bias = weight if before is None else before, zeros if before_bias is None else before_bias
-    constants = sizes(H, K, tiles, BEFORE=given)
-    padded = constants["HP"]
-    shares = weight.new_empty(B * _tiles(N, tiles.queries), 2, padded, padded + 1)
-    places = (*q.stride()[:3], *out_grad.stride()[:3], N, scale)
-    _run(
-        _kernels().backward_queries_kernel,
-        (_tiles(N, tiles.queries), B),
-        *(q, k, v, weight, before, before_bias, sums, out_grad, grads[0], row_sums, shares, *places),
-        tiles=tiles,
-        **constants,
-    )
-    _run(
-        _kernels().backward_keys_kernel,
-        (_tiles(N, tiles.keys), B),
-        *(q, k, v, weight, zeros if bias is None else bias, before, before_bias, sums, out_grad, row_sums),
-        *(*grads[1:], *places),
-        tiles=tiles,
-        **constants,
-        BIAS=bias is not None,
-    )
-    mixes = shares.sum(dim=0)
-    return *grads, torch.cat([mixes[:, :H, :H], mixes[:, :H, padded:]], dim=2)  # type: ignore[return-value]  # three
+    qkv, given = _strides(q), _strides(out_grad)
+    q_grad, k_grad, v_grad = (_empty(q) for _ in range(3))
+    made = _strides(q_grad)
+
+    row_sums, tiles = torch.empty_like(sums), WEIGHT_GRAD_TILES
+    shares = torch.empty(B * _tiles(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
+    constants = sizes(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
+    del constants["G"]
+    arguments = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
+    _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
+
+    tiles = TILES
+    constants = sizes(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
+    arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad
+    _run("mix_kernel", q, *arguments, *qkv, *given, *made, N, scale, tiles=tiles, **constants)
+
+    constants = sizes(H, K, tiles)
+    arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, *qkv, *given, *qkv, *made, N, scale
+    _run("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=False)
+    arguments = k, q, v, out_grad, weight, sums, row_sums, k_grad, *qkv, *qkv, *given, *made, N, scale
+    _run("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=True)
+    return q_grad, k_grad, v_grad, shares.sum(0).view(H, H, K).sum(-1).t()
 
 
-@_reattention_backward.register_fake
-def _(
-    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
-    before_bias: Tensor | None, sums: Tensor, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    heads = q.shape[1]
-    return _empty(q), _empty(q), _empty(q), weight.new_empty(2, heads, heads + 1)
+def _fake_backward(
+    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _empty(q), _empty(q), _empty(q), torch.empty_like(weight)
+
+
+if INTERPRETED:
+    _reattention.register_fake(_fake)
+    _reattention_backward.register_fake(_fake_backward)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -268,17 +320,52 @@ def _gradients(ctx: Any, out_grad: Tensor | None, _sums_grad: None) -> tuple[Ten
     if out_grad is None:
         return (None,) * 8
     q, k, v, weight, bias, before, before_bias, sums = ctx.saved_tensors
-    *grads, mixes = torch.ops.vitx.reattention_backward(
-        out_grad, q, k, v, weight, bias, before, before_bias, sums, ctx.scale
-    )
+    before_bias_grad = None if before_bias is None else torch.zeros_like(before_bias)
+    if before is not None:
+        grads = _plain_gradients(out_grad, q, k, v, Mixes(weight, bias, before), ctx.scale)
+        return *grads, before_bias_grad, None
+    *grads, weight_grad = torch.ops.vitx.reattention_backward(out_grad, q, k, v, weight, bias, sums, ctx.scale)
+    bias_grad = None if bias is None else _bias_gradient(out_grad, v)
+    return *grads, weight_grad, bias_grad, None, before_bias_grad, None
+
+
+def _bias_gradient(out_grad: Tensor, v: Tensor) -> Tensor:
+    """Σ dA of each head, from the sums over its rows and columns."""
+    return (out_grad.float().sum(2) * v.float().sum(2)).sum((0, 2))
+
+
+def _plain_gradients(
+    out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixes: Mixes, scale: float
+) -> tuple[Tensor | None, ...]:
+    """Gradients with a mix of the scores, with the maps of this layer written out: q, k, v, weight, bias, before.
+
+    Both mixes need all heads at once in both directions, which takes more registers than a thread has.
+    """
+    from vitx.models.attention import mix_heads
+
+    assert mixes.before_weight is not None
+    weight, before = mixes.weight.to(q.dtype), mixes.before_weight.to(q.dtype)
+    scores = (q * scale) @ k.transpose(-2, -1)
+    maps = mix_heads(scores, before).softmax(dim=-1)
+    mixed = mix_heads(maps, *_like(maps, mixes.weight, mixes.bias))
+    mixed_grad = out_grad @ v.transpose(-2, -1)
+    maps_grad = mix_heads(mixed_grad, weight.t())
+    score_grad = maps * (maps_grad - (maps * maps_grad).sum(dim=-1, keepdim=True))
+    raw_grad = mix_heads(score_grad, before.t()) * scale
     return (
-        *grads,
-        mixes[0, :, :-1],
-        None if bias is None else mixes[0, :, -1],
-        None if before is None else mixes[1, :, :-1],
-        None if before_bias is None else torch.zeros_like(before_bias),
-        None,
+        raw_grad @ k,
+        raw_grad.transpose(-2, -1) @ q,
+        mixed.transpose(-2, -1) @ out_grad,
+        _over_pixels(mixed_grad, maps),
+        None if mixes.bias is None else _bias_gradient(out_grad, v),
+        _over_pixels(score_grad, scores),
     )
+
+
+def _over_pixels(left: Tensor, right: Tensor) -> Tensor:
+    """Σ left[h] ⊙ right[g] over images and pixels, float32 (H, H)."""
+    first, second = (part.transpose(0, 1).flatten(1).float() for part in (left, right))
+    return first @ second.t()
 
 
 _reattention.register_autograd(_gradients, setup_context=_keep)

@@ -11,11 +11,11 @@ from typing import Any
 import timm
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record
 from vitx.models import registry
+from vitx.models.flops import count_flops
 from vitx.models.vit import VisionTransformer
 
 
@@ -48,13 +48,12 @@ def summarize(name: str) -> NetworkSummary:
     with torch.device("meta"):
         model: Any = timm.create_model(name).eval()
     config = model.pretrained_cfg
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.empty(1, *config["input_size"], device="meta"))
+    image = torch.empty(1, *config["input_size"], device="meta")
     return NetworkSummary(
         name=name,
         what=(timm.model_entrypoint(name).__doc__ or "").strip().splitlines()[0],
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        gmacs=round(counter.get_total_flops() / 2e9, 4),
+        gmacs=round(count_flops(model, image) / 2e9, 4),
         tokens=model.pos_embed.shape[1] if isinstance(getattr(model, "pos_embed", None), nn.Parameter) else None,
         image_size=config["input_size"][1],
         classes=model.num_classes,

@@ -191,7 +191,7 @@ def losses_of_ten_steps(rank: int, count: int, port: int, recipe: Recipe, out: P
     device = torch.device("cpu")
     with joined(device) as processes:
         trainer = Trainer(recipe, RunFolder(out / "run"), device, processes, skip_bad=False, quiet=True)
-        for batch in trainer.data.batches(1, shard=processes.shard):
+        for batch in trainer.prefetcher.batches(trainer.data.batches(1, shard=processes.shard), ahead=False):
             if batch.number == 10:
                 break
             trainer.step(1, batch)

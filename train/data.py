@@ -121,12 +121,15 @@ class TrainingData:
         return self._samples.sample(epoch, index, repeat)
 
     def batches(self, epoch: int, workers: int = 0, *, first: int = 0, shard: Shard = WHOLE) -> Iterator[Batch]:
-        """Yield the batches of `epoch` from number `first`, or a part of each; `workers` processes prepare them ahead.
+        """Return the batches of `epoch` from number `first`, or a part of each; `workers` processes prepare them ahead.
 
-        The processes live as long as this object.
+        The processes start here, so that a thread which takes the batches forks none, and live as long as this object.
         """
         parts = self._parts(epoch, shard)[first:]
         prepared = self._ahead(parts, workers) if workers else map(self._samples.__getitem__, parts)
+        return self._labelled(parts, prepared)
+
+    def _labelled(self, parts: list[_Part], prepared: Iterator[Any]) -> Iterator[Batch]:
         for part, images in zip(parts, prepared, strict=True):
             if isinstance(images, ImageError):
                 raise images

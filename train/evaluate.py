@@ -11,9 +11,9 @@ from vitx.core.calibration import classification_metrics
 from vitx.core.errors import InputError
 from vitx.core.images import ImageSet
 from vitx.core.preprocess import Preprocessing
-from vitx.models import image_tensor
 from vitx.models.layer_metrics import layer_metrics
 from vitx.train.distributed import ALONE, Processes
+from vitx.train.prefetch import Prefetcher
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ def evaluate(
     model.eval()
     share = _share(images, processes)
     with torch.inference_mode(), layer_metrics(model) as layers:
-        for pixels in share.batches(preprocessing, batch_size):
-            inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
+        for inputs in Prefetcher(preprocessing, device).images(share.batches(preprocessing, batch_size)):
             logits.append(model(inputs).float().cpu().numpy())
     model.train(was_training)
     parts = processes.gather((np.concatenate(logits), layers.cos_sim.means(), layers.attention_std.means()))

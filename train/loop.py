@@ -21,7 +21,6 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import read_record, staged_folder, write_json
 from vitx.core.images import ImageSet, open_images
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
-from vitx.models import image_tensor
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.checkpoint import (
@@ -36,7 +35,8 @@ from vitx.train.checkpoint import (
     tidy,
     write_metrics,
 )
-from vitx.train.data import WEIGHTS, Batch, TrainingData, seed_of
+from vitx.train.data import WEIGHTS, TrainingData, seed_of
+from vitx.train.determinism import deterministic_algorithms
 from vitx.train.distillation import load_teacher
 from vitx.train.distributed import Processes, joined, parallelize, shard_module, unsharded
 from vitx.train.environment import RunEnvironment
@@ -51,6 +51,7 @@ from vitx.train.optimization import (
     optimizer_state,
     restore_optimizer,
 )
+from vitx.train.prefetch import DeviceBatch, Prefetcher
 from vitx.train.recipe import Recipe
 from vitx.train.resuming import SECONDS_TO_BE_SEEN, check_alike, check_out, layout_differences
 from vitx.train.run_lock import RunLock, patience_of_torchrun
@@ -98,13 +99,18 @@ def train(
     torchrun the processes share every batch. `wandb` names a project of Weights & Biases that the metrics go to.
     `after_epoch` is called when an epoch is saved, in every process, with its number and the averaged network.
 
-    Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run, or
-    when the data or a checkpoint cannot be read; CheckFailed when a loss is no longer finite; EnvironmentMissing when
-    the disk is full; TrainingStopped when SIGTERM or SIGINT asked to stop, after all has been saved.
+    Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
+    when the data or a checkpoint cannot be read, or when `execution.deterministic` cannot be had; CheckFailed when a
+    loss is no longer finite; EnvironmentMissing when the disk is full; TrainingStopped when SIGTERM or SIGINT asked to
+    stop, after all has been saved.
     """
     folder = RunFolder(out)
-    chosen = choose_device(device)
-    with joined(chosen) as processes, naming_a_lost_process(folder), RunLock(folder) as lock:
+    with (
+        deterministic_algorithms(device, on=recipe.execution.deterministic),
+        joined(chosen := choose_device(device)) as processes,
+        naming_a_lost_process(folder),
+        RunLock(folder) as lock,
+    ):
         if processes.writes and resume:
             lock.take(patience_of_torchrun(SECONDS_TO_BE_SEEN))
         processes.wait()  # nobody else writes from here on
@@ -148,8 +154,9 @@ class Trainer:
         self._build_network()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.schedule = build_schedule(self.optimizer, recipe.schedule, epochs=recipe.epochs, steps=self.data.steps)
+        self.prefetcher = Prefetcher(recipe.preprocessing, device, channels_last=recipe.execution.channels_last)
         self.stepper = Stepper(
-            self.objective, self.model, self.optimizer, recipe, self.spec.num_classes, device, processes
+            self.objective, self.model, self.optimizer, recipe, self.spec.num_classes, self.prefetcher, processes
         )
         self.history: list[Metrics] = []
         self.batches_done, self.log = 0, EpochLog(self.data.steps, device)
@@ -304,9 +311,8 @@ class Trainer:
         """The rest of one pass over the training images; returns the mean of every loss over the whole pass."""
         self.model.train()
         steps, every, shown = self.data.steps, self.recipe.checkpoint_steps, 0.0
-        batches = self.data.batches(epoch, self.recipe.workers, first=self.batches_done, shard=self.processes.shard)
         with progress(f"epoch {epoch}/{self.recipe.epochs}", steps, quiet=self.quiet) as bar:
-            for batch in batches:
+            for batch in self.batches(epoch):
                 self.step(epoch, batch)
                 self.batches_done = done = batch.number + 1
                 if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
@@ -327,7 +333,14 @@ class Trainer:
         self.batches_done, self.log = 0, EpochLog(steps, self.device)
         return means
 
-    def step(self, epoch: int, batch: Batch) -> None:
+    def batches(self, epoch: int) -> Iterator[DeviceBatch]:
+        """This process's part of what is left of the batches of `epoch`, on the device."""
+        workers = self.recipe.workers
+        batches = self.data.batches(epoch, workers, first=self.batches_done, shard=self.processes.shard)
+        # Without workers samples are made where they are taken, and draw from generators that the steps draw from too.
+        return self.prefetcher.batches(batches, ahead=workers > 0)
+
+    def step(self, epoch: int, batch: DeviceBatch) -> None:
         """One optimizer step, and what it moves: the schedule, the averaged weights, the log."""
         step = (epoch - 1) * self.data.steps + batch.number
         self.schedule.step_update(step)
@@ -337,11 +350,11 @@ class Trainer:
 
     def _calibration_images(self) -> Iterator[Tensor]:
         """Some training images, the same in every epoch and process, as evaluation sees them."""
-        preprocessing, size = self.recipe.preprocessing, self.data.batch_size
-        chosen = self.data.order(0)[: max(CALIBRATION_IMAGES, size)]
-        for start in range(0, len(chosen), size):
-            pixels = [preprocessing.from_bytes(self.train_images.read(int(i))) for i in chosen[start : start + size]]
-            yield image_tensor(np.stack(pixels), preprocessing.mean, preprocessing.std).to(self.device)
+        size = self.data.batch_size
+        chosen = self.train_images.subset(self.data.order(0)[: max(CALIBRATION_IMAGES, size)])
+        return Prefetcher(self.recipe.preprocessing, self.device).images(
+            chosen.batches(self.recipe.preprocessing, size)
+        )
 
     def _check_finite(self, epoch: int) -> None:
         """Stop before anything is saved when a loss or gradient of the epoch so far was not finite."""

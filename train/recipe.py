@@ -61,7 +61,7 @@ class Recipe(Record):
         default=0, description="steps between checkpoints within an epoch; 0 is at its end and at SIGTERM only"
     )
     workers: NonNegativeInt = Field(
-        default=2, description="threads that prepare images; the result does not depend on it"
+        default=2, description="processes that prepare images; the result does not depend on it"
     )
     seed: NonNegativeInt = 0
 

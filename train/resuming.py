@@ -11,8 +11,14 @@ from vitx.train.recipe import Recipe, first_difference, flat_settings
 
 # Seconds until a file that one node has written is seen by all: network file systems remember what was there before.
 SECONDS_TO_BE_SEEN = 60.0
-# Settings of how a run is spread, which may be others when it goes on.
-LAYOUT = ("execution.parallel", "execution.grad_checkpointing", "optimizer.accumulate", "workers")
+# Settings of how a run is computed, which may be others when it goes on.
+LAYOUT = (
+    "execution.deterministic",
+    "execution.parallel",
+    "execution.grad_checkpointing",
+    "optimizer.accumulate",
+    "workers",
+)
 
 
 def check_alike(processes: Processes, run: RunFolder, recipe: Recipe) -> None:
@@ -26,7 +32,7 @@ def check_alike(processes: Processes, run: RunFolder, recipe: Recipe) -> None:
 
 
 def layout_differences(begun: Recipe, now: Recipe) -> Iterator[str]:
-    """Say how the run is spread otherwise than at its beginning."""
+    """Say how the run is computed otherwise than at its beginning."""
     before, after = (dict(flat_settings(each.model_dump(mode="json"))) for each in (begun, now))
     for name in LAYOUT:
         if before[name] != after[name]:

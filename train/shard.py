@@ -22,17 +22,21 @@ class Shard:
 
     def of(self, batch: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The elements of this part, in the batch's order; raise InputError when the parts would not be equal."""
+        return np.concatenate([batch[rows] for rows in self.slices(len(batch))])
+
+    def slices(self, length: int) -> list[slice]:
+        """Where this part is in a batch of `length`; raise InputError when the parts would not be equal."""
         if self.count == 1:
-            return batch
-        if len(batch) % (2 * self.count):
+            return [slice(0, length)]
+        if length % (2 * self.count):
             raise InputError(
-                f"a batch of {len(batch)} images cannot be cut into {self.count} parts of whole CutMix pairs: make "
+                f"a batch of {length} images cannot be cut into {self.count} parts of whole CutMix pairs: make "
                 f"batch_size (images of one optimizer step, over all processes) a multiple of {2 * self.count}"
             )
-        size = len(batch) // (2 * self.count)
+        size = length // (2 * self.count)
         start = self.index * size
-        stop = len(batch) - start
-        return np.concatenate([batch[start : start + size], batch[stop - size : stop]])
+        stop = length - start
+        return [slice(start, start + size), slice(stop - size, stop)]
 
 
 WHOLE = Shard()

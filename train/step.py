@@ -8,14 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitx.models import image_tensor
 from vitx.train.cutmix import MixedBatch
-from vitx.train.data import CUTMIX, NETWORK, Batch, seed_of
+from vitx.train.data import CUTMIX, NETWORK, seed_of
 from vitx.train.distillation import Teacher
 from vitx.train.distributed import Processes, accumulating
 from vitx.train.objective import losses_of, mix, patch_grid
+from vitx.train.prefetch import DeviceBatch, Prefetcher
 from vitx.train.recipe import Recipe
-from vitx.train.shard import Shard
 from vitx.train.sharpness import perturbed, untracked_batch_norm
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,17 +41,18 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         recipe: Recipe,
         classes: int,
-        device: torch.device,
+        prefetcher: Prefetcher,
         processes: Processes,
     ) -> None:
         self.objective, self.network, self.optimizer = objective, network, optimizer
-        self.recipe, self.classes, self.device, self.processes = recipe, classes, device, processes
+        self.recipe, self.classes, self.processes = recipe, classes, processes
+        self.prefetcher, self.device = prefetcher, prefetcher.device
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.grid = patch_grid(network)
-        self.precision = autocast_precision(recipe, device)
-        self.scaler = torch.amp.GradScaler(device.type, enabled=self.precision is torch.float16)
+        self.precision = autocast_precision(recipe, self.device)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision is torch.float16)
 
-    def __call__(self, epoch: int, batch: Batch) -> tuple[dict[str, Tensor], Tensor]:
+    def __call__(self, epoch: int, batch: DeviceBatch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one step on this process's part of a batch.
 
         Returns the detached losses by name, and a scalar that is finite exactly if the step was sound.
@@ -72,7 +72,7 @@ class Stepper:
         self.scaler.update()
         return losses, health
 
-    def _gradients(self, epoch: int, batch: Batch) -> dict[str, Tensor]:
+    def _gradients(self, epoch: int, batch: DeviceBatch) -> dict[str, Tensor]:
         """Sum the gradients of all parts of the batch; return the means of the losses."""
         self.optimizer.zero_grad(set_to_none=True)
         parts = self.recipe.optimizer.accumulate
@@ -86,21 +86,19 @@ class Stepper:
                 means[name] = means.get(name, 0) + loss.detach() / parts
         return means
 
-    def _parts(self, epoch: int, batch: Batch) -> Iterator[MixedBatch]:
+    def _parts(self, epoch: int, batch: DeviceBatch) -> Iterator[MixedBatch]:
         """The batch in the parts of gradient accumulation, mixed, the generators seeded for each."""
         recipe, count = self.recipe, self.recipe.optimizer.accumulate
-        rows = np.arange(len(batch.labels))
         for index in range(count):
-            chosen = Shard(index, count).of(rows)
-            images = image_tensor(batch.images[chosen], recipe.preprocessing.mean, recipe.preprocessing.std)
-            if recipe.execution.channels_last:
-                images = images.contiguous(memory_format=torch.channels_last)
-            labels = torch.from_numpy(batch.labels[chosen]).to(self.device)
+            pixels, labels = batch.part(index, count)
+            images = self.prefetcher.normalized(pixels)
+            if images is pixels and recipe.optimizer.sam_rho:  # which takes the batch twice, and mixing may change it
+                images = images.clone()
             number = self.processes.rank * count + index
             # What is drawn once for a batch must be the same in all of its parts.
             place = (epoch, batch.number, number) if number and _mixes_each_image(recipe) else (epoch, batch.number)
             rng = random.Random(seed_of(recipe.seed, CUTMIX, *place))
-            mixed = mix(images.to(self.device), labels, recipe, self.grid, rng, classes=self.classes)
+            mixed = mix(images, labels, recipe, self.grid, rng, classes=self.classes)
             seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number))
             yield mixed
 

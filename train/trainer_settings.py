@@ -50,6 +50,9 @@ class Execution(Record):
     )
     compile: bool = Field(default=False, description="torch.compile, block by block")
     channels_last: bool = False
+    deterministic: bool = Field(
+        default=False, description="the same bits on a GPU too, also after a resume; refused where an operator cannot"
+    )
     grad_checkpointing: bool = Field(default=False, description="compute activations twice, keep them once")
     sync_batch_norm: bool = Field(default=True, description="statistics over the batch of all processes")
     parallel: Literal["ddp", "fsdp"] = Field(default="ddp", description="how processes started by torchrun share")

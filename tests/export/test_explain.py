@@ -40,6 +40,14 @@ def test_a_fold_removes_its_nodes(rows: dict[str, ExplainedRewrite]) -> None:
     assert scales.activation_bytes == 2 * 4 * TOKENS * WIDTH
 
 
+def test_fused_attention_counts_as_its_products() -> None:
+    """Embedding, two blocks of N·(8D² + 4·D·hidden) + 4·N²·D, head; the export form, not fused, has the same."""
+    (row,) = explain(timm.create_model("deit_digits", depth=2), PREPROCESSING, [])
+    block = TOKENS * (8 * WIDTH**2 + 4 * WIDTH * HIDDEN) + 4 * TOKENS**2 * WIDTH
+    assert row.before.flops == 2 * 64 * 48 * WIDTH + 2 * block + 2 * WIDTH * 10
+    assert row.removed.flops == 0
+
+
 def test_the_class_token_tail_removes_the_last_block(rows: dict[str, ExplainedRewrite]) -> None:
     """2·N·(4D² + 2·D·hidden) + 4·N²·D + the mix, less the same for one token without keys and values."""
     removed = rows["compute-class-token-only"].removed

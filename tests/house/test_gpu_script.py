@@ -12,6 +12,9 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 SMALL = ("--device", "cpu", "--small", "--models", "deit_tiny_12", "--precisions", "fp32", "--seconds", "0.02")
 ROWS = ("--batches", "1,3", "--runtimes", "torch,cuda-graph,onnxruntime", "--parity", "4")
 
+# --small makes two blocks of 192 × 17 tokens at 64 px: embedding, N·24·D² + 4·N²·D a block, head.
+FLOPS_OF_AN_IMAGE = 2 * 16 * 768 * 192 + 2 * (17 * 24 * 192**2 + 4 * 17**2 * 192) + 2 * 192 * 1000
+
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *map(str, arguments)]
@@ -37,7 +40,8 @@ def test_every_row_is_measured_and_compared_or_says_why_not(results: Path) -> No
         assert row["parity"]["flips"] == 0
         assert row["device_p99_ms"] >= row["device_ms"] > 0
         assert row["images_per_second"] == pytest.approx(1000 * row["batch_size"] / row["device_ms"])
-        assert row["compute_share"] > 0
+        per_second = row["images_per_second"] * FLOPS_OF_AN_IMAGE
+        assert row["compute_share"] == pytest.approx(per_second / row["product_flops_per_second"])
     exact = next(row for row in rows if row["runtime"] == "torch" and row["batch_size"] == 1)
     assert exact["parity"]["allowed_over_std"] == 1e-3
 

@@ -77,7 +77,7 @@ def test_deits_distillation_token_learns_from_the_teacher(
     trainer = trainer_of(recipe, tmp_path / "run")
     model: Any = trainer.model
     before = model.head.weight.clone(), model.head_dist.weight.clone()
-    trainer.stepper(1, next(iter(trainer.data.batches(1))))
+    trainer.stepper(1, next(trainer.batches(1)))
     assert model.head.weight.grad.abs().max() == 0, "with all weight on the teacher the labels' head stays"
     assert model.head_dist.weight.grad.abs().max() > 0
     assert before[1].shape == model.head_dist.weight.shape

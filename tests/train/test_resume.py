@@ -47,13 +47,17 @@ def names_in(run: Path) -> set[str]:
     return {str(path) for path in paths if path.parent.name != "tensorboard"}
 
 
-def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, image_folder: Path) -> None:
+@pytest.mark.parametrize(("kills", "deterministic"), [(20, "false"), (2, "true")])
+def test_kills_at_random_moments_end_in_the_same_bits(
+    tmp_path: Path, image_folder: Path, kills: int, deterministic: str
+) -> None:
     """Workers, bfloat16 autocast, averaged weights, dropout, CutMix, checkpoints every other step."""
     recipe = recipe_of(
         *TINY,
-        "epochs=11",
+        f"epochs={kills // 2 + 1}",
         "batch_size=4",
         "checkpoint_steps=2",
+        f"execution.deterministic={deterministic}",
         "execution.precision=bfloat16",
         "model.kwargs.drop_path_rate=0.2",
         "model.kwargs.proj_drop_rate=0.1",
@@ -61,7 +65,7 @@ def test_twenty_kills_at_random_moments_end_in_the_same_bits(tmp_path: Path, ima
     alone = context().Process(target=train_in_a_group, args=(recipe, tmp_path / "alone", False))
     alone.start()
     moments, run = random.Random(3), tmp_path / "killed"
-    for kill in range(20):
+    for kill in range(kills):
         process = context().Process(target=train_in_a_group, args=(recipe, run, run.is_dir()))
         process.start()
         deadline = time.monotonic() + 60

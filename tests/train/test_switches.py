@@ -37,7 +37,7 @@ def trainer_of(recipe: Recipe, folder: Path) -> Trainer:
 
 def weights_after_a_step(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     trainer = trainer_of(recipe, folder)
-    trainer.step(1, next(iter(trainer.data.batches(1))))
+    trainer.step(1, next(trainer.batches(1)))
     return trainer.model.state_dict()
 
 
