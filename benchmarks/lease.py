@@ -135,6 +135,9 @@ def environment(*, rehearse: bool) -> dict[str, str]:
 def table(part: str, whole: dict[str, Any]) -> list[str]:
     """What a console shows at the end: each step's outcome and its lines."""
     lines = [f"{part}: {whole['machine'].get('gpu', 'no GPU')}, {whole['command']}"]
+    lines += [
+        "a rehearsal at toy sizes on a CPU: that each step ends is what it shows, its numbers mean nothing"
+    ] * whole["rehearsed"]
     for step, entry in whole["steps"].items():
         lines.append(
             f"{step:<14} {entry.get('seconds', 0):6.1f} s  {entry.get('outcome', 'ended with the machine')}"[:150]

@@ -21,7 +21,7 @@ SHAPES: dict[str, Shape] = {
     "L": (64, 12, 197, 35),
     "384px": (16, 12, 577, 32),
 }
-TOYS: dict[str, Shape] = {"16b": (1, 12, 33, 32), "S": (1, 12, 33, 33), "L": (1, 12, 17, 35), "384px": (1, 12, 49, 32)}
+TOYS: dict[str, Shape] = {"16b": (1, 12, 17, 32), "S": (1, 12, 9, 33), "L": (1, 12, 17, 35), "384px": (1, 12, 33, 32)}
 
 MODES = {"default": None, "tuned": "max-autotune-no-cudagraphs"}
 
@@ -40,12 +40,12 @@ def operands(shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> tu
 
 
 def both_ways(shape: Shape, dtype: torch.dtype, device: str, tiles: Tiles | None = None) -> tuple[Tensor, ...]:
-    """Output and gradients of q, k, v of one run by the kernels."""
-    qkv, mixes = operands(shape, dtype, device)
-    inputs = [part.detach().requires_grad_() for part in qkv]
+    """Output and gradients of q, k, v and the mix of one run by the kernels."""
+    qkv, drawn = operands(shape, dtype, device)
+    inputs = [part.detach().requires_grad_() for part in (*qkv, drawn.weight)]
     with using(tiles) if tiles else nullcontext():
-        q, k, v = inputs
-        out = reattention(q, k, v, mixes, shape[-1] ** -0.5, impl="flash")
+        q, k, v, weight = inputs
+        out = reattention(q, k, v, Mixes(weight, drawn.bias), shape[-1] ** -0.5, impl="flash")
         grads = torch.autograd.grad(out, inputs, torch.ones_like(out))
     if device == "cuda":
         torch.cuda.synchronize()
