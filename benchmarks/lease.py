@@ -57,9 +57,9 @@ PARTS: dict[str, dict[str, int]] = {
 }
 # Needed by name here, so that a missing one is known before the first step.
 PACKAGES = (
-    *("torch", "torchvision", "timm", "numpy", "triton", "pydantic", "pydantic_core", "annotated_types"),
-    *("typing_inspection", "safetensors", "PIL", "sklearn", "onnx", "onnxscript", "onnx_ir", "onnxruntime", "rich"),
-    "typer",
+    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
+    *("torch", "torchvision", "triton", "timm", "numpy", "safetensors", "PIL", "sklearn", "tensorboard", "rich"),
+    *("onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime", "typer"),
 )
 # No GPU even where there is one; one thread, since threads that wait for a busy core take minutes for seconds.
 REHEARSAL = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -94,7 +94,7 @@ def run_step(part: str, step: str, report: Path, log: Path, seconds: float, *, r
             code = process.wait(timeout=seconds)
             text = "done"
         except subprocess.TimeoutExpired:
-            code, text = 1, f"over its limit of {seconds:.0f} s"
+            code, text = 1, f"over its limit of {seconds:.3g} s"
         end_group(process)
         stderr.seek(0)
         said = stderr.read()
@@ -134,7 +134,7 @@ def environment(*, rehearse: bool) -> dict[str, str]:
 
 def table(part: str, whole: dict[str, Any]) -> list[str]:
     """What a console shows at the end: each step's outcome and its lines."""
-    lines = [f"{part}: {whole['machine'].get('gpu', 'no GPU')}, {whole['command']}"]
+    lines = [f"{part}: {whole['machine'].get('gpu', 'no GPU')}, {whole['command']}"[:150]]
     lines += [
         "a rehearsal at toy sizes on a CPU: that each step ends is what it shows, its numbers mean nothing"
     ] * whole["rehearsed"]
@@ -198,10 +198,11 @@ def main(words: list[str] | None = None) -> int:
     write(report, {**begun, "machine": machine, "versions": versions, "steps": {}})
     log.write_text("")
     for step in arguments.steps:
-        limit = min(arguments.limit or PARTS[part][step] * arguments.patience, end - time.monotonic())
-        if limit < min(LEAST_SECONDS, arguments.limit or LEAST_SECONDS):
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
             outcome = Outcome("skipped: time", 0.0)
         else:
+            limit = min(arguments.limit or PARTS[part][step] * arguments.patience, left)
             outcome = run_step(part, step, report, log, limit, rehearse=arguments.rehearse)
         whole = read(report)
         whole["steps"].setdefault(step, {}).update(outcome=outcome.text, seconds=round(outcome.seconds, 1))
