@@ -10,7 +10,7 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
-from vitx.models.flash_reattention import Tiles, beyond_limits, options_of, sizes
+from vitx.models.flash_reattention import Tiles, beyond_limits, group_of, options_of, sizes
 
 Operator = Literal["Reattention", "TalkingHeads"]
 Half = Literal["fp16", "bf16"]
@@ -19,7 +19,7 @@ HALVES: tuple[Half, ...] = ("fp16", "bf16")
 
 # The builder times them on its GPU and keeps the fastest. The last fits the 48 KiB that a kernel gets unasked; whether
 # TensorRT asks for more on behalf of the others is not documented.
-TILES = (Tiles(16, 16, 8, 2), Tiles(8, 16, 8, 1), Tiles(4, 16, 4, 1))
+TILES = (Tiles(heads=3), Tiles(32, 16, 2, 1, 3), Tiles(16, 16, 1, 1, 2))
 
 OLDEST = 80  # tensor cores that multiply bfloat16
 # The first PTX that knows a GPU. The others get 8.0, which every driver since CUDA 12.0 reads: a driver refuses PTX
@@ -42,9 +42,10 @@ class FlashKernel(NamedTuple):
     tiles: Tiles
     threads: int
     shared: int
+    groups: int
 
     def grid_x(self, tokens: int) -> int:
-        return -(-tokens // self.tiles.queries)
+        return -(-tokens // self.tiles.queries) * self.groups
 
 
 def why_not_compiled(heads: int, tokens: int, width: int) -> str | None:
@@ -107,7 +108,14 @@ def compiled_kernel(
         raise CheckFailed(f"{metadata.name} for {architecture} needs scratch memory, which an engine does not give it")
     parameters = sum(kind != "constexpr" for kind in signature.values())
     ptx = without_scratch(compiled.asm["ptx"], metadata.name, parameters)
-    return FlashKernel(metadata.name, ptx, tiles, metadata.num_warps * metadata.warp_size, metadata.shared)
+    return FlashKernel(
+        metadata.name,
+        ptx,
+        tiles,
+        metadata.num_warps * metadata.warp_size,
+        metadata.shared,
+        heads // group_of(heads, tiles),
+    )
 
 
 def without_scratch(ptx: str, kernel: str, parameters: int) -> str:

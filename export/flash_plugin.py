@@ -104,6 +104,9 @@ def _launch(query: "trtp.TensorDesc", operator: Operator, architecture: str, tac
     kernel = _kernels(query, operator, architecture)[max(tactic, 1) - 1]
     batch, tokens = query.shape_expr[0], query.shape_expr[1]
     launch = trtp.KernelLaunchParams(
-        grid_x=trtp.cdiv(tokens, kernel.tiles.queries), grid_y=batch, block_x=kernel.threads, shared_mem=kernel.shared
+        grid_x=trtp.cdiv(tokens, kernel.tiles.queries) * kernel.groups,
+        grid_y=batch,
+        block_x=kernel.threads,
+        shared_mem=kernel.shared,
     )
     return kernel.name, kernel.ptx, launch, trtp.SymExprs.from_tuple((trtp.SymInt32(tokens),))

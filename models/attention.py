@@ -132,7 +132,8 @@ class HeadMixAttention(nn.Module):
         q_BHNK, k_BHNK, v_BHNK = qkv_BNE.view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         out_BHNK = flash_reattention(q_BHNK, k_BHNK, v_BHNK, weights.mixes, self.scale)
         out: Tensor = F.linear(out_BHNK.transpose(1, 2).reshape(B, N, -1), weights.proj, self.proj.bias)
-        return self.proj_drop(out)
+        dropped: Tensor = self.proj_drop(out)
+        return dropped
 
     def _flash_weights(self) -> FlashWeights:
         """Widths of 33 and 35 get columns of zeros, so that a head begins where 16 bytes can be read (MATHS §4, 8)."""
@@ -143,7 +144,9 @@ class HeadMixAttention(nn.Module):
         floats: list[Any] = [None if part is None else part.contiguous() for part in (*scaled, *rest)]
         H, K, D = self.num_heads, self.head_dim, self.proj.in_features
         extra = padded_width(K) - K
-        qkv, bias, proj = self.qkv.weight, self.qkv.bias, self.proj.weight
+        qkv: Tensor = self.qkv.weight
+        bias: Tensor | None = self.qkv.bias
+        proj: Tensor = self.proj.weight
         if extra:
             qkv = F.pad(qkv.view(3, H, K, D), (0, 0, 0, extra)).flatten(0, 2)
             bias = None if bias is None else F.pad(bias.view(3, H, K), (0, extra)).flatten()

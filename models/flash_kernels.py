@@ -1,10 +1,13 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 # Triton compiles the annotations of a kernel too, and knows constexpr alone.
+# mypy: disable-error-code="assignment"
+# ruff: noqa: RUF005 - Triton joins tuples by +, and their lengths are no part of their types
 """Triton kernels of attention with a mix over heads: no map is ever written. Called by flash_reattention.py alone.
 
 With S = scale·Q Kᵀ for each head, an optional mix of the scores `S' = W₀S` (a bias there is constant along a row, so
-the softmax does not see it), `P = softmax(S')`, and the mix of the maps `A = W P + b`, the output is `O = A V`. The sums of the softmax rows must be known before maps are mixed, so there
-are two passes over the keys: `sums_kernel`, then `mix_kernel`.
+the softmax does not see it), `P = softmax(S')`, and the mix of the maps `A = W P + b`, the output is `O = A V`. The
+sums of the softmax rows must be known before maps are mixed, so there are two passes over the keys: `sums_kernel`, then
+`mix_kernel`.
 
 Each head's tile is a matrix of its own, with the same layout in registers as every other head's. So one thread holds
 the same pixel of all maps, and the mix is its own multiply-adds: no data moves between threads, and the heads are not
@@ -21,6 +24,8 @@ With R_g = P_g [V_1 … V_H], dW[h, g] = Σ dO_h ⊙ R_g's columns of h, and D f
 (`weight_grad_kernel`).
 
 Shape letters: H heads, K head width, a multiple of 8, read as KA columns and KB more; M rows and N columns of a tile.
+With CACHED the weights of the mix are read again for each tile: their place depends on the loop, by a number that is
+always zero, so that the compiler does not keep them all in registers.
 KO is KB without what only the sums of a product must be padded to. The heads of a token stand side by side, K apart.
 Other strides are in units of 8 elements, which tells the compiler that 16 bytes can be read at once.
 """
@@ -150,9 +155,7 @@ def _scores(
 ):  # fmt: skip
     """What the softmax of COUNT heads from `first` on reads, without the scale. `q`: all heads with BEFORE."""
     if BEFORE:
-        scores = _mixed_scores(
-            q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N
-        )
+        scores = _mixed_scores(q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N)
     else:
         scores = ()
         for g in tl.static_range(COUNT):
@@ -168,9 +171,7 @@ def _more_sums(
     M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Each row's largest score, and its sum of exponentials relative to that, with N more keys; factor > 0."""
-    scores = _scores(
-        q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE
-    )
+    scores = _scores(q, q_rest, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE)
     next_largest, next_total = (), ()
     for g in tl.static_range(G):
         score = scores[g]
@@ -187,12 +188,10 @@ def _more_sums(
 def _row_sums(
     q_base, k_base, before_base, stride_n, rows, tokens, scale, first,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """log2 of each softmax row's sum of exponentials, for G heads of one image's queries: a tuple of (M,)."""
-    q, q_rest = _load_heads(
-        q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB
-    )
+    q, q_rest = _load_heads(q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB)
     largest, total = (), ()
     for _ in tl.static_range(G):
         largest = largest + (tl.full((M,), float("-inf"), tl.float32),)
@@ -200,8 +199,9 @@ def _row_sums(
     factor = scale * LOG2_E
     whole = tokens // N * N
     for start in tl.range(0, whole, N):
+        cached = (start >> 24) if CACHED else 0
         largest, total = _more_sums(
-            largest, total, q, q_rest, k_base, start + tl.arange(0, N), tokens, stride_n, before_base, factor,
+            largest, total, q, q_rest, k_base, start + tl.arange(0, N), tokens, stride_n, before_base + cached, factor,
             first, H, G, K, KA, KB, M, N, BEFORE, False,
         )  # fmt: skip
     for start in tl.range(whole, tokens, 16):
@@ -228,14 +228,14 @@ def sums_kernel(
     stride_b, stride_n,
     tokens, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """`_row_sums` of M queries and G heads of one image, into (B, H, tokens)."""
     image, first, rows = _place(H, G, M)
     begin = image * (8 * stride_b)
     sums = _row_sums(
         q_base + begin, k_base + begin, before_base, 8 * stride_n, rows, tokens, scale, first,
-        H, G, K, KA, KB, M, N, BEFORE,
+        H, G, K, KA, KB, M, N, CACHED, BEFORE,
     )  # fmt: skip
     for g in tl.static_range(G):
         tl.store(sums_base + (image * H + first + g) * tokens + rows, sums[g], mask=rows < tokens)
@@ -255,7 +255,8 @@ def _mixed_values(
     q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, sums,
     stride_n, v_stride_n, rows, tokens, scale, first,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, BY_COLUMN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """`A V` of G heads from `first` on, of one image's `rows`: (M, KA) a head, and the columns after them.
 
@@ -265,9 +266,10 @@ def _mixed_values(
     wide, rest = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
     for start in tl.range(0, tokens, N):
         columns = start + tl.arange(0, N)
+        cached = (start >> 24) if CACHED else 0
         if BEFORE:
             scores = _mixed_scores(
-                q, q_rest, k_base, columns, tokens, stride_n, before_base, 0, H, H, K, KA, KB, M, N
+                q, q_rest, k_base, columns, tokens, stride_n, before_base + cached, 0, H, H, K, KA, KB, M, N
             )
         # The bias needs no mask: values beyond the tokens are zero.
         mixed = ()
@@ -283,10 +285,8 @@ def _mixed_values(
             else:
                 total = sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
-            mixed = _add_mixed(mixed, maps, mix_base + first * H + g, H, G)
-        wide, rest = _add_products(
-            wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO
-        )
+            mixed = _add_mixed(mixed, maps, mix_base + cached + first * H + g, H, G)
+        wide, rest = _add_products(wide, rest, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO)
     return wide, rest
 
 
@@ -296,7 +296,8 @@ def mix_kernel(
     stride_b, stride_n, v_stride_b, v_stride_n, out_stride_b, out_stride_n,
     tokens, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr, BY_COLUMN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr,
+    BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """`A V` of M queries and G heads of one image; BY_COLUMN `Aᵀ V`, with keys as `q` and queries as `k`."""
     image, first, rows = _place(H, G, M)
@@ -305,7 +306,7 @@ def mix_kernel(
     wide, rest = _mixed_values(
         q_base + begin, k_base + begin, v_base + image * (8 * v_stride_b), mix_base, bias_base, before_base, sums_base,
         sums, 8 * stride_n, 8 * v_stride_n, rows, tokens, scale, first,
-        H, G, K, KA, KB, KO, M, N, BEFORE, BIAS, BY_COLUMN,
+        H, G, K, KA, KB, KO, M, N, CACHED, BEFORE, BIAS, BY_COLUMN,
     )  # fmt: skip
     out_base += image * (8 * out_stride_b)
     _store_heads(out_base, wide, rest, 1.0, rows, tokens, 8 * out_stride_n, first, G, K, KA, KO)
@@ -315,14 +316,31 @@ def mix_kernel(
 def reattention_kernel(
     q_base, k_base, v_base, mix_base, bias_base, tokens, out_base,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """Re-Attention on (B, tokens, H, K) tensors, without scale, both passes: what an engine launches by position.
 
     Inputs come first, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
     """
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, mix_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, False
+        q_base,
+        k_base,
+        v_base,
+        mix_base,
+        bias_base,
+        mix_base,
+        tokens,
+        out_base,
+        H,
+        G,
+        K,
+        KA,
+        KB,
+        KO,
+        M,
+        N,
+        CACHED,
+        False,
     )
 
 
@@ -330,11 +348,28 @@ def reattention_kernel(
 def talking_heads_kernel(
     q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr,
 ):  # fmt: skip
     """The same with a mix of the scores before softmax, whose bias changes nothing."""
     _joined(
-        q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base, H, G, K, KA, KB, KO, M, N, True
+        q_base,
+        k_base,
+        v_base,
+        mix_base,
+        bias_base,
+        before_base,
+        tokens,
+        out_base,
+        H,
+        G,
+        K,
+        KA,
+        KB,
+        KO,
+        M,
+        N,
+        CACHED,
+        True,
     )
 
 
@@ -342,15 +377,15 @@ def talking_heads_kernel(
 def _joined(
     q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     image, first, rows = _place(H, G, M)
     begin = image * tokens * (H * K)
     q_base, k_base = q_base + begin, k_base + begin
-    sums = _row_sums(q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, N, BEFORE)
+    sums = _row_sums(q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, N, CACHED, BEFORE)
     wide, rest = _mixed_values(
         q_base, k_base, v_base + begin, mix_base, bias_base, before_base, mix_base, sums, H * K, H * K,
-        rows, tokens, 1.0, first, H, G, K, KA, KB, KO, M, N, BEFORE, True, False,
+        rows, tokens, 1.0, first, H, G, K, KA, KB, KO, M, N, CACHED, BEFORE, True, False,
     )  # fmt: skip
     _store_heads(out_base + begin, wide, rest, 1.0, rows, tokens, H * K, first, G, K, KA, KO)
 
@@ -362,7 +397,7 @@ def score_grad_kernel(
     right_stride_b, right_stride_n, grad_stride_b, grad_stride_n,
     tokens, scale,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BY_COLUMN: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale·dS K of M queries and G heads of one image, with dA = left·rightᵀ: dO as `left`, V as `right`.
 
@@ -384,11 +419,12 @@ def score_grad_kernel(
     wide, rest = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
     for start in tl.range(0, tokens, N):
         columns = start + tl.arange(0, N)
+        cached = (start >> 24) if CACHED else 0
         maps_grad = _zeros(G, M, N)
         for h in tl.static_range(H):
             head = right_base + h * K
             part = _products(left[h], left_rest[h], head, columns, tokens, 8 * right_stride_n, K, KA, KB)
-            maps_grad = _add_mixed(maps_grad, part, mix_base + h * H + first, 1, G)
+            maps_grad = _add_mixed(maps_grad, part, mix_base + cached + h * H + first, 1, G)
         scores_grad = ()
         for g in tl.static_range(G):
             head = k_base + g * K
@@ -401,13 +437,9 @@ def score_grad_kernel(
                 total, row_sum = sums[g][:, None], row_sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             scores_grad = scores_grad + (maps * (maps_grad[g] - row_sum),)
-        wide, rest = _add_products(
-            wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO
-        )
+        wide, rest = _add_products(wide, rest, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO)
     grad_base += image * (8 * grad_stride_b)
-    _store_heads(
-        grad_base, wide, rest, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO
-    )
+    _store_heads(grad_base, wide, rest, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO)
 
 
 @triton.jit
@@ -416,7 +448,7 @@ def weight_grad_kernel(
     stride_b, stride_n, out_stride_b, out_stride_n,
     tokens, scale,
     H: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """For M queries and one head g of one image: D, and the products of R_g with dO summed over the queries.
 
@@ -446,9 +478,7 @@ def weight_grad_kernel(
             product += tl.dot(maps.to(v.dtype), v)
         grads = image * (8 * out_stride_b) + column[None, :]
         there = (rows[:, None] < tokens) & inside
-        out_grad = tl.load(
-            out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0
-        )
+        out_grad = tl.load(out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0)
         product *= out_grad.to(tl.float32)
         weights = tl.load(mix_base + column // K * H + g, mask=column < H * K, other=0.0)
         row_sums += tl.sum(product * weights[None, :], 1)

@@ -41,33 +41,45 @@ class Mixes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Rows, columns and heads of one program's outputs, and how a GPU runs it."""
+    """Rows, columns and heads of one program's outputs, and how a GPU runs it.
 
-    queries: int = 32
+    With 64 rows and 4 warps Hopper's products are asynchronous (wgmma), otherwise those of every GPU since Ampere. With
+    one stage the next tile is not fetched ahead, and the weights of the mix are read from the cache.
+    """
+
+    queries: int = 64
     keys: int = 16
-    warps: int = 2
-    stages: int = 2
+    warps: int = 4
+    stages: int = 1
     heads: int = 4
 
 
-# What the passes over maps are tried with; the first is the default. With four warps and 64 rows Hopper's products are
-# asynchronous (wgmma), otherwise they are those of every GPU since Ampere.
-CANDIDATES = (Tiles(), Tiles(heads=6), Tiles(64, 16, 4, 2, 4), Tiles(64, 16, 4, 2, 6), Tiles(32, 32, 2), Tiles(64, 32, 4))
-TILES = CANDIDATES[0]
+# What a sweep on a GPU tries; `forward_tiles` is what runs.
+CANDIDATES = (
+    *(Tiles(), Tiles(heads=3), Tiles(heads=6), Tiles(stages=2), Tiles(heads=6, stages=2)),
+    *(Tiles(32, 16, 2), Tiles(32, 16, 2, 2), Tiles(32, 16, 2, 2, 6), Tiles(64, 32, 4, 1, 3), Tiles(128, 16, 8)),
+)
 SUMS_TILES = Tiles(64, 64, 4, 2, 1)
+BACKWARD_TILES = Tiles(heads=2)
 WEIGHT_GRAD_TILES = Tiles(64, 32, 4, 2, 1)
 WEIGHT_GRAD_COLUMNS = 128
+_forced: Tiles | None = None
+
+
+def forward_tiles(width: int) -> Tiles:
+    """The tiles that spill no register on any GPU since Ampere (benchmarks/flash_resources.py)."""
+    return _forced or Tiles(heads=4 if width <= 32 else 3)
 
 
 @contextmanager
 def using(tiles: Tiles) -> Iterator[None]:
-    """Run the kernels over maps with these tiles; for measurements."""
-    global TILES
-    before, TILES = TILES, tiles
+    """Make the outputs with these tiles; for measurements."""
+    global _forced
+    before, _forced = _forced, tiles
     try:
         yield
     finally:
-        TILES = before
+        _forced = before
 
 
 def reattention(
@@ -190,7 +202,8 @@ def sizes(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict[str, Any]:
     if rest > SMALLEST_TILE:
         first, rest = 2 * first, 0
     split = {"KA": first, "KB": SMALLEST_TILE if rest else 0, "KO": _tiles(rest, WIDTH_MULTIPLE) * WIDTH_MULTIPLE}
-    return {"H": heads, "G": group_of(heads, tiles), "K": width, **split, "M": tiles.queries, "N": tiles.keys, **flags}
+    tile = {"M": tiles.queries, "N": tiles.keys, "CACHED": tiles.stages == 1}
+    return {"H": heads, "G": group_of(heads, tiles), "K": width, **split, **tile, **flags}
 
 
 def group_of(heads: int, tiles: Tiles) -> int:
@@ -200,7 +213,7 @@ def group_of(heads: int, tiles: Tiles) -> int:
 
 def options_of(tiles: Tiles) -> dict[str, Any]:
     """What the compiler is told besides."""
-    return {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    return {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
 
 
 def _tiles(length: int, tile: int) -> int:
@@ -233,22 +246,20 @@ def _run(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) 
     kernel = getattr(_kernels(), name)
     launch: Any = kernel if INTERPRETED else torch.library.wrap_triton(kernel)
     grid = (_tiles(N, tiles.queries) * (H // group_of(H, tiles)), B)
-    launch[grid](*arguments, **constants, **options_of(tiles))
+    options = options_of(tiles)
+    if type(q) is not Tensor:  # traced by torch.compile, which takes this option from elsewhere
+        del options["enable_fp_fusion"]
+    launch[grid](*arguments, **constants, **options)
 
 
-# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
-_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
-
-
-@_operator("vitx::reattention", mutates_args=())
-def _reattention(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Out (B, H, N, K) and, for the backward pass, log2 of the sums of each softmax row, float32 (B, H, N)."""
     q, k, v = _one_layout(q, k, v)
     _, H, N, K = q.shape
-    given, tiles = before is not None, TILES
+    given, tiles = before is not None, forward_tiles(K)
     first_pass = tiles if given else SUMS_TILES
     mixes = weight, weight if bias is None else bias, weight if before is None else before
     out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -267,8 +278,7 @@ def _fake(
     return _empty(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_operator("vitx::reattention_backward", mutates_args=())
-def _reattention_backward(
+def _backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, and that of the mix in float32: (H, H)."""
@@ -283,10 +293,10 @@ def _reattention_backward(
     shares = torch.empty(B * _tiles(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
     constants = sizes(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
     del constants["G"]
-    arguments = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
+    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
     _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
-    tiles = TILES
+    tiles = BACKWARD_TILES
     constants = sizes(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
     arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad
     _run("mix_kernel", q, *arguments, *qkv, *given, *made, N, scale, tiles=tiles, **constants)
@@ -305,6 +315,10 @@ def _fake_backward(
     return _empty(q), _empty(q), _empty(q), torch.empty_like(weight)
 
 
+# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
+_operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
+_reattention = _operator("vitx::reattention", mutates_args=())(_forward)
+_reattention_backward = _operator("vitx::reattention_backward", mutates_args=())(_backward)
 if INTERPRETED:
     _reattention.register_fake(_fake)
     _reattention_backward.register_fake(_fake_backward)

@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from reference import randomize, randomize_like_trained
@@ -27,6 +28,7 @@ from vitx.models.flash_reattention import (
     Mixes,
     Tiles,
     choose_impl,
+    group_of,
     plain_reattention,
     reattention,
     sizes,
@@ -93,16 +95,16 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         (1, 1, 64, Tiles()),
         (3, 7, 33, Tiles()),
         (16, 65, 35, Tiles()),
-        (12, 65, 32, CANDIDATES[1]),
-        (12, 197, 40, CANDIDATES[2]),
-        (3, 577, 64, CANDIDATES[5]),
+        (12, 65, 32, CANDIDATES[2]),
+        (12, 70, 40, CANDIDATES[5]),
+        (3, 130, 64, CANDIDATES[9]),
         (5, 20, 48, CANDIDATES[3]),
     ],
 )
 def test_output_equals_float64(
     heads: int, tokens: int, width: int, tiles: Tiles, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flash_reattention, "TILES", tiles)
+    monkeypatch.setattr(flash_reattention, "_forced", tiles)
     (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=1 if tokens > 100 else 2)
     found = reattention(q, k, v, mixes, width**-0.5, impl="flash")
     assert found.dtype == torch.float16
@@ -124,7 +126,7 @@ def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens:
     inputs = [part.transpose(1, 2).contiguous() for part in ((qkv[0].float() * scale).half(), qkv[1], qkv[2])]
     order = [mixes.before_weight, mixes.before_bias, mixes.weight, mixes.bias] if talking else list(mixes[:2])
     out = torch.empty_like(inputs[0])
-    launch = FlashKernel("", "", tiles, 0, 0)
+    launch = FlashKernel("", "", tiles, 0, 0, heads // group_of(heads, tiles))
     kernel = getattr(flash_kernels, KERNELS[operator])
     kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **sizes(heads, width, tiles))
     q, k, v = (part.transpose(1, 2).double() for part in inputs)
@@ -248,3 +250,33 @@ def test_what_the_kernels_cannot_do_is_named(
     assert choose_impl(q) == "plain"
     with pytest.raises(InputError, match=expected):
         choose_impl(q, "flash")
+
+
+class Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own hook
+    """The operators that compute something, in order."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
+        self.names = names
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in ("empty", "new_empty", "_unsafe_view"):
+            self.names.append(name)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (33, 33**-0.5)])
+def test_a_layer_is_its_projections_and_the_operator(width: int, scale: float) -> None:
+    """Which launches two kernels. DeepViT-S has heads of width 33 and scales its maps."""
+    layer: Any = randomize_like_trained(ReAttention(3 * width, 3, reatten_scale=scale)).half().eval()
+    x = torch.randn(2, 5, 3 * width, generator=torch.Generator().manual_seed(0)).half()
+    with torch.no_grad():
+        layer(x)  # folds
+        names: list[str] = []
+        with Dispatched(names):
+            found = layer(x)
+        layer.fused_attn = False
+        expected = layer.double()(x.double())
+    assert names == ["addmm", "reattention", "addmm"]
+    assert relative_error(found, expected) < 4e-3

@@ -1,10 +1,12 @@
 """Re-Attention and talking heads against MATHS §3, a plain formula in float64, and autograd."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from reference import randomize, seq
+from reference import randomize, randomize_like_trained, seq
 from vitx.core.errors import InputError
 from vitx.models import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
 from vitx.models.attention import mix_heads
@@ -171,3 +173,48 @@ def test_gradients(attention: nn.Module, training: bool) -> None:
 def test_indivisible_width_names_both_numbers() -> None:
     with pytest.raises(InputError, match=r"dim 10 is not divisible by num_heads 3"):
         ReAttention(10, 3)
+
+
+def test_the_mix_is_folded_once_and_again_when_a_weight_changed() -> None:
+    """In evaluation without gradients; any change that torch knows of counts, in place or by another tensor."""
+    attention: Any = randomize_like_trained(ReAttention(8, 2)).eval()
+    folds: list[int] = []
+    fold = attention.head_mix
+
+    def counted() -> tuple[Tensor, Tensor]:
+        folds.append(1)
+        mix: tuple[Tensor, Tensor] = fold()
+        return mix
+
+    attention.head_mix = counted
+    x = seq(3, 2, 3, 8).float()
+
+    def folds_of(*calls: Tensor) -> int:
+        before = len(folds)
+        with torch.no_grad():
+            for value in calls:
+                found = attention(value)
+        fresh = ReAttention(8, 2).to(found.dtype).eval()
+        fresh.load_state_dict(attention.state_dict())
+        torch.testing.assert_close(found, fresh(value), rtol=1e-5, atol=1e-6)
+        return len(folds) - before
+
+    assert folds_of(x, x, 2 * x) == 1
+    assert folds_of(x) == 0
+    with torch.no_grad():
+        attention.reatten_matrix.weight.mul_(2)
+    assert folds_of(x, x) == 1
+    attention.var_norm.running_var = torch.full((2,), 0.3)
+    assert folds_of(x, x) == 1
+    attention.load_state_dict(randomize_like_trained(ReAttention(8, 2)).state_dict())
+    assert folds_of(x, x) == 1
+    attention.train()(x)  # moves the statistics
+    attention.eval()
+    assert folds_of(x, x) == 1
+    attention.double()
+    assert folds_of(x.double(), x.double()) == 1
+    attention.zero_grad()
+    attention(x.double()).sum().backward()  # with gradients the fold is part of the graph
+    assert attention.var_norm.weight.grad is not None
+    assert attention.var_norm.weight.grad.any()
+    assert folds_of(x.double()) == 0
