@@ -98,7 +98,8 @@ class Float32Logits(nn.Module):
 def build(name: str, weights: Path | None, *, small: bool) -> tuple[Any, Preprocessing]:
     """The network in float32 on the processor, and its preprocessing; small: its last two blocks, 64 px images."""
     torch.manual_seed(0)
-    model: Any = timm.create_model(name, **({"img_size": 64} if small else {})).eval()
+    sizes: dict[str, Any] = {"img_size": 64} if small else {}
+    model: Any = timm.create_model(name, **sizes).eval()
     if small:
         model.blocks = model.blocks[-2:]
     if weights is not None:

@@ -168,12 +168,12 @@ def against_plain(name: str, report: Report) -> None:
         if row and "images_per_second" in row:
             _, way, _, batch = title.split()
             rates[way, int(batch)] = max(rates.get((way, int(batch)), 0.0), row["images_per_second"])
-    for batch in batches(name, report):
-        if all((way, batch) in rates for way in (*MIXED, *PLAIN)):
-            flash, maps, sdpa = (rates[way, batch] for way in (*MIXED, *PLAIN))
+    for size in batches(name, report):
+        if all((way, size) in rates for way in (*MIXED, *PLAIN)):
+            flash, maps, sdpa = (rates[way, size] for way in (*MIXED, *PLAIN))
             row = {"over_maps": flash / maps, "over_plain": flash / sdpa}
-            told = f"{mixed} {batch}: flash × {flash / maps:.2f} of maps written out, × {flash / sdpa:.2f} of {name}"
-            report.row(f"verdict {batch}", row, f"{told} (best runtime of each)")
+            told = f"{mixed} {size}: flash × {flash / maps:.2f} of maps written out, × {flash / sdpa:.2f} of {name}"
+            report.row(f"verdict {size}", row, f"{told} (best runtime of each)")
 
 
 STEPS: dict[str, Callable[[Report], None]] = {

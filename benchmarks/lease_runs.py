@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 from torch import Tensor
 
@@ -20,33 +22,32 @@ from vitx.train.step import EpochLog
 
 def precisions(report: Report) -> None:
     """Two hundred steps of digits-deepvit in each precision: loss curves and the final top-1."""
-    keep = EpochLog.add
     epochs = 1 if report.rehearsed else 9
     for precision in ("float32", "bfloat16", "float16"):
-        curve: list[Tensor] = []
-
-        def add(log: EpochLog, number: int, found: dict[str, Tensor], health: Tensor, to: Any = curve) -> None:
-            to.append(found["total"])
-            keep(log, number, found, health)
-
-        EpochLog.add = add  # type: ignore[method-assign]
         recipe = apply_overrides(get_recipe("digits-deepvit"), [f"execution.precision={precision}", f"epochs={epochs}"])
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                started = time.perf_counter()
-                result = train(recipe, Path(folder) / "run", device=report.device, quiet=True)
-                seconds = time.perf_counter() - started
-        finally:
-            EpochLog.add = keep  # type: ignore[method-assign]
-        values = [float(value) for value in curve]
-        top1 = result.history[-1]["top1"]
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder, recorded_losses() as losses:
+            result = train(recipe, Path(folder) / "run", device=report.device, quiet=True)
+        seconds, values = time.perf_counter() - started, [float(loss) for loss in losses]
+        top1 = float(result.history[-1]["top1"])
         row = {"steps": len(values), "loss_every_5th": values[::5], "top1": top1, "seconds": seconds}
         told = " ".join(f"{value:.3f}" for value in values[:: max(1, len(values) // 6)])
-        report.row(
-            precision,
-            row,
-            f"{precision:<8} {len(values)} steps, loss {told}, top-1 {100 * top1:.1f} %, {seconds:.0f} s",
-        )
+        line = f"{precision:<8} {len(values)} steps, loss {told}, top-1 {100 * top1:.1f} %, {seconds:.0f} s"
+        report.row(precision, row, line)
+
+
+@contextmanager
+def recorded_losses() -> Iterator[list[Tensor]]:
+    """The total of every step, kept on the device."""
+    found: list[Tensor] = []
+    add = EpochLog.add
+
+    def recording(log: EpochLog, number: int, losses: dict[str, Tensor], health: Tensor) -> None:
+        found.append(losses["total"])
+        add(log, number, losses, health)
+
+    with mock.patch.object(EpochLog, "add", recording):
+        yield found
 
 
 def vitx_train(out: Path, report: Report, *sets: str, resume: bool = False) -> list[str]:
