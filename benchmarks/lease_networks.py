@@ -1,4 +1,4 @@
-"""The steps of `lease.py networks`: images a second of whole networks in float16, and what share of the card that is."""
+"""The steps of `lease.py networks`: images/s of whole networks in float16, and the share of the card that is."""
 
 import copy
 import os
@@ -15,15 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpu import Float32Logits, build, cuda_graph_run, device_times, parity, parity_images, product_rate, reference_logits
+from gpu import (
+    Float32Logits,
+    build,
+    cuda_graph_run,
+    device_times,
+    parity,
+    parity_images,
+    product_rate,
+    reference_logits,
+)
 from lease_step import Report, mend_interpreter, of_peak, run_step
-from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite import ImageClassifier
 from vitx.models.attention import ReAttention
 from vitx.models.flops import count_flops
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from reference import randomize_like_trained  # noqa: E402
+from reference import randomize_like_trained
 
 MIXED, PLAIN = ("flash", "maps"), ("sdpa",)
 # Each network's ways of attention, and its batch sizes.
@@ -70,7 +78,9 @@ def batches(name: str, report: Report) -> tuple[int, ...]:
 
 def compile_networks(report: Report) -> None:
     """Compile every network for every batch size, in parallel: later steps find it in the compiler's cache."""
-    jobs = [(name, way, batch) for name, (ways, _) in NETWORKS.items() for way in ways for batch in batches(name, report)]
+    jobs = [
+        (name, way, batch) for name, (ways, _) in NETWORKS.items() for way in ways for batch in batches(name, report)
+    ]
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "2"
     workers = max(1, min(len(jobs), (os.cpu_count() or 1) - 1))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=mend_interpreter) as pool:
@@ -158,12 +168,12 @@ def against_plain(name: str, report: Report) -> None:
         if row and "images_per_second" in row:
             _, way, _, batch = title.split()
             rates[way, int(batch)] = max(rates.get((way, int(batch)), 0.0), row["images_per_second"])
-    for batch in batches(name, report):
-        if all((way, batch) in rates for way in (*MIXED, *PLAIN)):
-            flash, maps, sdpa = (rates[way, batch] for way in (*MIXED, *PLAIN))
+    for size in batches(name, report):
+        if all((way, size) in rates for way in (*MIXED, *PLAIN)):
+            flash, maps, sdpa = (rates[way, size] for way in (*MIXED, *PLAIN))
             row = {"over_maps": flash / maps, "over_plain": flash / sdpa}
-            told = f"{mixed} {batch}: flash × {flash / maps:.2f} of maps written out, × {flash / sdpa:.2f} of {name}"
-            report.row(f"verdict {batch}", row, f"{told} (best runtime of each)")
+            told = f"{mixed} {size}: flash × {flash / maps:.2f} of maps written out, × {flash / sdpa:.2f} of {name}"
+            report.row(f"verdict {size}", row, f"{told} (best runtime of each)")
 
 
 STEPS: dict[str, Callable[[Report], None]] = {

@@ -1,13 +1,8 @@
-"""The steps of `lease.py training`: images a second of `vitx train`, where a step goes, the losses, precisions, resuming."""
+"""The steps of `lease.py training`: images a second of `vitx train`, where a step goes, and what the losses cost."""
 
-import hashlib
 import io
-import json
 import os
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -21,15 +16,15 @@ from PIL import Image
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from lease_runs import precisions, resume, torchrun
 from lease_step import Report, run_step
 from vitx.core.run import RunFolder
 from vitx.models import image_tensor
-from vitx.train import apply_overrides, get_recipe, train
+from vitx.train import apply_overrides, get_recipe
 from vitx.train.distributed import Processes
 from vitx.train.loop import Trainer
 from vitx.train.objective import losses_of, mix, patch_grid
 from vitx.train.recipe import Recipe
-from vitx.train.step import EpochLog
 
 RECIPES = {"deepvit-16": "deepvit_16b", "deit-s": "deit_small_12"}
 BATCH, FILES = 256, 6144
@@ -96,7 +91,7 @@ def speed(report: Report) -> None:
                 recipe = recipe_for(recipe_name, folder, report, *more)
                 row = whole_and_alone(recipe, report.device, steps=2 if report.rehearsed else 20)
                 told = f"{recipe_name} {title:<12} {row['with_input']:7.0f} images/s from JPEGs, steps alone "
-                told += f"{row['alone']:7.0f}; processor {1e3 * row['main_thread_seconds']:.0f} ms a step in the main thread"
+                told += f"{row['alone']:7.0f}; main thread's processor {1e3 * row['main_thread_seconds']:.0f} ms a step"
                 report.row(f"{recipe_name} {title}", row, told)
 
 
@@ -257,7 +252,13 @@ def losses(report: Report) -> None:
     images = image_tensor(pixels, (0.5,) * 3, (0.5,) * 3).to(device)
     batch = mixed(images, model)
     base = apply_overrides(get_recipe("patchvit-s-12"), ["cutmix.probability=1"])
-    choices = {"none": (0, 0, 0), "cosine": (0.3, 0, 0), "contrastive": (0, 1, 0), "mixing": (0, 0, 1), "all": (0.3, 1, 1)}
+    choices = {
+        "none": (0, 0, 0),
+        "cosine": (0.3, 0, 0),
+        "contrastive": (0, 1, 0),
+        "mixing": (0, 0, 1),
+        "all": (0.3, 1, 1),
+    }
     for mode in ("eager", "compiled blocks", "compiled whole"):
         torch.compiler.reset()
         if mode == "compiled blocks":
@@ -317,102 +318,6 @@ def step_ms(call: Callable[[], None], report: Report) -> float:
         if number > 3 or (report.rehearsed and number):
             times.append(1e3 * (time.perf_counter() - started))
     return statistics.median(times)
-
-
-# --- runs of digits-deepvit
-
-
-def precisions(report: Report) -> None:
-    """Two hundred steps of digits-deepvit in each precision: loss curves and the final top-1."""
-    keep = EpochLog.add
-    epochs = 1 if report.rehearsed else 9
-    for precision in ("float32", "bfloat16", "float16"):
-        curve: list[Tensor] = []
-
-        def add(log: EpochLog, number: int, found: dict[str, Tensor], health: Tensor, to: Any = curve) -> None:
-            to.append(found["total"])
-            keep(log, number, found, health)
-
-        EpochLog.add = add  # type: ignore[method-assign]
-        recipe = apply_overrides(get_recipe("digits-deepvit"), [f"execution.precision={precision}", f"epochs={epochs}"])
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                started = time.perf_counter()
-                result = train(recipe, Path(folder) / "run", device=report.device, quiet=True)
-                seconds = time.perf_counter() - started
-        finally:
-            EpochLog.add = keep  # type: ignore[method-assign]
-        values = [float(value) for value in curve]
-        top1 = result.history[-1]["top1"]
-        row = {"steps": len(values), "loss_every_5th": values[::5], "top1": top1, "seconds": seconds}
-        told = " ".join(f"{value:.3f}" for value in values[:: max(1, len(values) // 6)])
-        report.row(precision, row, f"{precision:<8} {len(values)} steps, loss {told}, top-1 {100 * top1:.1f} %, {seconds:.0f} s")
-
-
-def vitx_train(out: Path, report: Report, *sets: str, resume: bool = False) -> list[str]:
-    command = [sys.executable, "-m", "vitx", "train", "digits-deepvit", "--out", str(out), "--quiet"]
-    command += ["--device", report.device] + ["--resume"] * resume
-    return command + [word for text in ("workers=2", *sets) for word in ("--set", text)]
-
-
-def hashes(run: Path) -> dict[str, str]:
-    names = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
-    found = {name: run / "checkpoints" / "last" / name for name in names}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in found.items() if path.is_file()}
-
-
-def resume(report: Report) -> None:
-    """A run that was killed and resumed has the bits of one that was not; and two runs have each other's."""
-    sets = ["execution.deterministic=true", f"epochs={2 if report.rehearsed else 6}", "checkpoint_steps=5"]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for run in ("whole", "again"):
-            checked(vitx_train(folder / run, report, *sets))
-        killed = folder / "killed"
-        process = subprocess.Popen(vitx_train(killed, report, *sets))
-        after = killed_within_epoch(process, killed, epoch=1 if report.rehearsed else 3)
-        checked(vitx_train(killed, report, *sets, resume=True))
-        found = {run: hashes(folder / run) for run in ("whole", "again", "killed")}
-    same = {run: bool(found[run]) and found[run] == found["whole"] for run in ("again", "killed")}
-    row = {"hashes": found, "same": same, "killed_after": after}
-    report.row("resume", row, f"killed after {after}, resumed: same bits {same['killed']}; run twice: {same['again']}")
-
-
-def checked(command: list[str]) -> None:
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise SystemExit(f"{' '.join(command[2:])}: {(finished.stderr.strip().splitlines() or ['no word'])[-1]}")
-
-
-def killed_within_epoch(process: subprocess.Popen[bytes], run: Path, epoch: int) -> str:
-    """SIGKILL once a checkpoint within `epoch` is there; returns its name."""
-    while process.poll() is None:
-        for path in (run / "checkpoints").glob("*/state.json"):
-            state = json.loads(path.read_text()) if path.is_file() else {}
-            if state.get("epoch", 0) >= epoch - 1 and state.get("trainer", {}).get("batches"):
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                return f"epoch {state['epoch']}, {state['trainer']['batches']} batches"
-        time.sleep(0.005)
-    raise SystemExit(f"the run ended by itself with {process.returncode}")
-
-
-def torchrun(report: Report) -> None:
-    """One process under torchrun, so that NCCL's group, DDP and the gathering of metrics run once."""
-    with tempfile.TemporaryDirectory() as name:
-        run = Path(name) / "run"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        command += vitx_train(run, report, "epochs=1")[1:]
-        started = time.perf_counter()
-        finished = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "NCCL_DEBUG": "VERSION"})
-        seconds = time.perf_counter() - started
-        print(finished.stdout[-4000:], finished.stderr[-4000:], flush=True)
-        metrics = run / "metrics.jsonl"
-        last = json.loads(metrics.read_text().splitlines()[-1]) if metrics.is_file() else None
-    nccl = next((line for line in finished.stdout.splitlines() if "NCCL version" in line), "")
-    row = {"command": command, "exit": finished.returncode, "metrics": last, "seconds": seconds, "nccl": nccl}
-    top1 = f"top-1 {100 * last['top1']:.1f} %" if last else finished.stderr.strip().splitlines()[-1][:90]
-    report.row("torchrun", row, f"exit {finished.returncode}, {top1}, {seconds:.0f} s {nccl}")
 
 
 STEPS: dict[str, Callable[[Report], None]] = {

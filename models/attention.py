@@ -167,7 +167,9 @@ class HeadMixAttention(nn.Module):
     def _takes_kernels(self, x_BND: Tensor) -> bool:
         """Whether the kernels that write no maps run; on a GPU the reason why not is said once."""
         device, dropped = x_BND.device.type, self.training and self.attn_drop.p > 0
-        if not self.fused_attn or dropped or not self.mixes_linearly() or (device == "cpu" and not INTERPRETED):
+        # Elsewhere there are none; the meta device, on which FLOPs are counted, does not even know of autocast.
+        somewhere = device == "cuda" or (device == "cpu" and INTERPRETED)
+        if not somewhere or not self.fused_attn or dropped or not self.mixes_linearly():
             return False
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
         against = against_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)

@@ -53,6 +53,17 @@ def test_what_is_measured_is_not_measured_again(results: Path) -> None:
     assert finished.stdout.splitlines() == ["deit_tiny_12 fp32 1 cuda-graph", "deit_tiny_12 fp32 3 cuda-graph"]
 
 
+def test_what_a_runtime_cannot_do_is_a_row(tmp_path: Path) -> None:
+    """ONNX has no convolution of bfloat16; deepvit_s lists the attention of its blocks, and is cut to two of them."""
+    path = tmp_path / "results.json"
+    chosen = ("--models", "deepvit_s", "--precisions", "bf16", "--batches", "1", "--runtimes", "torch,onnxruntime")
+    finished = run(*SMALL, *chosen, "--parity", "2", "--out", path)
+    assert finished.returncode == 0, finished.stderr
+    rows = {row["runtime"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["torch"]["parity"]["verdict"] == "pass"
+    assert "tensor(bfloat16)" in rows["onnxruntime"]["refused"]
+
+
 def test_without_a_gpu_it_ends(tmp_path: Path) -> None:
     import torch
 
