@@ -166,6 +166,8 @@ class HeadMixAttention(nn.Module):
         device, dropped = x_BND.device.type, self.training and self.attn_drop.p > 0
         if not self.fused_attn or dropped or not self.mixes_linearly() or (device == "cpu" and not INTERPRETED):
             return False
+        if device == "meta":  # shapes alone, to count FLOPs by: products, and autocast does not know it
+            return False
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
         against = against_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
         if against is not None:
