@@ -1,0 +1,178 @@
+"""Every verb's arguments, options and defaults are those of golden/options.json.
+
+When a change is meant: `python tests/house/test_options.py --write`, and commit the file with it.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from typer.main import get_command
+
+from vitx.cli import app
+
+GOLDEN = Path(__file__).parent / "golden" / "options.json"
+# click's names of types, for versions of typer whose parameters carry one.
+CLICK_TYPES = {"text": "str", "integer": "int", "boolean": "bool", "filename": "Path", "directory": "Path"}
+
+# verb path ("" for vitx itself) -> its help and parameters
+Options = dict[str, dict[str, Any]]
+
+
+def read_options() -> Options:
+    return dict(_commands("", get_command(app)))
+
+
+def written(options: Options) -> str:
+    """JSON with a line a parameter, so that a change is one line of a diff."""
+    verbs = []
+    for path, command in options.items():
+        parameters = [f"{_json(name)}: {_json(fields)}" for name, fields in command["parameters"].items()]
+        lines = [f"{_json(key)}: {_json(value)}" for key, value in command.items() if key != "parameters"]
+        lines.append(f'"parameters": {_object(parameters, 2)}')
+        verbs.append(f"{_json(path)}: {_object(lines, 1)}")
+    return _object(verbs, 0) + "\n"
+
+
+def _object(members: list[str], indent: int) -> str:
+    outer = "\n" + " " * indent
+    return "{" + ",".join(f"{outer} {member}" for member in members) + outer + "}"
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Any in what follows: newer versions of typer hold click inside, older ones depend on it.
+def _commands(path: str, command: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A verb and, of a group, its sub-verbs, in the order in which help lists them."""
+    yield (
+        path,
+        _stated(
+            help=command.help,
+            help_flags=command.context_settings.get("help_option_names"),
+            env_prefix=command.context_settings.get("auto_envvar_prefix"),
+            hidden=command.hidden,
+            parameters={_name(parameter): _parameter(parameter) for parameter in command.params},
+        ),
+    )
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from _commands(f"{path} {name}".strip(), inner)
+
+
+def _name(parameter: Any) -> str:
+    """As a user sees it: --batch-sizes, or BUNDLE. What Python calls it may change."""
+    if parameter.param_type_name == "option":
+        return str(parameter.opts[0])
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _parameter(parameter: Any) -> dict[str, Any]:
+    type_name, choices, least, most = _type(parameter)
+    return _stated(
+        kind=parameter.param_type_name,
+        other_flags=parameter.opts[1:] or None,
+        opposite_flags=parameter.secondary_opts or None,
+        type=type_name,
+        choices=choices,
+        min=least,
+        max=most,
+        default=_plain(parameter.default),
+        required=parameter.required,
+        multiple=bool(getattr(parameter, "multiple", False)) or parameter.nargs == -1,
+        metavar=parameter.metavar,
+        envvar=parameter.envvar,
+        hidden=bool(getattr(parameter, "hidden", False)),
+        help=parameter.help,
+    )
+
+
+def _stated(**fields: Any) -> dict[str, Any]:
+    """Without what is null or false, but for a default of false."""
+    return {
+        name: value for name, value in fields.items() if value is not None and (value is not False or name == "default")
+    }
+
+
+def _type(parameter: Any) -> tuple[str, list[str] | None, float | None, float | None]:
+    """Name, choices and both bounds."""
+    if (described := getattr(parameter, "type_descriptor", None)) is not None:
+        annotation = described.annotation
+        if get_origin(annotation) is list:
+            (annotation,) = get_args(annotation)
+        choices = [str(choice) for choice in described.choices] if described.is_choice else None
+        name = "choice" if choices else annotation.__name__
+        return name, choices, parameter.min, parameter.max
+    click = parameter.type
+    choices = [str(choice) for choice in click.choices] if click.name == "choice" else None
+    name = click.name.removesuffix(" range")
+    if name == "path" or (name in ("file", "directory") and click.path_type):
+        name = "Path"
+    return CLICK_TYPES.get(name, name), choices, getattr(click, "min", None), getattr(click, "max", None)
+
+
+def _plain(default: Any) -> Any:
+    if callable(default):
+        return f"computed by {default.__name__}"
+    if isinstance(default, list | tuple):
+        return [_plain(value) for value in default] or None
+    return default if default is None or isinstance(default, bool | int | float | str) else str(default)
+
+
+def differences(golden: Options, found: Options) -> list[str]:
+    """One line a field that changed: `serve --port, default: 8000 → 8001`."""
+    lines = _names("", list(golden), list(found))
+    for verb in golden.keys() & found.keys():
+        before, after = dict(golden[verb]), dict(found[verb])
+        old, new = before.pop("parameters"), after.pop("parameters")
+        lines += _fields(verb or "vitx", before, after)
+        lines += _names(f"{verb or 'vitx'} ", list(old), list(new))
+        for name in old.keys() & new.keys():
+            lines += _fields(f"{verb or 'vitx'} {name}", old[name], new[name])
+    return sorted(lines)
+
+
+def _names(where: str, before: list[str], after: list[str]) -> list[str]:
+    gone = [f"{where}{name}: is gone" for name in before if name not in after]
+    come = [f"{where}{name}: is new" for name in after if name not in before]
+    both = [name for name in before if name in after], [name for name in after if name in before]
+    return [*gone, *come, *([f"{where}order: {both[0]} → {both[1]}"] if both[0] != both[1] else [])]
+
+
+def _fields(where: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [
+        f"{where}, {field}: {_json(before.get(field))} → {_json(after.get(field))}"
+        for field in before.keys() | after.keys()
+        if before.get(field) != after.get(field)
+    ]
+
+
+def test_options_and_defaults_are_the_golden_ones() -> None:
+    found = differences(json.loads(GOLDEN.read_text(encoding="utf-8")), read_options())
+    assert not found, "\n".join(["the command line is not that of golden/options.json", *found, str(__doc__)])
+
+
+def test_a_change_is_named() -> None:
+    before = {"--port": {"type": "int", "default": 8000}, "--timeout-ms": {"type": "float"}, "--host": {"type": "str"}}
+    after = {"--host": {"type": "str"}, "--port": {"type": "int", "default": 8001, "max": 65535}, "--late": {}}
+    assert differences(
+        {"serve": {"help": "Serve.", "parameters": before}, "top": {"parameters": {}}},
+        {"serve": {"parameters": after}},
+    ) == [
+        "serve --late: is new",
+        "serve --port, default: 8000 → 8001",
+        "serve --port, max: null → 65535",
+        "serve --timeout-ms: is gone",
+        "serve order: ['--port', '--host'] → ['--host', '--port']",
+        'serve, help: "Serve." → null',
+        "top: is gone",
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(__doc__)
+    GOLDEN.parent.mkdir(exist_ok=True)
+    GOLDEN.write_text(written(read_options()), encoding="utf-8")
