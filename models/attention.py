@@ -171,8 +171,6 @@ class HeadMixAttention(nn.Module):
         somewhere = device == "cuda" or (device == "cpu" and INTERPRETED)
         if not somewhere or not self.fused_attn or dropped or not self.mixes_linearly():
             return False
-        if device == "meta":  # shapes alone, to count FLOPs by: products, and autocast does not know it
-            return False
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
         against = against_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
         if against is not None:
