@@ -36,20 +36,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitx.models
-from targets import all_hold, begun, saved, verdict
-from vitx.analyze.activation_metrics import (
-    ActivationMetric,
-    AttentionCollapseMetric,
-    CKAMetric,
-    FeatureSimilarityMetric,
-    FourierMetric,
-    OverSmoothingMetric,
-    VarianceMetric,
-)
+from support.targets import all_hold, begun, saved, verdict
 from vitx.analyze.activations import stream_activations
-from vitx.analyze.hessian import hessian, hessian_eigenvalues
-from vitx.core.images import open_images
+from vitx.analyze.curvature import hessian, hessian_eigenvalues
+from vitx.analyze.metric import ActivationMetric
+from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
+from vitx.analyze.metrics.cka import CKAMetric
+from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
+from vitx.analyze.metrics.fourier import FourierMetric
+from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.variance import VarianceMetric
 from vitx.core.preprocess import Preprocessing
+from vitx.data.open import open_images
 from vitx.models import image_tensor
 from vitx.models.attention_maps import attention_maps
 

@@ -26,14 +26,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from vitx.bench import bench_bundle, random_images
+from vitx.bench.autotune import tune
+from vitx.bench.roofline import usable_cores
+from vitx.bench.timing import Lane
 from vitx.core.bundle import Bundle
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.machine import describe_machine, installed_versions
-from vitx.serve import load_session
-from vitx.serve.bench import bench_bundle, random_images
-from vitx.serve.bench.autotune import tune
-from vitx.serve.bench.roofline import usable_cores
-from vitx.serve.bench.turns import Lane
+from vitx.runtimes import load_session
 
 OVERHEAD_TARGET, SPREAD_TARGET = 0.01, 0.05
 CALL_SECONDS = 1e-3

@@ -28,11 +28,11 @@ import numpy as np
 from PIL import Image, features
 from sklearn.datasets import load_sample_images
 
-from targets import begun, saved
+from support.targets import begun, saved
 from vitx.core.bundle import Bundle
-from vitx.core.images import open_images
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
-from vitx.serve import load_session
+from vitx.data.open import open_images
+from vitx.runtimes import load_session
 
 PREPROCESSING = Preprocessing(image_size=224, crop_fraction=0.9)
 ORIENTATION = 0x0112

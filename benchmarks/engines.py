@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import vitx.models
 from vitx.core.preprocess import Preprocessing
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.export.engine_inspector import count_kinds, working_layers
-from vitx.export.tensorrt import EngineReport, engine_from_onnx
+from vitx.export.engines.inspector import count_kinds, working_layers
+from vitx.export.engines.tensorrt import EngineReport, engine_from_onnx
 
 ARCHITECTURES = ("sm86", "sm89", "sm120", "sm121")
 LIMIT = 60.0  # seconds

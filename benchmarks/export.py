@@ -40,13 +40,13 @@ import torch
 import engines
 import quantization
 import vitx.models
-from process_tree import peak_resident_bytes, seconds_of
-from targets import all_hold, verdict
+from support.process_tree import peak_resident_bytes, seconds_of
+from support.targets import all_hold, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
-from vitx.export.rewrite import REWRITES, applied_rewrites
+from vitx.export.rewrite.rewrites import REWRITES, applied_rewrites
 from vitx.models import image_tensor
 
 PREPROCESSING = Preprocessing(image_size=224)

@@ -32,9 +32,9 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from targets import begun, saved
-from vitx.models import flash_kernels
-from vitx.models.flash_reattention import (
+from support.targets import begun, saved
+from vitx.models.flash import kernels as flash_kernels
+from vitx.models.flash.reattention import (
     BACKWARD_TILES,
     SUMS_TILES,
     WEIGHT_GRAD_COLUMNS,

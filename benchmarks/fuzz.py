@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fuzz_grpc
-import fuzz_http
-import fuzz_openapi
+import support.fuzz_grpc as fuzz_grpc
+import support.fuzz_http as fuzz_http
+import support.fuzz_openapi as fuzz_openapi
 
 # Small limits, so that what goes beyond them is cheap to send.
 OPTIONS = (

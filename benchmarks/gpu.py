@@ -44,15 +44,15 @@ try:
     from torch import Tensor, nn
 
     import vitx.models
-    from vitx.core.bundle import SHARE_OF_STD
+    from vitx.bench.energy import gpu_energy
     from vitx.core.errors import VitxError
     from vitx.core.files import write_json
-    from vitx.core.images import open_images
     from vitx.core.machine import describe_machine, installed_versions
     from vitx.core.preprocess import Preprocessing
-    from vitx.export.rewrite import ImageClassifier, rewrite_for_export
+    from vitx.core.tolerance import SHARE_OF_STD
+    from vitx.data.open import open_images
+    from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_for_export
     from vitx.models.flops import count_flops
-    from vitx.serve.bench.energy import gpu_energy
 except ModuleNotFoundError as error:
     print(f"error: the package '{error.name}' is not installed: pip install 'vitx[export,train]'", file=sys.stderr)
     raise SystemExit(3) from None
@@ -205,7 +205,7 @@ def tensorrt_run(graph: Callable[[], Path], example: Tensor) -> Run:
         import tensorrt
     except ModuleNotFoundError:
         raise Unavailable("the package 'tensorrt' is not installed") from None
-    from vitx.core.plan import Profile
+    from vitx.core.tensorrt_plan import Profile
     from vitx.export import engine_from_onnx
 
     size, path = len(example), graph()

@@ -17,7 +17,7 @@ from lease_step import Report, mend_interpreter, of_peak, run_step
 from lease_timing import SETS, first_line, milliseconds
 from lease_tools import profile, sanitizers, tool
 from vitx.core.machine import installed_versions
-from vitx.models.flash_reattention import CANDIDATES, INTERPRETED, Mixes, Tiles, plain_reattention, reattention, using
+from vitx.models.flash.reattention import CANDIDATES, INTERPRETED, Mixes, Tiles, plain_reattention, reattention, using
 
 # A shape, a dtype, and the tiles that are forced.
 Job = tuple[Shape, str, Tiles | None]

@@ -26,11 +26,11 @@ from gpu import (
     reference_logits,
 )
 from lease_step import Report, mend_interpreter, of_peak, run_step
-from vitx.export.rewrite import ImageClassifier
+from vitx.export.rewrite.rewrites import ImageClassifier
 from vitx.models.attention import ReAttention
 from vitx.models.flops import count_flops
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from reference import randomize_like_trained
 
 MIXED, PLAIN = ("flash", "maps"), ("sdpa",)

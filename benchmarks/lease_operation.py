@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lease_step import Report
 from lease_timing import SETS, Call, timed
-from vitx.models.flash_reattention import CANDIDATES, Mixes, plain_reattention, reattention, using
+from vitx.models.flash.reattention import CANDIDATES, Mixes, plain_reattention, reattention, using
 
 Shape = tuple[int, int, int, int]  # B, H, N, K
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lease_step import Report
 from vitx.train import apply_overrides, get_recipe, train
-from vitx.train.step import EpochLog
+from vitx.train.loop.step import EpochLog
 
 
 def precisions(report: Report) -> None:

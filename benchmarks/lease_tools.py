@@ -25,9 +25,9 @@ def tool(name: str) -> str | None:
 
 def kernel_names() -> list[str]:
     """The kernels that a GPU launches for the operator."""
-    from vitx.models import flash_kernels
+    from vitx.models.flash import kernels
 
-    return [name for name, value in vars(flash_kernels).items() if hasattr(value, "run") and name.endswith("_kernel")]
+    return [name for name, value in vars(kernels).items() if hasattr(value, "run") and name.endswith("_kernel")]
 
 
 def once(report: Report) -> None:

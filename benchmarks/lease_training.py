@@ -21,10 +21,10 @@ from lease_step import Report, run_step
 from vitx.core.run import RunFolder
 from vitx.models import image_tensor
 from vitx.train import apply_overrides, get_recipe
-from vitx.train.distributed import Processes
-from vitx.train.loop import Trainer
-from vitx.train.objective import losses_of, mix, patch_grid
-from vitx.train.recipe import Recipe
+from vitx.train.loop.distributed.processes import Processes
+from vitx.train.loop.trainer import Trainer
+from vitx.train.losses.objective import losses_of, mix, patch_grid
+from vitx.train.recipes.recipe import Recipe
 
 RECIPES = {"deepvit-16": "deepvit_16b", "deit-s": "deit_small_12"}
 BATCH, FILES = 256, 6144

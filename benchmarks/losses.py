@@ -40,21 +40,21 @@ from PIL import Image
 from torch import Tensor, nn
 
 import vitx.models
-from targets import all_hold, begun, saved, verdict
-from vitx.core.images import open_images
+from support.targets import all_hold, begun, saved, verdict
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
+from vitx.data.open import open_images
 from vitx.models import image_tensor
 from vitx.train import apply_overrides, get_recipe
-from vitx.train.augment import mend_posterize
-from vitx.train.cutmix import Box, cutmix
-from vitx.train.data import CUTMIX, TrainingData, seed_of
-from vitx.train.distributed import Processes
-from vitx.train.interruption import StopRequest
-from vitx.train.loop import Trainer
-from vitx.train.losses import patch_cosine_loss
-from vitx.train.objective import losses_of, mix
-from vitx.train.recipe import Recipe
+from vitx.train.loop.distributed.processes import Processes
+from vitx.train.loop.inputs.augment import mend_posterize
+from vitx.train.loop.inputs.training_data import CUTMIX, TrainingData, seed_of
+from vitx.train.loop.interruption import StopRequest
+from vitx.train.loop.trainer import Trainer
+from vitx.train.losses.cutmix import Box, cutmix
+from vitx.train.losses.objective import losses_of, mix
+from vitx.train.losses.over_smoothing import patch_cosine_loss
+from vitx.train.recipes.recipe import Recipe
 
 LOSSES_TARGET, LOOP_TARGET, IMAGES_TARGET = 1.04, 1.03, 1.0
 COSINE_TARGET, MEMORY_TARGET = 3.0, 5.0

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import vitx.models
-from targets import begun
+from support.targets import begun
 from vitx.models import ReAttention
-from vitx.models.attention import mix_heads
+from vitx.models.head_mix import mix_heads
 
 
 class WrittenOut(nn.Module):

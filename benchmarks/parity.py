@@ -4,7 +4,7 @@
 
 Compared, in turns, on DeiT-Ti with random weights and 1,000 classes, torch against ONNX Runtime:
   forward  both sides once over all images in batches of 32, pixels prepared beforehand and in memory
-  parity   `vitx.serve.parity.compare` with its defaults: decoding and resizing, both sides once over all images, the
+  parity   `vitx.parity.compare` with its defaults: decoding and resizing, both sides once over all images, the
            probe images at batch sizes 1, 2, 7, 32, shuffled and reversed, all statistics
 The images are scikit-learn's 1,797 digits, repeated under other names: as PNG of 8×8, or with --jpeg as JPEG of 500×375
 and some 110 kB, which cost as much to decode as ImageNet's do. The network's cost does not depend on what they show.
@@ -31,13 +31,14 @@ import torch
 from PIL import Image
 
 from vitx.core.bundle import timestamp
-from vitx.core.images import ImageSet, open_images
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
 from vitx.export import onnx_from_model, rewrite_for_export
-from vitx.serve.parity.comparison import PROBE_IMAGES, REFERENCE_BATCH, Comparison, compare, infer
-from vitx.serve.runtimes import Float32Array, Session
-from vitx.serve.runtimes.torch import TorchSession
+from vitx.parity.comparison import PROBE_IMAGES, REFERENCE_BATCH, Comparison, compare, infer
+from vitx.runtimes.session import Float32Array, Session
+from vitx.runtimes.torch import TorchSession
 
 PHOTOGRAPH, NOISE = (500, 375), 22
 

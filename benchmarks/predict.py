@@ -32,15 +32,15 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from bundle_fixture import LABELS, write_bundle
-from targets import begun, saved
+from support.targets import begun, saved
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.serve import load_session
-from vitx.serve.offline import predict
-from vitx.serve.offline.listing import read_range, sort_paths, write_list
-from vitx.serve.offline.outputs import warm_up
+from vitx.predict import predict
+from vitx.predict.inputs.listing import read_range, sort_paths, write_list
+from vitx.predict.outputs.parts import warm_up
+from vitx.runtimes import load_session
 
 JPEGS, TINY, BATCH = 512, 100_000, 16
 SPEED_TARGET, BOOKKEEPING_TARGET, PROCESSES_TARGET, MEMORY_TARGET = 0.95, 0.03, 1.9, 1.1
@@ -160,7 +160,7 @@ def bookkeeping(scratch: Path) -> dict[str, Any]:
     listed = scratch / "names.txt"
     listed.write_text("".join(f"{index % 100:03d}/{index:06d}.png\n" for index in range(TINY)))
     pixels = np.zeros((16, 16, 3), dtype=np.uint8)
-    reading = mock.patch("vitx.serve.offline.inputs.read_bytes", lambda location: b"")  # noqa: PT008  # a Mock records every call
+    reading = mock.patch("vitx.predict.inputs.inventory.read_bytes", lambda location: b"")  # noqa: PT008  # a Mock records every call
     decoding = mock.patch.object(Preprocessing, "from_bytes", lambda self, data, draft: pixels)  # noqa: PT008  # likewise
     seconds, cpu = [], []
     with reading, decoding:

@@ -30,15 +30,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.parquet as pq
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
-from targets import begun, saved
+from support.targets import begun, saved
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.preprocess import UInt8Array
-from vitx.serve import load_session
-from vitx.serve.offline import PREDICTIONS, SUMMARY, predict
-from vitx.serve.offline.outputs import warm_up
+from vitx.predict import PREDICTIONS, SUMMARY, predict
+from vitx.predict.outputs.parts import warm_up
+from vitx.runtimes import load_session
 
 if TYPE_CHECKING:
     from postgres_server import PostgresServer

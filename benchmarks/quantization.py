@@ -34,14 +34,14 @@ import torch
 from torch import nn
 
 import vitx.models
-from targets import begun
-from vitx.core.images import open_images
+from support.targets import begun
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
+from vitx.data.open import open_images
 from vitx.export import SourceRequest, onnx_from_model, rewrite_for_export
-from vitx.export.acceptance import Agreement, Bounds, agreement_of
-from vitx.export.calibration import calibration_images, logits_of
-from vitx.export.precision import lower_precision
+from vitx.export.precision.acceptance import Agreement, Bounds, agreement_of
+from vitx.export.precision.calibration import calibration_images, logits_of
+from vitx.export.precision.lower import lower_precision
 
 NETWORKS = {"deit_s": "deit_small_patch16_224", "deepvit_s": "deepvit_s"}
 # As many as `lower_precision` asks for.

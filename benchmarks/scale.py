@@ -6,8 +6,9 @@
 
 --measure   The costs of each stage alone, with one core busy and with all; then `vitx predict`'s work in 1, 2 and 4
             processes on two inputs, one that the model binds and one that decoding binds, and beside each the seconds
-            that the model of benchmarks/pipeline.py expects from the costs alone. Of the ledger: shards a second on
-            SQLite and PostgreSQL (fsync on), and what one look at the totals costs with a billion images' shards.
+            that the model of benchmarks/support/pipeline.py expects from the costs alone. Of the ledger: shards a
+            second on SQLite and PostgreSQL (fsync on), and what one look at the totals costs with a billion images'
+            shards.
 --plan      Nodes for a rate, what binds them, the ledger's load, and the price of an image where one is given. What a
             device does is an input unless --device-images-per-second is left out: then it is one measured core.
 """
@@ -31,19 +32,19 @@ from unittest import mock
 import numpy as np
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from bundle_fixture import LABELS, colour_image, png, write_bundle
-from pipeline import Costs, processes_on_cores, simulate, worker
 from postgres_server import find_programs, postgres_server
-from targets import begun, saved
+from support.pipeline import Costs, processes_on_cores, simulate, worker
+from support.targets import begun, saved
 from vitx.core.bundle import Bundle
-from vitx.serve import load_session
-from vitx.serve.offline import PREDICTIONS, predict
-from vitx.serve.offline.databases import PostgresDatabase, SqliteDatabase
-from vitx.serve.offline.inputs import Inventory, Shard
-from vitx.serve.offline.ledger import Done, Ledger
-from vitx.serve.offline.listing import sort_paths, write_list
-from vitx.serve.offline.outputs import warm_up
+from vitx.predict import PREDICTIONS, predict
+from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.listing import sort_paths, write_list
+from vitx.predict.ledger.databases import PostgresDatabase, SqliteDatabase
+from vitx.predict.ledger.ledger import Done, Ledger
+from vitx.predict.outputs.parts import warm_up
+from vitx.runtimes import load_session
 
 BATCH, SHARD, ROUNDS = 16, 16, 3
 PROCESSES = (1, 2, 4)

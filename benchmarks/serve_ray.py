@@ -19,9 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from http_load import closed_loop
-from server_peers import DEIT_TI, TINY, Server, bundle_of, http_request, infer_request, sample_photographs, served
-from targets import begun, saved
+from support.http_load import closed_loop
+from support.server_peers import (
+    DEIT_TI,
+    TINY,
+    Server,
+    bundle_of,
+    http_request,
+    infer_request,
+    sample_photographs,
+    served,
+)
+from support.targets import begun, saved
 from vitx.core.bundle import Bundle
 
 CONNECTIONS = (1, 16)

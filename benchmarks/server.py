@@ -38,8 +38,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from http_load import Connection, Load, closed_loop, open_loop, percentile_ms
-from server_peers import (
+from support.http_load import Connection, Load, closed_loop, open_loop, percentile_ms
+from support.server_peers import (
     DEIT_S,
     DEIT_TI,
     INSTANCES,
@@ -57,7 +57,7 @@ from server_peers import (
     triton_server,
     vitx_server,
 )
-from targets import all_hold, begun, saved, verdict
+from support.targets import all_hold, begun, saved, verdict
 from vitx.core.bundle import Bundle
 from vitx.core.errors import VitxError
 from vitx.core.preprocess import UInt8Array, decode

@@ -22,19 +22,20 @@ import numpy as np
 import uvloop
 from uvicorn.server import ServerState
 
-from server_peers import INSTANCES, SMALL, bundle_of, infer_request
+from support.server_peers import INSTANCES, SMALL, bundle_of, infer_request
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.decode import Decoder
+from vitx.runtimes.session import Float32Array
 from vitx.serve.http.app import App
-from vitx.serve.http.direct import direct_protocol
+from vitx.serve.http.decode import Decoder
+from vitx.serve.http.head_cache import direct_protocol
 from vitx.serve.limits import Batching, Limits
-from vitx.serve.loading import Loader, WarmModel
-from vitx.serve.metrics import Metrics
-from vitx.serve.runtimes import Float32Array
+from vitx.serve.models.loading import Loader
+from vitx.serve.models.offer import WarmModel
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.process.server import _uvicorn_config
+from vitx.serve.protocol.shared_memory import SharedMemory
 from vitx.serve.security import Security
-from vitx.serve.served_model import ModelSet, ServedModel
-from vitx.serve.server import _uvicorn_config
-from vitx.serve.shared_memory import SharedMemory
 
 CONNECTIONS = 64
 

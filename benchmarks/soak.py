@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from http_load import Connection, closed_loop
-from process_tree import family
-from server_peers import TINY, Server, bundle_of, http_request, infer_request, vitx_server
+from support.http_load import Connection, closed_loop
+from support.process_tree import family
+from support.server_peers import TINY, Server, bundle_of, http_request, infer_request, vitx_server
 from vitx.core.bundle import timestamp
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import UInt8Array

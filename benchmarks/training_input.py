@@ -6,7 +6,7 @@ A batch is 256 × 224 × 224 × 3 uint8, as the processes that prepare images le
 trains takes one from where the step begins with it: float32, normalised, on the device. Three ways take turns:
 
 - `before`: the thread cuts out its rows, normalises them and copies them to the device, as it did until 2026-11-22;
-- `inline`: `vitx.train.prefetch` without its thread, which is how it runs with workers=0;
+- `inline`: `vitx.train.loop.inputs.prefetch` without its thread, which is how it runs with workers=0;
 - `ahead`: the same with its thread, which is how it runs with workers; this is what has a target.
 
 **Counted** is processor time of the main thread alone (`time.thread_time`) from asking for a batch to having its
@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from targets import all_hold, begun, saved, verdict
+from support.targets import all_hold, begun, saved, verdict
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
-from vitx.train.data import Batch
-from vitx.train.prefetch import Prefetcher
+from vitx.train.loop.inputs.prefetch import Prefetcher
+from vitx.train.loop.inputs.training_data import Batch
 
 TARGET_MS = 20.0
 BATCH, SIDE, BATCHES = 256, 224, 6

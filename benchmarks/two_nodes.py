@@ -4,10 +4,10 @@
 
 The nodes are network namespaces of this machine, joined by a pair of virtual Ethernet devices; the run folder is the
 storage that they share. `torchrun --nnodes 1:2` trains a small DeepViT on the digits over gloo; the command is in
-tests/network_nodes.py. Within the third epoch everything in the second node's namespace gets SIGKILL, the first goes on
-alone from the last checkpoint; later the second is started again, and both go on. Exit code 1 when the loss of an
-epoch differs from that of one process by more than 5e-3 of its value: over a thousand steps rounding grows. Needs root,
-for the namespaces.
+tests/support/network_nodes.py. Within the third epoch everything in the second node's namespace gets SIGKILL, the
+first goes on alone from the last checkpoint; later the second is started again, and both go on. Exit code 1 when
+the loss of an epoch differs from that of one process by more than 5e-3 of its value: over a thousand steps rounding
+grows. Needs root, for the namespaces.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from network_nodes import RENDEZVOUS, Node, two_namespaces, wait_for
-from targets import begun
+from support.targets import begun
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
 

@@ -3,3 +3,5 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
+
+pytest_plugins = ["serving_fixtures"]

@@ -7,16 +7,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cli_fixture import Vitx, run_in_process
 from run_fixture import DIGITS_PREPROCESSING, SMALL_DEEPVIT
 from vitx.core.files import link_atomically, sha256_file, write_json
 from vitx.core.run import CheckpointState, RunInfo
 from vitx.models import build_model
-
-
-@pytest.fixture
-def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
-    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")

@@ -16,11 +16,11 @@ from cli_fixture import Vitx
 from train_fixture import TINY_SETTINGS
 from vitx.analyze import METRICS, NotApplicable, Options, analyze, chosen_metrics, compare_representations
 from vitx.analyze.images import open_analysis_images
-from vitx.analyze.lesions import lesion_study
-from vitx.analyze.plots import draw
+from vitx.analyze.metrics.lesions import lesion_study
+from vitx.analyze.report import draw
 from vitx.core.errors import InputError
-from vitx.core.images import ImageSet
 from vitx.core.run import ModelSpec
+from vitx.data.image_set import ImageSet
 from vitx.models.source import Source, SourceRequest
 
 FAST = ("over-smoothing", "attention-collapse", "feature-similarity", "fourier", "variance", "cka", "lesions")

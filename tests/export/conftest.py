@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from cli_fixture import Vitx, run_in_process
 from vitx.export import SourceRequest
 
 TYPINGS = Path(__file__).parents[2] / "typings"
@@ -54,12 +53,6 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return function(*arguments)
 
     monkeypatch.setattr("vitx.export.bundle.run_limited", run)
-
-
-@pytest.fixture
-def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
-    """Call `vitx(verb, …)` as on the command line: (exit code, standard output, standard error)."""
-    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
 
 
 def load_generator() -> ModuleType:

@@ -14,17 +14,17 @@ from onnx import numpy_helper
 from safetensors.torch import save_file
 
 from cli_fixture import Vitx
-from vitx.cli.export import source_side
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
-from vitx.core.images import open_images
 from vitx.core.run import ModelSpec
+from vitx.data.open import open_images
 from vitx.export import SourceRequest, export_bundle
-from vitx.export.graph import _require_dynamic_batch
+from vitx.export.graph.from_model import _require_dynamic_batch
 from vitx.models import build_model
-from vitx.serve.parity import certify_sides
-from vitx.serve.parity.sides import bundle_side
+from vitx.parity import certify_sides
+from vitx.parity.compared import bundle_side
+from vitx.parity.exported import source_side
 
 REQUEST = SourceRequest("model:deepvit_digits", weights="random", data="digits")
 

@@ -20,16 +20,16 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 from reference import randomize_like_trained
-from vitx.core.bundle import SHARE_OF_STD
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export import ALL, onnx_from_model
-from vitx.export.acceptance import Bounds, agreement_of
-from vitx.export.calibration import logits_of
-from vitx.export.flash_nodes import fuse_reattention
-from vitx.export.graph import opset_for, opset_of
-from vitx.export.half import cpu_twin
-from vitx.export.precision import lower_precision
-from vitx.export.rewrite import ImageClassifier, applied_rewrites
+from vitx.export.engines.flash_nodes import fuse_reattention
+from vitx.export.graph.from_model import opset_for, opset_of
+from vitx.export.precision.acceptance import Bounds, agreement_of
+from vitx.export.precision.calibration import logits_of
+from vitx.export.precision.half import cpu_twin
+from vitx.export.precision.lower import lower_precision
+from vitx.export.rewrite.rewrites import ImageClassifier, applied_rewrites
 from vitx.models import image_tensor
 
 SIZES = {  # px

@@ -11,8 +11,8 @@ from bundle_fixture import LABELS, write_bundle
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_bytes, sha256_file
-from vitx.core.plan import PlanInfo, PlanOptions
-from vitx.export.plan import profiles_for, write_plan
+from vitx.core.tensorrt_plan import PlanInfo, PlanOptions
+from vitx.export.engines.profiles import profiles_for, write_plan
 from vitx.export.triton import triton_repository
 
 schema = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed")

@@ -77,9 +77,9 @@ def test_help_in_the_base(base_python: Path, verb: str) -> None:
 
 
 def test_a_users_own_train_py_does_not_shadow_ours(base_python: Path, tmp_path: Path) -> None:
-    for name in ("train", "export", "serve", "core", "models"):
+    for name in ("train", "export", "serve", "core", "models", "data"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the user was imported')\n")
-    finished = run(base_python, "-c", "import vitx.core.bundle, vitx.serve, vitx.serve.runtimes", cwd=tmp_path)
+    finished = run(base_python, "-c", "import vitx.core.bundle, vitx.serve, vitx.runtimes.session", cwd=tmp_path)
     assert finished.returncode == 0, finished.stderr
 
 
@@ -107,11 +107,12 @@ def test_doctor_runs_in_the_base(base_python: Path) -> None:
 
 def test_serving_modules_import_without_torch(serve_python: Path) -> None:
     code = (
-        "import importlib, pathlib, sys, vitx.serve; "
-        "root = pathlib.Path(vitx.serve.__file__).parent; "
-        "[importlib.import_module('.'.join(['vitx.serve', *p.relative_to(root).with_suffix('').parts])) "
-        " for p in root.rglob('*.py') if p.parent.name != 'grpc' "
-        " and p.name not in ('__init__.py', 'torch.py', 'tracing.py', 'features.py', 'ray_app.py', 'ray_cluster.py')]; "
+        "import importlib, pathlib, sys, vitx; "
+        "root = pathlib.Path(vitx.__file__).parent; "
+        "[importlib.import_module('.'.join(['vitx', *p.relative_to(root).with_suffix('').parts])) "
+        " for room in ('serve', 'predict', 'runtimes', 'bench', 'data') for p in (root / room).rglob('*.py') "
+        " if p.parent.name not in ('grpc', 'ray') and p.name not in ('__init__.py', 'torch.py', "
+        " 'opentelemetry.py', 'features.py', 'ray_app.py', 'ray_cluster.py')]; "
         "print(sorted({'torch', 'vitx.models', 'grpc', 'opentelemetry', 'ray', 'psycopg'} & set(sys.modules)))"
     )
     finished = run(serve_python, "-c", code)

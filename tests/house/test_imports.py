@@ -1,19 +1,33 @@
-"""The import rule: vitx.cli → stages → models → core; stages meet only in files."""
+"""The import rule: cli → bench → serve → predict → parity → {train, analyze, export, runtimes} → models → data → core.
+
+An import counts wherever it stands: at the top, within a function, or under `if TYPE_CHECKING`.
+"""
 
 import ast
+import sys
 import tomllib
+from collections import Counter
+from collections.abc import Iterable
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STAGES = {"train", "analyze", "export", "serve"}
-ALLOWED = {
-    "core": {"core"},
-    "models": {"models", "core"},
-    **{stage: {stage, "models", "core"} for stage in STAGES},
-    "cli": {"cli", "models", "core", *STAGES},
-}
+FLOORS = (
+    {"cli"},
+    {"bench"},
+    {"serve"},
+    {"predict"},
+    {"parity"},
+    {"train", "analyze", "export", "runtimes"},
+    {"models"},
+    {"data"},
+    {"core"},
+)
+ALLOWED = {room: {room}.union(*FLOORS[level + 1 :]) for level, rooms in enumerate(FLOORS) for room in rooms}
+MOST_FILES = 20
 HEAVY = {
     "torch",
     "torchvision",
@@ -28,39 +42,39 @@ HEAVY = {
 }
 
 
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted((ROOT / "vitx").rglob("*.py"))}
+
+
 def sources(room: str) -> list[Path]:
-    return sorted((ROOT / ("vitx/cli" if room == "cli" else room)).rglob("*.py"))
+    return [path for module, path in MODULES.items() if module.split(".")[1:2] == [room]]
 
 
-def imported(tree: ast.AST) -> set[str]:
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules of an import; of ours the files, of others the names as they stand."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            inner = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= inner & MODULES.keys() or {node.module}
+            if inner - MODULES.keys():
+                names.add(node.module)
     return names
 
 
-def rooms_of(names: set[str]) -> set[str]:
-    return {name.split(".")[1] for name in names if name.startswith("vitx.")} & set(ALLOWED)
-
-
-@pytest.mark.parametrize("room", sorted(ALLOWED))
-def test_imports_go_down_one_way(room: str) -> None:
-    files = sources(room)
-    assert files
-    for path in files:
-        forbidden = rooms_of(imported(ast.parse(path.read_text()))) - ALLOWED[room]
-        assert not forbidden, f"{path} imports {sorted(forbidden)}"
-
-
-def test_serve_imports_models_and_torch_only_in_its_torch_runtime() -> None:
-    for path in sources("serve"):
-        names = imported(ast.parse(path.read_text()))
-        if path.name != "torch.py":
-            assert "models" not in rooms_of(names), path
-            assert not {name for name in names if name.split(".")[0] in {"torch", "timm"}}, path
+def imports_of(path: Path) -> set[str]:
+    return imported(ast.walk(tree_of(path)))
 
 
 def top_level(tree: ast.Module) -> set[str]:
@@ -70,13 +84,72 @@ def top_level(tree: ast.Module) -> set[str]:
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
         return not for_types and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
 
-    return imported(ast.Module([node for node in tree.body if runs(node)], type_ignores=[]))
+    return imported(node for statement in tree.body if runs(statement) for node in ast.walk(statement))
 
 
-@pytest.mark.parametrize("room", ["cli", "core"])
+def rooms_of(names: set[str]) -> set[str]:
+    return {name.split(".")[1] for name in names if name.startswith("vitx.")}
+
+
+def test_every_room_has_its_floor() -> None:
+    folders = {path.name for path in (ROOT / "vitx").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == ALLOWED.keys()
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_imports_go_down_one_way(room: str) -> None:
+    files = sources(room)
+    assert files
+    for path in files:
+        forbidden = rooms_of(imports_of(path)) - ALLOWED[room]
+        assert not forbidden, f"{path} imports {sorted(forbidden)}"
+
+
+def test_only_parity_sees_export_and_runtimes_together() -> None:
+    for module, path in MODULES.items():
+        if not module.startswith("vitx.parity"):
+            assert not {"export", "runtimes"} <= rooms_of(imports_of(path)), path
+
+
+def test_no_file_imports_itself_over_others() -> None:
+    graph = {module: imports_of(path) & MODULES.keys() for module, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(f"circle: {' → '.join(reversed(circle.args[1]))}")
+
+
+@pytest.mark.parametrize("top", ["vitx", "tests"])
+def test_no_folder_is_crowded(top: str) -> None:
+    files = Counter(path.parent.relative_to(ROOT) for path in (ROOT / top).rglob("*.py"))
+    crowded = {str(folder): count for folder, count in files.items() if count > MOST_FILES}
+    assert not crowded, f"at most {MOST_FILES} Python files in a folder"
+
+
+@pytest.mark.parametrize("room", ["serve", "predict"])
+def test_serving_imports_no_torch(room: str) -> None:
+    """Neither itself nor by what its files import when they are imported."""
+    reached = {module_of(path) for path in sources(room)}
+    todo = list(reached)
+    while todo:
+        module = todo.pop()
+        names = top_level(tree_of(MODULES[module]))
+        packages = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 1)}
+        heavy = {name.split(".")[0] for name in names} & {"torch", "timm", "torchvision"}
+        assert not heavy, f"{module}, which {room} imports, imports {sorted(heavy)}"
+        new = (names | packages) & MODULES.keys() - reached
+        reached |= new
+        todo += new
+    for path in sources(room):
+        names = imports_of(path)
+        assert not {name for name in names if name.split(".")[0] in {"torch", "timm"}}, path
+        assert not rooms_of(names) & {"models", "train", "export", "analyze"}, path
+
+
+@pytest.mark.parametrize("room", ["cli", "core", "data"])
 def test_no_heavy_import_at_the_top(room: str) -> None:
     for path in sources(room):
-        heavy = {name.split(".")[0] for name in top_level(ast.parse(path.read_text()))} & HEAVY
+        heavy = {name.split(".")[0] for name in top_level(tree_of(path))} & HEAVY
         assert not heavy, f"{path} imports {sorted(heavy)} when it is itself imported"
 
 
@@ -100,10 +173,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     }
     known = {import_name.get(name, name) for name in declared} | {"onnxruntime", "vitx"}
     known.add("triton")  # torch brings it where it has a GPU to run it; elsewhere its user goes another way
-    import sys
-
-    for room in ALLOWED:
-        for path in sources(room):
-            roots = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
-            foreign = roots - known - sys.stdlib_module_names
-            assert not foreign, f"{path} imports {sorted(foreign)}, which no extra brings"
+    for path in MODULES.values():
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        foreign = roots - known - sys.stdlib_module_names
+        assert not foreign, f"{path} imports {sorted(foreign)}, which no extra brings"

@@ -64,8 +64,8 @@ def imported_when_imported(path: Path) -> set[str]:
 
 def test_every_import_is_of_that_machine_or_carried_and_is_looked_for_before_the_first_step() -> None:
     files = files_of_ours()
-    assert {"loop.py", "flash_reattention.py", "lease_training.py"} <= {path.name for path in files}
-    ours = {path.stem for path in BENCHMARKS.glob("*.py")} | {"vitx", "reference"}
+    assert {"trainer.py", "reattention.py", "lease_training.py"} <= {path.name for path in files}
+    ours = {path.stem for path in BENCHMARKS.glob("*.py")} | {"vitx", "reference", "support"}
     foreign = {name: path for path in files for name in imported_when_imported(path)}
     foreign = {name: path for name, path in foreign.items() if name not in ours | set(sys.stdlib_module_names)}
     known = packages()

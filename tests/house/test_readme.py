@@ -121,10 +121,21 @@ def test_the_steps_of_the_readme(tmp_path: Path) -> None:
 
 def test_the_tree_names_every_folder() -> None:
     tree = block("", "## The tree")
-    named = {line.split("/")[0] for line in tree.splitlines() if "/ " in line}
+    lines = [
+        line.split("  ")[0] if line[0] != " " else line[:2] + line[2:].split("  ")[0] for line in tree.splitlines()
+    ]
+    top = ""
+    named = set()
+    for line in lines:
+        if line.startswith("  "):
+            named.add(f"{top}/{line.strip().rstrip('/')}")
+        elif line.endswith("/"):
+            top = line.rstrip("/")
+            named.add(top)
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    folders = {line.split("/")[0] for line in listed.splitlines() if "/" in line and not line.startswith(".")}
-    assert named == folders
+    paths = [line.split("/") for line in listed.splitlines() if "/" in line and not line.startswith(".")]
+    inner = {"/".join(path[:2]) for path in paths if len(path) > 2 and path[0] == "vitx"}
+    assert named == {path[0] for path in paths} | inner
 
 
 def test_links_lead_somewhere() -> None:

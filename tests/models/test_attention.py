@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from reference import randomize, randomize_like_trained, seq
 from vitx.core.errors import InputError
 from vitx.models import PlainAttention, ReAttention, TalkingHeadsAttention, fold_head_mix
-from vitx.models.attention import mix_heads
+from vitx.models.head_mix import mix_heads
 
 
 def reference_re_attention() -> ReAttention:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import attention_maps, attention_std, fold_head_mix
-from vitx.models.attention import ReAttention, mix_heads
+from vitx.models.attention import ReAttention
+from vitx.models.head_mix import mix_heads
 
 VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
 NETWORKS: dict[str, tuple[dict[str, Any], int, int]] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import vitx.models  # noqa: F401  # registers deepvit_digits
 from reference import randomize_like_trained
 from vitx.models.attention import ReAttention
-from vitx.models.flash_reattention import Mixes, plain_reattention
+from vitx.models.flash.reattention import Mixes, plain_reattention
 from vitx.models.recalibration import measure_batch_norm
 
 

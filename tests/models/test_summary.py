@@ -13,7 +13,7 @@ from cli_fixture import Vitx, run_in_process
 from vitx.core.errors import InputError
 from vitx.models.summary import summarize, vitx_networks
 
-ZOO = json.loads((Path(__file__).parents[2] / "models" / "zoo.json").read_text(encoding="utf-8"))
+ZOO = json.loads((Path(__file__).parents[2] / "vitx" / "models" / "zoo.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_the_table_names_every_network() -> None:
 
 @pytest.mark.parametrize("entry", ZOO[::4], ids=lambda entry: str(entry["name"]))
 def test_the_table_is_what_the_networks_are(entry: dict[str, Any]) -> None:
-    """Every fourth, for time. Remade with `python -m vitx.models.summary > models/zoo.json`."""
+    """Every fourth, for time. Remade with `python -m vitx.models.summary > vitx/models/zoo.json`."""
     assert summarize(entry["name"]).model_dump(mode="json") == entry
 
 

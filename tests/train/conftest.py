@@ -10,13 +10,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cli_fixture import Vitx, run_in_process
-
-
-@pytest.fixture
-def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
-    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
-
 
 @pytest.fixture
 def start_vitx(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:

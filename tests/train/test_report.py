@@ -10,12 +10,12 @@ import pytest
 
 from cli_fixture import Vitx
 from train_fixture import TINY_SETTINGS, metrics_of
-from vitx.core.images import open_images
 from vitx.core.panels import png
 from vitx.core.run import RunFolder
+from vitx.data.open import open_images
 from vitx.models import load_run_model
 from vitx.train.report import confusion_matrix, most_confused
-from vitx.train.report_plots import draw_confusion, draw_curves, draw_layers
+from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
 
 
 @pytest.fixture(scope="module")

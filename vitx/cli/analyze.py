@@ -40,10 +40,9 @@ def command(
 
     With --out, results are kept: a second call measures only what is new. A metric that does not apply is listed.
     """
-    from vitx.analyze.activation_metrics import NotApplicable
     from vitx.analyze.analysis import analyze, chosen_metrics, compare_representations
     from vitx.analyze.images import open_analysis_images
-    from vitx.analyze.measures import Options
+    from vitx.analyze.metric import NotApplicable, Options
     from vitx.analyze.metrics import METRICS
     from vitx.analyze.report import network_names, report_json, write_report
     from vitx.core.console import log, print_json, print_table

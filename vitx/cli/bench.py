@@ -9,8 +9,8 @@ import typer
 from vitx.cli.options import BundleArgument, DeviceOption, Json, Quiet, Threads, batch_sizes
 
 if TYPE_CHECKING:
+    from vitx.bench.requests import Choices
     from vitx.core.latency import Latency
-    from vitx.serve.bench.choices import Choices
 
 
 def command(
@@ -49,9 +49,9 @@ def command(
 
     One caller, the next batch when the last is back. --rate, --scenario and --tune measure that instead.
     """
+    from vitx.bench.requests import Choices
     from vitx.core.bundle import Bundle
     from vitx.core.errors import InputError
-    from vitx.serve.bench.choices import Choices
 
     sizes = batch_sizes("--batch", batch)
     choices = Choices(Bundle.open(bundle), run, runtime, device, threads)
@@ -76,9 +76,9 @@ def _sweep(
     as_json: bool,
     quiet: bool,
 ) -> None:
+    from vitx.bench import bench_bundle
+    from vitx.bench.plot import check_plot, save_plot
     from vitx.core.console import print_json
-    from vitx.serve.bench import bench_bundle
-    from vitx.serve.bench.plot import check_plot, save_plot
 
     if plot:
         check_plot(plot)
@@ -153,9 +153,9 @@ def _load(
     *,
     as_json: bool,
 ) -> None:
+    from vitx.bench.requests import parse_rates
+    from vitx.bench.scenarios import parse_scenarios
     from vitx.core.console import print_json, print_table
-    from vitx.serve.bench.choices import parse_rates
-    from vitx.serve.bench.scenarios import parse_scenarios
 
     report = choices.load_test(
         rates=parse_rates(rates) if rates else (),

@@ -27,7 +27,7 @@ def command(
     """Train on handwritten digits, export with proof, serve, and send every test image over HTTP as PNG."""
     from vitx.core.console import print_fields, print_json
     from vitx.core.errors import CheckFailed
-    from vitx.core.images import open_images
+    from vitx.data.open import open_images
 
     _empty(out)
     run, bundle = out / "run", out / f"{RECIPE}.vitx"

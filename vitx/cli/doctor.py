@@ -21,8 +21,8 @@ def command(as_json: Json = False) -> None:
     from vitx import __version__
     from vitx.core.console import print_fields, print_json, print_table
     from vitx.core.machine import describe_machine, installed_versions
-    from vitx.serve.runtimes.cuda import cuda_device_count
-    from vitx.serve.runtimes.requirements import RUNTIMES, unusable
+    from vitx.runtimes.cuda import cuda_device_count
+    from vitx.runtimes.requirements import RUNTIMES, unusable
 
     extras = {
         name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"

@@ -23,7 +23,7 @@ def command(
 ) -> None:
     """Top-1, NLL, calibration (ECE) and Brier score: a run through torch, a bundle through ONNX Runtime by default."""
     from vitx.core.console import print_fields, print_json
-    from vitx.serve.evaluate import evaluate_path
+    from vitx.parity.evaluate import evaluate_path
 
     result = evaluate_path(
         model,

@@ -10,8 +10,7 @@ from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, Which
 
 if TYPE_CHECKING:
     from vitx.core.bundle import Bundle
-    from vitx.export import SamplingPlan, Source, SourceRequest
-    from vitx.serve.parity.sides import Side
+    from vitx.export import SourceRequest
 
 
 def command(
@@ -82,6 +81,7 @@ def command(
     from vitx.core.console import log
     from vitx.core.errors import InputError
     from vitx.export import EngineRequest, ExportOptions, SourceRequest, export_bundle, triton_repository
+    from vitx.parity.exported import certify_export, sampling_plan
 
     rewrites = _rewrites(with_ or (), without or ())
     is_model = source.startswith("model:")
@@ -120,7 +120,7 @@ def command(
 
     def accept(bundle: "Bundle") -> None:
         if not uncertified:
-            _certify(bundle, request, data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
+            certify_export(bundle, request, data, max_flip_rate=max_flip_rate, device=device, quiet=quiet)
 
     log(f"export: {source} to {bundle_path}", quiet=quiet)
     options = ExportOptions(
@@ -128,7 +128,7 @@ def command(
         precision=precision,
         calibration=calibration or data,
         target=target,
-        plan=None if uncertified else _sampling_plan(request, data, max_flip_rate),
+        plan=None if uncertified else sampling_plan(request, data, max_flip_rate),
         engines=tuple(engines),
         openvino=openvino,
         seconds=seconds,
@@ -144,7 +144,7 @@ def command(
 def _rewrites(added: Sequence[str], left_out: Sequence[str]) -> tuple[str, ...]:
     """The rewrites to apply: those on by default, with some added and some left out."""
     from vitx.core.errors import InputError, unknown_name
-    from vitx.export.rewrite import ALL, REWRITES
+    from vitx.export.rewrite.rewrites import ALL, REWRITES
 
     for name in (*added, *left_out):
         if name not in REWRITES:
@@ -162,20 +162,6 @@ def _check_precision(precision: str, calibration: str | None, target: str | None
         raise InputError(f"--calibration-data {calibration} goes with a --precision below fp32: leave it out")
     if target is not None and precision != "int8":
         raise InputError(f"--quantize-for {target} is of int8, and {precision} has one form: leave it out")
-
-
-def _sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: float) -> "SamplingPlan":
-    """How many images the certificate will look at, and how many of them may flip."""
-    from vitx.core.images import open_images
-    from vitx.core.run import RunFolder
-    from vitx.export import SamplingPlan
-    from vitx.serve.parity import check_image_count
-    from vitx.serve.parity.statistics import flips_allowed
-
-    request.require_known()
-    count = len(open_images(data or RunFolder.open(request.target).info.data, "val"))
-    check_image_count(count, max_flip_rate)
-    return SamplingPlan(count, flips_allowed(count, max_flip_rate))
 
 
 def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bool) -> None:
@@ -204,60 +190,6 @@ def _explain(request: "SourceRequest", rewrites: tuple[str, ...], *, as_json: bo
             )
             for row in rows
         ],
-    )
-
-
-def _certify(
-    bundle: "Bundle", request: "SourceRequest", data: str | None, *, max_flip_rate: float, device: str, quiet: bool
-) -> None:
-    from functools import partial
-
-    from vitx.cli.stand_in import cpu_stand_in
-    from vitx.cli.trace import failure_notes, token_similarity
-    from vitx.core.console import log
-    from vitx.core.errors import CheckFailed
-    from vitx.core.images import open_images
-    from vitx.serve.parity import certify_sides
-    from vitx.serve.parity.sides import bundle_side
-
-    log("export: certifying the graph against the checkpoint", quiet=quiet)
-    before = source_side(request.load(), device)
-    after = bundle_side(bundle, device=device, stand_in=partial(cpu_stand_in, device=device))
-    images = open_images(data or before.data, "val")
-    tokens = partial(token_similarity, before, after, images, quiet=quiet)
-    certificate = certify_sides(
-        before,
-        after,
-        images,
-        device=device,
-        max_flip_rate=max_flip_rate,
-        # Rounding alone may collapse tokens.
-        token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
-        write=True,
-        quiet=quiet,
-    )
-    if certificate.verdict != "pass":
-        notes = failure_notes(before, after, images, certificate, request, quiet=quiet)
-        found = "; ".join((*certificate.reasons, *notes))
-        raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {found}")
-
-
-def source_side(source: "Source", device: str) -> "Side":
-    """What is exported, in torch, as the reference of its own bundle."""
-    from vitx.serve.parity.sides import Side
-    from vitx.serve.runtimes import device_name
-    from vitx.serve.runtimes.torch import TorchSession
-
-    session = TorchSession(source.model, source.preprocessing, device=device_name(device))
-    return Side(
-        name=f"{source.name}, checkpoint {source.checkpoint}",
-        session=session,
-        preprocessing=source.preprocessing,
-        labels=source.class_names,
-        data=source.data,
-        sha256=source.checkpoint_sha256,
-        network=session.network,
-        renormalized=session.with_normalization,
     )
 
 

@@ -1,6 +1,5 @@
 """`vitx parity`: are two of runs and bundles the same classifier?"""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,37 +9,9 @@ from vitx.cli.options import Data, DeviceOption, Json, MaxFlipRate, Quiet, SkipB
 from vitx.cli.options import batch_sizes as parse_batch_sizes
 
 if TYPE_CHECKING:
-    from vitx.cli.trace import TraceResult
-    from vitx.core.bundle import Bundle
-    from vitx.core.certificate import Certificate
-    from vitx.core.images import ImageSet
-    from vitx.core.run import Checkpoint
-    from vitx.export import SourceRequest
-    from vitx.serve.parity.served import ServedComparison
-    from vitx.serve.parity.sides import Side
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What was asked for, beside the two sides."""
-
-    which: "Checkpoint"
-    device: str
-    max_flip_rate: float
-    batch_sizes: tuple[int, ...] | None
-    quiet: bool
-
-
-@dataclass(frozen=True)
-class _Outcome:
-    """Everything that was found; `written` says whether the certificate went into the bundle."""
-
-    certificate: "Certificate"
-    written: bool
-    failures: tuple[str, ...]
-    notes: tuple[str, ...]
-    served: "ServedComparison | None"
-    trace: "TraceResult | None"
+    from vitx.data.image_set import ImageSet
+    from vitx.parity.compared import Side
+    from vitx.parity.pair import PairOptions, PairOutcome
 
 
 def command(
@@ -79,13 +50,14 @@ def command(
     """
     from functools import partial
 
-    from vitx.cli.stand_in import cpu_stand_in
     from vitx.core.errors import CheckFailed, InputError
-    from vitx.core.images import open_images
-    from vitx.serve.parity.sides import open_side
+    from vitx.data.open import open_images
+    from vitx.parity.compared import open_side
+    from vitx.parity.cpu_twin import cpu_stand_in
+    from vitx.parity.pair import PairOptions, chosen_images, measure_pair
 
     asked = parse_batch_sizes("--batch-sizes", batch_sizes) if batch_sizes else None
-    options = _Options(checkpoint, device, max_flip_rate, asked, quiet)
+    options = PairOptions(checkpoint, device, max_flip_rate, asked, quiet)
     if verify:
         _verify(reference, candidate, data, options, as_json=as_json)
         return
@@ -94,9 +66,9 @@ def command(
     opened = partial(open_side, which=checkpoint, device=device, stand_in=partial(cpu_stand_in, device=device))
     before, after = opened(reference, runtime=reference_runtime), opened(candidate, runtime=runtime)
     whole = open_images(data or before.data or after.data, "val", skip_bad=skip_bad)
-    chosen = _chosen(whole, images, max_flip_rate)
+    chosen = chosen_images(whole, images, max_flip_rate)
     write = before.run is not None and after.bundle is not None and runtime is None and len(chosen) == len(whole)
-    found = _measure(before, after, chosen, options, write=write, served=served, trace=trace)
+    found = measure_pair(before, after, chosen, options, write=write, served=served, trace=trace)
     if report is not None:
         _write_report(report, f"Parity of {candidate} with {reference}", found, before, chosen)
     _print(found, candidate, as_json=as_json)
@@ -105,108 +77,27 @@ def command(
         raise CheckFailed(f"'{candidate}' is not {whose}: {'; '.join((*found.failures, *found.notes))}")
 
 
-def _measure(
-    before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool, served: bool, trace: bool
-) -> _Outcome:
-    from vitx.cli.trace import diagnosis
-    from vitx.cli.trace import trace as trace_sides
-
-    certificate = _certify(before, after, images, options, write=write)
-    over_http = _served(before, after, images, certificate, options) if served else None
-    failures = certificate.reasons if certificate.verdict != "pass" else ()
-    if over_http is not None:
-        failures += over_http.failures(options.max_flip_rate)
-    notes: tuple[str, ...] = ()
-    if certificate.verdict != "pass":
-        notes += (diagnosis(before, after, images, certificate, traced=trace),)
-    traced = None
-    if trace:
-        repair = certificate.verdict != "pass"
-        traced = trace_sides(before, after, _request(before, options), images, repair=repair, quiet=options.quiet)
-        notes += traced.notes
-    return _Outcome(certificate, write, failures, notes, over_http, traced)
-
-
-def _request(side: "Side", options: _Options) -> "SourceRequest | None":
-    """What a run's bundles are made of."""
-    from vitx.export import SourceRequest
-
-    return SourceRequest(str(side.run.path), which=options.which) if side.run is not None else None
-
-
-def _certify(before: "Side", after: "Side", images: "ImageSet", options: _Options, *, write: bool) -> "Certificate":
-    from functools import partial
-
-    from vitx.cli.trace import token_similarity
-    from vitx.serve.parity import certify_sides, warn_of_other_weights
-
-    if before.run is not None and after.bundle is not None:
-        warn_of_other_weights(after.bundle, before.sha256, options.which, quiet=options.quiet)
-    return certify_sides(
-        before,
-        after,
-        images,
-        device=options.device,
-        max_flip_rate=options.max_flip_rate,
-        batch_sizes=options.batch_sizes,
-        token_similarity=partial(token_similarity, before, after, images, quiet=options.quiet),
-        write=write,
-        quiet=options.quiet,
-    )
-
-
-def _served(
-    before: "Side", after: "Side", images: "ImageSet", certificate: "Certificate", options: _Options
-) -> "ServedComparison":
-    from vitx.core.errors import InputError
-    from vitx.serve.parity.served import compare_served, serving
-
-    if after.bundle is None:
-        raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
-    with serving(after.bundle.path, device=options.device) as url:
-        return compare_served(
-            url,
-            before.session,
-            images,
-            before.preprocessing,
-            max_logit_error=certificate.max_logit_error_allowed,
-            quiet=options.quiet,
-        )
-
-
-def _chosen(images: "ImageSet", wanted: str, max_flip_rate: float) -> "ImageSet":
-    """All images, or some of them evenly spaced."""
-    from vitx.core.errors import InputError
-    from vitx.serve.parity.comparison import subset
-    from vitx.serve.parity.statistics import images_needed
-    from vitx.serve.parity.verdict import check_rate
-
-    if wanted == "all":
-        return images
-    check_rate(max_flip_rate)
-    if wanted != "enough" and not (wanted.isascii() and wanted.isdigit() and int(wanted)):
-        raise InputError(f"--images {wanted}: expected all, enough or a number")
-    return subset(images, images_needed(max_flip_rate) if wanted == "enough" else int(wanted))
-
-
-def _verify(reference: Path, candidate: Path | None, data: str | None, options: _Options, *, as_json: bool) -> None:
+def _verify(
+    reference: Path, candidate: Path | None, data: str | None, options: "PairOptions", *, as_json: bool
+) -> None:
     """Replay the certificate of the one bundle among the two paths."""
     from dataclasses import asdict
     from functools import partial
 
-    from vitx.cli.stand_in import cpu_stand_in
     from vitx.core.bundle import MANIFEST, Bundle
     from vitx.core.console import log, print_json, print_table
-    from vitx.serve.parity import check_provider
-    from vitx.serve.parity.replay import certified_images, replay, require_agreement, verify_files
-    from vitx.serve.parity.sides import bundle_side
+    from vitx.parity import check_provider
+    from vitx.parity.compared import bundle_side
+    from vitx.parity.cpu_twin import cpu_stand_in
+    from vitx.parity.pair import certified_reference
+    from vitx.parity.replay import certified_images, replay, require_agreement, verify_files
 
     swapped = candidate is not None and not (reference / MANIFEST).is_file()
     path, run = (candidate or reference, reference) if swapped else (reference, candidate)
     bundle = Bundle.open(path)
     certificate = verify_files(bundle)
     images = certified_images(certificate, data)
-    side = _certified_reference(bundle, certificate, run, options)
+    side = certified_reference(bundle, certificate, run, options)
     log("verify: " + ("against " + side.name if side else "no run at hand: the candidate alone"), quiet=options.quiet)
     own = bundle_side(bundle, device=options.device, stand_in=partial(cpu_stand_in, device=options.device))
     check_provider(own, options.device)
@@ -226,29 +117,9 @@ def _verify(reference: Path, candidate: Path | None, data: str | None, options: 
     require_agreement(bundle, numbers)
 
 
-def _certified_reference(
-    bundle: "Bundle", certificate: "Certificate", run: Path | None, options: _Options
-) -> "Side | None":
-    """The run that was given, or the one the bundle was exported from if it is still there with the same weights."""
-    from vitx.core.errors import CheckFailed
-    from vitx.serve.parity.sides import open_side
-
-    provenance = bundle.manifest.provenance
-    if run is not None:
-        side = open_side(run, which=options.which, device=options.device)
-        if side.sha256 != certificate.reference_sha256:
-            raise CheckFailed(f"'{run}' is not the reference of the certificate: its weights have another sha256")
-        return side
-    source = Path(provenance.source)
-    if not (source / "run.json").is_file() or provenance.checkpoint not in ("best", "last"):
-        return None
-    side = open_side(source, which=provenance.checkpoint, device=options.device)
-    return side if side.sha256 == certificate.reference_sha256 else None
-
-
-def _write_report(path: Path, title: str, found: _Outcome, before: "Side", images: "ImageSet") -> None:
+def _write_report(path: Path, title: str, found: "PairOutcome", before: "Side", images: "ImageSet") -> None:
     from vitx.core.files import write_bytes
-    from vitx.serve.parity.report import Report, render
+    from vitx.parity.report import Report, render
 
     tables: dict[str, dict[str, object]] = {}
     if found.served is not None:
@@ -267,9 +138,9 @@ def _write_report(path: Path, title: str, found: _Outcome, before: "Side", image
     write_bytes(path, render(report, images, before.preprocessing).encode())
 
 
-def _print(found: _Outcome, candidate: Path, *, as_json: bool) -> None:
+def _print(found: "PairOutcome", candidate: Path, *, as_json: bool) -> None:
     from vitx.core.console import log, print_fields, print_json, print_table
-    from vitx.serve.parity.report import summary
+    from vitx.parity.report import summary
 
     certificate = found.certificate
     if as_json:

@@ -19,8 +19,8 @@ from vitx.cli.options import (
 from vitx.core.errors import InputError
 
 if TYPE_CHECKING:
-    from vitx.serve.offline.executor import Executor
-    from vitx.serve.runtimes import Session
+    from vitx.predict.pipeline.executor import Executor
+    from vitx.runtimes.session import Session
 
 INPUT_HELP = "A folder of images, a pattern, a list of paths (.txt), a .tar or .parquet file, or a URL of these."
 # Numbers without a default here take predict()'s own.
@@ -82,8 +82,8 @@ def command(
     """
     from vitx.core.bundle import Bundle
     from vitx.core.console import print_fields, print_json
-    from vitx.serve.offline import PREDICTIONS, predict
-    from vitx.serve.runtimes import load_session
+    from vitx.predict import PREDICTIONS, predict
+    from vitx.runtimes import load_session
 
     opened = Bundle.open(bundle)
     actors = _actors(ray, ray_actors)
@@ -91,7 +91,7 @@ def command(
     if ray is None:
         executor = load_session(opened, runtime, device=device, threads=threads, features=embeddings)
     else:
-        from vitx.serve.offline.ray_pool import RayPool
+        from vitx.predict.ray.pool import RayPool
 
         executor = RayPool(
             *(opened, ray),

@@ -6,7 +6,7 @@ from vitx.cli.options import Json
 def command(as_json: Json = False) -> None:
     """List the recipes."""
     from vitx.core.console import print_fields, print_json
-    from vitx.train.recipes import RECIPES, describe
+    from vitx.train.recipes.registry import RECIPES, describe
 
     described = {name: describe(name) for name in sorted(RECIPES)}
     if as_json:

@@ -107,8 +107,8 @@ def command(
     if ray is not None:
         _require_offered_on_ray(context)
         try:
+            from vitx.serve.process.ray_cluster import serve_on_ray
             from vitx.serve.ray_app import ServeArgs
-            from vitx.serve.ray_cluster import serve_on_ray
         except ModuleNotFoundError as error:
             raise missing_package(str(error.name), "ray") from None
         if not bundles:
@@ -139,14 +139,14 @@ def command(
     if replicas is not None:
         raise InputError("--replicas is of --ray; on one machine use --instances, or --workers")
     if workers > 1:
-        from vitx.serve.supervisor import ENVIRONMENT
+        from vitx.serve.process.supervisor import ENVIRONMENT
 
         if shared_memory:
             raise InputError("--shared-memory reaches one process, and --workers makes several: use --instances")
         if ENVIRONMENT not in os.environ:  # else this is one of the workers
             raise typer.Exit(_supervise(workers, host, port, grpc_port, tls=tls_cert is not None))
     try:
-        from vitx.serve.server import ServerOptions, serve
+        from vitx.serve.process.server import ServerOptions, serve
     except ModuleNotFoundError as error:
         raise missing_package(str(error.name), "serve") from None
     from vitx.serve.limits import Batching, Limits
@@ -201,8 +201,8 @@ def _require_offered_on_ray(context: typer.Context) -> None:
 
 def _supervise(workers: int, host: str, port: int, grpc_port: int | None, *, tls: bool) -> int:
     """Claim the ports and keep the workers; return the exit code."""
-    from vitx.serve.port import address_of, claim_port, hold_shared_port, url_of
-    from vitx.serve.supervisor import supervise
+    from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
+    from vitx.serve.process.supervisor import supervise
 
     with claim_port(host, port) as listener, ExitStack() as held:
         serving = f"vitx: serving with {workers} workers on {url_of(listener, tls=tls)}"

@@ -9,7 +9,7 @@ import typer
 from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
 
 if TYPE_CHECKING:
-    from vitx.train.study_result import Row, StudyResult
+    from vitx.train.study.result import Row, StudyResult
 
 RECIPES = {"ablation": "digits-deit", "depth": "digits-deit", "alternet": "digits-alternet"}
 
@@ -54,10 +54,10 @@ def command(
     from vitx.core.errors import CheckFailed, InputError
     from vitx.core.files import write_bytes
     from vitx.core.panels import png
-    from vitx.train.alternet_study import study_alternet
-    from vitx.train.interruption import TrainingStopped
-    from vitx.train.study import DEPTHS, Study, ablation_variants, compare, depth_variants
-    from vitx.train.study_plots import draw_study
+    from vitx.train.loop.interruption import TrainingStopped
+    from vitx.train.study.alternet import study_alternet
+    from vitx.train.study.figures import draw_study
+    from vitx.train.study.study import DEPTHS, Study, ablation_variants, compare, depth_variants
 
     if depths is not None and kind != "depth":
         raise InputError(f"--depths is of `vitx study depth`, not of {kind}")

@@ -11,7 +11,7 @@ from vitx.cli.options import Json
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from vitx.serve.top import Reading, Server
+    from vitx.serve.observe.top import Reading, Server
 
 
 def command(
@@ -27,7 +27,7 @@ def command(
     import time
 
     from vitx.core.console import print_json
-    from vitx.serve.top import Server, snapshot
+    from vitx.serve.observe.top import Server, snapshot
 
     server = Server(url, _token(token_file), _trusted(ca_file))
     before = server.read()
@@ -52,7 +52,7 @@ def _watch(server: "Server", before: "Reading", interval: float) -> None:
     from rich.text import Text
 
     from vitx.core.errors import EnvironmentMissing
-    from vitx.serve.top import snapshot
+    from vitx.serve.observe.top import snapshot
 
     with Live(view(snapshot(before, None)), screen=True, auto_refresh=False) as live:
         while True:
@@ -67,7 +67,7 @@ def _watch(server: "Server", before: "Reading", interval: float) -> None:
 
 
 def view(found: Mapping[str, Any]) -> "Group":
-    """One snapshot of `vitx.serve.top` for a terminal."""
+    """One snapshot of `vitx.serve.observe.top` for a terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

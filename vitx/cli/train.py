@@ -13,7 +13,7 @@ from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
 if TYPE_CHECKING:
     from torch import nn
 
-    from vitx.train.loop import AfterEpoch
+    from vitx.train.loop.trainer import AfterEpoch
 
 # What an analysis between epochs looks at.
 ANALYSIS_IMAGES = 128
@@ -45,13 +45,13 @@ def command(
 ) -> None:
     """Train a recipe into a run folder; a run that was stopped goes on with --resume."""
     from vitx.core.console import log
-    from vitx.train.recipes import resolve_recipe
+    from vitx.train.recipes.registry import resolve_recipe
 
     folder = out or Path("runs") / recipe
     resolved = resolve_recipe(recipe, data=data, overrides=settings or [], resumed=folder if resume else None)
 
     from vitx.train import train
-    from vitx.train.interruption import TrainingStopped
+    from vitx.train.loop.interruption import TrainingStopped
 
     resuming = f"resume with `vitx train {recipe} --out {folder} --resume`"
     try:
@@ -122,7 +122,7 @@ def _say_once(message: str) -> None:
 
 
 def _summary(folder: Path, history: list[dict[str, Any]], metric: Any) -> dict[str, Any]:
-    from vitx.train.checkpoint import best_of
+    from vitx.train.loop.checkpoint import best_of
 
     best = best_of(history, metric)
     return {

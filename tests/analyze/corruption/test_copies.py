@@ -1,0 +1,122 @@
+"""CIFAR-C's arrays and ImageNet-C's folders, small ones of the same layout."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitx.analyze.corruption.copies import open_corrupted_copies
+from vitx.analyze.metrics.corruptions import copies_robustness
+from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing, UInt8Array
+
+PIXELS = Preprocessing(image_size=32, crop_fraction=0.9)
+
+
+def mean_is_high(images: UInt8Array) -> np.ndarray:
+    """Class 1 for bright images, 0 for dark ones."""
+    brightness = images.mean(axis=(1, 2, 3)) / 255
+    return np.stack([1 - brightness, brightness], axis=1)
+
+
+@pytest.fixture
+def cifar_c(tmp_path: Path) -> Path:
+    """Six images a severity, each its own grey; at severity s the label of s of them is wrong."""
+    greys = np.array([0, 250, 30, 220, 60, 200])
+    truth = greys > 128
+    images = np.broadcast_to(greys[:, None, None, None], (6, 32, 32, 3)).astype(np.uint8)
+    labels = np.concatenate([np.where(np.arange(6) < severity, ~truth, truth) for severity in range(1, 6)])
+    np.save(tmp_path / "fog.npy", np.concatenate([images] * 5))
+    np.save(tmp_path / "snow.npy", np.concatenate([255 - images] * 5))
+    np.save(tmp_path / "labels.npy", labels.astype(np.uint8))
+    return tmp_path
+
+
+@pytest.fixture
+def imagenet_c(tmp_path: Path) -> Path:
+    for group, corruption in (("noise", "shot_noise"), ("blur", "zoom_blur")):
+        for severity in range(1, 6):
+            for name, grey in (("n01", 20), ("n02", 230)):
+                folder = tmp_path / group / corruption / str(severity) / name
+                folder.mkdir(parents=True)
+                for number in range(3):
+                    shade = 255 - grey if corruption == "zoom_blur" and number < severity - 2 else grey
+                    Image.fromarray(np.full((32, 32, 3), shade, np.uint8)).save(folder / f"{number}.JPEG")
+    return tmp_path
+
+
+def test_cifar_c(cifar_c: Path) -> None:
+    copies = open_corrupted_copies(cifar_c)
+    assert copies.corruptions == ("snow", "fog")
+    images = copies.open("fog", 5)
+    assert images.labels.tolist() == [1, 0, 1, 0, 1, 1]
+    pixels = next(images.batches(PIXELS.model_copy(update={"crop_fraction": 1.0}), 6))
+    assert pixels[:, 31, 31, 0].tolist() == [0, 250, 30, 220, 60, 200]
+    assert copies.open("fog", 2, limit=2).labels.tolist() == [1, 1]
+    measured = copies_robustness(mean_is_high, copies, PIXELS, batch_size=4)
+    np.testing.assert_allclose(measured.accuracy["fog"], 1 - np.arange(1, 6) / 6)
+    np.testing.assert_allclose(measured.accuracy["snow"], np.arange(1, 6) / 6)
+    assert (measured.images, measured.clean) == (6, None)
+    assert measured.mean_accuracy == pytest.approx(0.5)
+
+
+def test_imagenet_c_in_folders_of_groups(imagenet_c: Path) -> None:
+    copies = open_corrupted_copies(imagenet_c, class_names=("n00", "n02", "n01"))
+    assert copies.corruptions == ("shot_noise", "zoom_blur")
+    assert copies.open("zoom_blur", 1).labels.tolist() == [2, 2, 2, 1, 1, 1]
+    numbered = open_corrupted_copies(imagenet_c)
+    measured = copies_robustness(mean_is_high, numbered, PIXELS, ["zoom_blur"], [1, 3, 5], limit=6)
+    assert measured.accuracy == {"zoom_blur": pytest.approx((1, 2 / 3, 0))}
+
+
+def test_copies_are_not_cropped(imagenet_c: Path) -> None:
+    """With the crop fraction of the network an image of its own size would be enlarged and lose its border."""
+    seen = []
+
+    def border(images: UInt8Array) -> np.ndarray:
+        seen.append(images)
+        return mean_is_high(images)
+
+    framed = np.full((32, 32, 3), 20, np.uint8)
+    framed[0] = framed[-1] = 255
+    place = imagenet_c / "noise" / "shot_noise" / "1" / "n01"
+    for path in place.iterdir():
+        Image.fromarray(framed).save(path, "PNG")
+    copies_robustness(border, open_corrupted_copies(imagenet_c), PIXELS, ["shot_noise"], [1])
+    np.testing.assert_array_equal(seen[0][0], framed)
+
+
+def test_bad_input_is_refused(cifar_c: Path, imagenet_c: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(InputError, match=r"no corrupted copies in .*gaussian_noise\.npy .*gaussian_noise/1/CLASS"):
+        open_corrupted_copies(empty)
+    copies = open_corrupted_copies(cifar_c, class_names=("only",))
+    with pytest.raises(InputError, match="no copies of 'frost': the folder has"):
+        copies.open("frost", 1)
+    with pytest.raises(InputError, match="unknown corruption 'fogg'"):
+        copies.open("fogg", 1)
+    with pytest.raises(InputError, match="severity 0"):
+        copies.open("fog", 0)
+    with pytest.raises(InputError, match="has the label 1, but the network knows 1 classes"):
+        copies.open("fog", 1)
+    with pytest.raises(InputError, match="class 'n01', which the network does not know"):
+        open_corrupted_copies(imagenet_c, ("n02",)).open("shot_noise", 1)
+
+
+def test_damaged_copies_are_refused(cifar_c: Path) -> None:
+    np.save(cifar_c / "snow.npy", np.zeros((7, 32, 32, 3), np.uint8))
+    copies = open_corrupted_copies(cifar_c)
+    with pytest.raises(InputError, match=r"snow\.npy has shape \(7, 32, 32, 3\)"):
+        copies.open("snow", 1)
+    np.save(cifar_c / "labels.npy", np.zeros(29, np.uint8))
+    with pytest.raises(InputError, match=r"30 images, but labels\.npy 29 labels"):
+        copies.open("fog", 1)
+    (cifar_c / "fog.npy").write_bytes(b"not numpy")
+    with pytest.raises(InputError, match=r"fog\.npy is not an array of numpy"):
+        copies.open("fog", 1)
+    (cifar_c / "labels.npy").unlink()
+    np.save(cifar_c / "fog.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(InputError, match=r"fog\.npy is not an array of numpy"):
+        copies.open("fog", 1)

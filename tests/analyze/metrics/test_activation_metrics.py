@@ -1,0 +1,222 @@
+"""One pass over activations: every unit of every known family is found, observed where it stands, and removed."""
+
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from reference import randomize_like_trained, seq
+from vitx.analyze.activations import EMBEDDING, Activations, Layout, stream_activations
+from vitx.analyze.metric import NotApplicable
+from vitx.analyze.metrics.attention_collapse import AttentionCollapseMetric
+from vitx.analyze.metrics.cka import CKAMetric
+from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
+from vitx.analyze.metrics.fourier import FourierMetric
+from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.variance import VarianceMetric
+from vitx.analyze.spectrum import fourier_log_amplitude
+from vitx.analyze.units import residual_units
+from vitx.core.preprocess import Preprocessing
+from vitx.data.open import open_images
+from vitx.models import token_similarity
+from vitx.models.similarity import map_similarity
+
+KINDS = {
+    "resnet18": {"convolution"},
+    "resnet26": {"convolution"},
+    "convnext_atto": {"convolution"},
+    "alternet_18": {"convolution", "attention"},
+}
+DIGITS = open_images("digits", "val").first(10)
+VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3}
+SMALL: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": VIT,
+    "deit_tiny_distilled_patch16_224": VIT,
+    "deepvit_s": {**VIT, "attention": ["plain", "plain", "re-attention"]},
+    "cait_xxs24_224": {**VIT, "depth": 2},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 32,
+        "embed_dim": 24,
+        "depths": (1, 2),
+        "num_heads": (2, 4),
+        "window_size": 4,
+    },
+    "swinv2_tiny_window8_256": {
+        "img_size": 32,
+        "embed_dim": 24,
+        "depths": (1, 2),
+        "num_heads": (2, 4),
+        "window_size": 4,
+    },
+    "pit_ti_224": {
+        "img_size": 64,
+        "stem_type": "overlap",
+        "base_dims": (8, 8),
+        "depth": (1, 1),
+        "heads": (2, 2),
+        "mlp_ratio": 2,
+    },
+    "resnet18": {},
+    "resnet26": {},
+    "convnext_atto": {"depths": (1, 1, 1, 1), "dims": (8, 8, 8, 8)},
+    "alternet_18": {"stem": "cifar"},
+}
+
+
+def network(name: str) -> Any:
+    model = timm.create_model(name, num_classes=10, **SMALL[name])
+    return randomize_like_trained(model).eval()
+
+
+def side_of(name: str) -> int:
+    return int(SMALL[name].get("img_size", 32))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_unit_without_its_branch_hands_on_what_it_read(name: str) -> None:
+    """With every branch at zero only shortcuts are left; the network must run, and each unit alone must change it."""
+    model = network(name)
+    units = residual_units(model)
+    assert {unit.kind for unit in units} == KINDS.get(name, {"attention", "mlp"})
+    images = torch.randn(2, 3, side_of(name), side_of(name), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        whole = model(images)
+        for unit in units:
+            handle = unit.branch.register_forward_hook(lambda _module, _inputs, output: torch.zeros_like(output))
+            read: list[Tensor] = []
+            watch = _block_of(model, unit.name, unit.kind).register_forward_hook(
+                lambda _module, inputs, output, read=read: read.extend((inputs[0], output))
+            )
+            without = model(images)
+            handle.remove()
+            watch.remove()
+            assert not torch.allclose(without, whole), unit.name
+            if unit.kind == "convolution" and read[0].shape == read[1].shape and name.startswith(("convnext", "alter")):
+                assert torch.equal(read[0], read[1])
+        assert torch.equal(model(images), whole)
+
+
+def _block_of(model: nn.Module, name: str, kind: str) -> nn.Module:
+    return model.get_submodule(name if kind == "convolution" else name.rpartition(".")[0])
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_family_is_measured(name: str) -> None:
+    model = network(name).train()
+    preprocessing = Preprocessing(image_size=side_of(name))
+    batches = list(stream_activations(model, DIGITS, preprocessing, batch_size=5))
+    assert model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert [batch.images for batch in batches] == [5, 5]
+    assert EMBEDDING in batches[0].streams
+    assert bool(batches[0].maps) == (name not in ("resnet18", "resnet26", "convnext_atto"))
+    metrics: list[Any] = [FourierMetric(model), VarianceMetric(model), CKAMetric(model)]
+    for batch in batches:
+        for metric in metrics:
+            metric.add(batch)
+    fourier, variance, cka = (metric.result() for metric in metrics)
+    assert len(fourier.units) >= 3  # CaiT's class blocks have no map
+    assert set(fourier.units) == set(variance.variance)
+    matrix = torch.tensor(cka.matrix, dtype=torch.float64)
+    assert torch.allclose(matrix, matrix.T)
+    assert matrix.diagonal().tolist() == pytest.approx([1.0] * len(matrix))
+
+
+def test_streams_stand_between_the_units() -> None:
+    """Attention's stream is the block's input with its branch added; the MLP's is the block's output."""
+    model = network("deepvit_s")
+    (batch,) = stream_activations(model, DIGITS.first(4), Preprocessing(image_size=32), batch_size=4)
+    with torch.inference_mode():
+        x = batch.streams[EMBEDDING]
+        for index, block in enumerate(model.blocks):
+            s = block.residual_scale
+            middle = x + block.attn(block.norm1(x * s)) / s
+            assert torch.allclose(batch.streams[f"blocks.{index}.attn"], middle, rtol=1e-4, atol=1e-5)
+            x = block(x)
+            assert torch.allclose(batch.streams[f"blocks.{index}.mlp"], x, rtol=1e-4, atol=1e-5)
+
+
+def batch_of(maps: list[Tensor] | None = None, streams: dict[str, Tensor] | None = None) -> Activations:
+    named = {f"layer{index}": value for index, value in enumerate(maps or [])}
+    images = len(next(iter((*named.values(), *(streams or {}).values()))))
+    return Activations(images, streams or {}, named, torch.zeros(images, 1))
+
+
+def test_attention_similarity_reference_numbers() -> None:
+    maps = [seq(k, 2, 3, 4, 4).softmax(dim=-1) for k in (0, 1)]
+    metric = AttentionCollapseMetric()
+    metric.add(batch_of(maps))
+    found = metric.result()
+    assert found.matrix[0][1] == pytest.approx(0.929152, abs=1e-6)
+    assert found.similar_blocks == 1
+    assert map_similarity(maps[0], maps[1]).item() == pytest.approx(0.929152, abs=1e-6)
+    strict = AttentionCollapseMetric(threshold=0.95)
+    strict.add(batch_of(maps))
+    assert strict.result().similar_blocks == 0
+
+
+def test_head_diversity_is_one_less_the_mean_over_pairs() -> None:
+    maps = seq(0, 2, 3, 4, 4).softmax(dim=-1)
+    metric = AttentionCollapseMetric()
+    metric.add(batch_of([maps]))
+    pairs = [map_similarity(maps[:, [g]], maps[:, [h]]).item() for g in range(3) for h in range(g)]
+    assert metric.result().head_diversity["layer0"] == pytest.approx(1 - sum(pairs) / 3, abs=1e-9)
+
+
+def test_layers_of_other_shapes_are_not_compared() -> None:
+    metric = AttentionCollapseMetric()
+    metric.add(batch_of([torch.rand(2, 3, 4, 4), torch.rand(2, 3, 5, 5)]))
+    found = metric.result()
+    assert found.matrix[0][1] is None
+    assert found.similar_blocks == 0
+
+
+def test_metrics_of_batches_are_those_of_all_images() -> None:
+    model = network("deepvit_s")
+    preprocessing = Preprocessing(image_size=32)
+
+    def measured(batch_size: int) -> list[Any]:
+        metrics: list[Any] = [
+            *(OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)),
+            *(FourierMetric(model), VarianceMetric(model)),
+        ]
+        for batch in stream_activations(model, DIGITS, preprocessing, batch_size=batch_size):
+            for metric in metrics:
+                metric.add(batch)
+        return [metric.result().model_dump() for metric in metrics]
+
+    at_once, in_parts = (torch.tensor(list(_numbers(measured(size))), dtype=torch.float64) for size in (10, 4))
+    assert torch.allclose(at_once, in_parts, rtol=1e-4, atol=1e-5)
+    (batch,) = stream_activations(model, DIGITS, preprocessing, batch_size=10)
+    patches = batch.streams["blocks.1.mlp"][:, 1:]
+    found = measured(10)
+    assert found[0]["cos_sim"]["blocks.1"] == pytest.approx(token_similarity(patches).item(), rel=1e-5)
+    features = Layout.of(model).feature_map(batch.streams["blocks.1.mlp"])
+    assert features is not None
+    expected = fourier_log_amplitude(features.double()).tolist()
+    assert found[3]["units"]["blocks.1.mlp"]["log_amplitude"] == pytest.approx(expected, abs=1e-4)
+    other = batch.streams["blocks.2.mlp"][:, 1:]
+    cosine = torch.cosine_similarity(patches, other, dim=-1).mean().item()
+    layers = found[2]["layers"]
+    assert found[2]["matrix"][layers.index("blocks.1")][layers.index("blocks.2")] == pytest.approx(cosine, rel=1e-4)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        return [float(value)] if isinstance(value, float | int) else []
+    return [number for part in value for number in _numbers(part)]
+
+
+def test_what_does_not_apply_says_so() -> None:
+    model = network("resnet18")
+    metrics: list[Any] = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
+    for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32)):
+        for metric in metrics:
+            metric.add(batch)
+    for metric in metrics:
+        with pytest.raises(NotApplicable):
+            metric.result()

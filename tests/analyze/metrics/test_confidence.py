@@ -1,0 +1,144 @@
+"""Confidence against the reference numbers of Park & Kim's definitions, slow formulas and known temperatures."""
+
+import json
+
+import numpy as np
+import pytest
+from scipy import optimize
+
+from vitx.analyze.metrics.confidence import confidence
+from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
+from vitx.core.errors import InputError
+from vitx.core.probabilities import classification_metrics, softmax
+
+PROBABILITIES = np.array(
+    [
+        [0.95, 0.03, 0.02],
+        [0.55, 0.40, 0.05],
+        [0.20, 0.45, 0.35],
+        [0.10, 0.15, 0.75],
+        [0.34, 0.33, 0.33],
+        [0.02, 0.96, 0.02],
+    ]
+)
+LABELS = np.array([0, 1, 1, 2, 0, 0])
+
+
+def noisy_logits(n: int = 400, classes: int = 5, overconfidence: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
+    """Labels drawn from softmax(z), and the logits `overconfidence`·z."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 1.5, (n, classes))
+    labels = np.array([rng.choice(classes, p=row) for row in softmax(logits)])
+    return overconfidence * logits, labels
+
+
+def test_reference_numbers() -> None:
+    measured = confidence(PROBABILITIES, LABELS)
+    expected = {
+        "nll": 1.174101,
+        "accuracy": 0.666667,
+        "brier": 0.627433,
+        "ece": 0.486667,
+        "signed_ece": 0,
+        "acc_90": 0.5,
+        "unc_90": 0.5,
+        "iou": 0.611111,
+        "iou_90": 0.5,
+        "freq_90": 0.333333,
+    }
+    assert {name: getattr(measured, name) for name in expected} == pytest.approx(expected, abs=1e-6)
+    json.dumps(measured.model_dump(mode="json"), allow_nan=False)
+
+
+def test_bins_give_the_ece_again_and_hold_every_image_once() -> None:
+    logits, labels = noisy_logits()
+    measured = confidence(softmax(logits), labels, bins=10)
+    assert [(entry.lower, entry.upper) for entry in measured.bins] == [(i / 10, (i + 1) / 10) for i in range(10)]
+    assert sum(entry.count for entry in measured.bins) == measured.images == len(labels)
+    gaps = [
+        (entry.count, entry.accuracy - entry.confidence)
+        for entry in measured.bins
+        if entry.accuracy is not None and entry.confidence is not None
+    ]
+    assert sum(count * abs(gap) for count, gap in gaps) / len(labels) == pytest.approx(measured.ece)
+    assert sum(count * gap for count, gap in gaps) / len(labels) == pytest.approx(measured.signed_ece)
+    for entry in measured.bins:
+        assert (entry.confidence is None) == (entry.count == 0)
+        assert entry.confidence is None or entry.lower < entry.confidence <= entry.upper
+
+
+def test_shares_and_overlaps_are_those_of_a_confusion_matrix() -> None:
+    logits, labels = noisy_logits()
+    probabilities = softmax(logits)
+    predicted, certain = probabilities.argmax(axis=1), probabilities.max(axis=1) > 0.9
+
+    def overlap(kept: np.ndarray) -> float:
+        matrix = np.zeros((5, 5))
+        np.add.at(matrix, (labels[kept], predicted[kept]), 1)
+        occurring = matrix.sum(axis=1) > 0
+        union = matrix.sum(axis=0) + matrix.sum(axis=1) - matrix.diagonal()
+        return float((matrix.diagonal()[occurring] / union[occurring]).mean())
+
+    measured = confidence(probabilities, labels)
+    assert measured.iou == pytest.approx(overlap(np.full(len(labels), True)))
+    assert measured.iou_90 == pytest.approx(overlap(certain))
+    wrong = predicted != labels
+    assert measured.unc_90 == pytest.approx((wrong & ~certain).sum() / wrong.sum())
+    assert measured.acc_90 == pytest.approx((~wrong & certain).sum() / certain.sum())
+
+
+def test_what_has_no_images_is_none() -> None:
+    unsure = confidence(np.full((3, 4), 0.25), np.array([0, 0, 0]))
+    assert (unsure.acc_90, unsure.iou_90, unsure.freq_90, unsure.unc_90) == (None, None, 0, None)
+    assert confidence(np.full((3, 4), 0.25), np.array([1, 2, 0])).unc_90 == 1
+    sure = confidence(np.eye(2), np.array([1, 1]))
+    assert (sure.acc_90, sure.unc_90) == (0.5, 0)
+    assert 300 < sure.nll < 400  # half of −log of the smallest float, not infinite
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "labels", "message"),
+    [
+        (np.full((2, 2), 0.4), np.array([0, 1]), "sum to 1"),
+        (np.array([[1.5, -0.5]]), np.array([0]), "at least 0"),
+        (np.full((2, 2), 0.5), np.array([0, 2]), "labels from 0 to 2: expected classes 0 to 1"),
+        (np.full((2, 2), 0.5), np.array([0]), "and 1 labels"),
+        (np.empty((0, 2)), np.empty(0, int), "at least one"),
+    ],
+)
+def test_bad_input_is_refused(probabilities: np.ndarray, labels: np.ndarray, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        confidence(probabilities, labels)
+
+
+def test_temperature_is_the_minimum_and_scales_with_the_logits() -> None:
+    logits, labels = noisy_logits()
+    temperature = fit_temperature(logits, labels)
+    assert temperature == pytest.approx(3, rel=0.15)
+
+    def nll(value: float) -> float:
+        return classification_metrics(logits / value, labels)["nll"]
+
+    found = optimize.minimize_scalar(nll, bounds=(0.5, 10), method="bounded", options={"xatol": 1e-9})
+    assert temperature == pytest.approx(found.x, rel=1e-5)
+    assert fit_temperature(0.2 * logits, labels) == pytest.approx(0.2 * temperature)
+    assert fit_temperature(logits + 7, labels) == pytest.approx(temperature)
+
+
+def test_temperature_stays_in_its_bounds() -> None:
+    never_wrong = 5 * np.eye(3)
+    assert fit_temperature(never_wrong, np.arange(3)) == 0.01
+    assert fit_temperature(never_wrong, (np.arange(3) + 1) % 3) == 100
+
+
+def test_scaling_repairs_images_it_was_not_fitted_on() -> None:
+    logits, labels = noisy_logits()
+    scaling = temperature_scaling(logits, labels)
+    assert scaling.scaled_nll < 0.8 * scaling.nll
+    assert scaling.scaled_ece < 0.5 * scaling.ece
+    even, odd = scaling.temperatures_of_halves
+    assert even == fit_temperature(logits[::2], labels[::2])
+    halves = [classification_metrics(logits[i::2] / t, labels[i::2])["nll"] for i, t in ((0, odd), (1, even))]
+    assert scaling.scaled_nll == pytest.approx(np.mean(halves))
+    with pytest.raises(InputError, match="at least 2"):
+        temperature_scaling(logits[:1], labels[:1])

@@ -1,0 +1,141 @@
+"""The loss landscape: the reference direction, the loss at each place by hand, and the same bits afterwards."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from reference import randomize_like_trained, seq
+from vitx.analyze.metrics.landscape import (
+    filter_normalized_direction,
+    loss_landscape,
+    moved_parameters,
+    random_direction,
+)
+from vitx.core.errors import InputError
+
+
+def network() -> Any:
+    shape: dict[str, Any] = {"img_size": 8, "patch_size": 4, "embed_dim": 8, "depth": 2, "num_heads": 2}
+    model = timm.create_model("deepvit_digits", num_classes=3, attention=["plain", "re-attention"], **shape)
+    return randomize_like_trained(model)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    images = seq(0.3, 6, 3, 8, 8).float()
+    labels = torch.tensor([0, 1, 2, 0, 1, 0])
+    return [(images[:4], labels[:4]), (images[4:], labels[4:])]
+
+
+def test_reference_direction() -> None:
+    found = filter_normalized_direction(seq(0, 2, 2, 1, 2), seq(1, 2, 2, 1, 2))
+    expected = [0.837902, 0.987459, 0.672598, 0.041404, -0.571059, -0.912347, -0.824545, -0.348946]
+    torch.testing.assert_close(found.flatten(), torch.tensor(expected, dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+def test_direction_has_the_weights_lengths() -> None:
+    weight, direction = seq(0, 5, 3, 2), seq(1, 5, 3, 2)
+    weight[2], direction[3] = 0, 0
+    found = filter_normalized_direction(weight, direction)
+    lengths = weight.flatten(1).norm(dim=1)
+    lengths[3] = 0  # there is no direction to scale
+    torch.testing.assert_close(found.flatten(1).norm(dim=1), lengths)
+    assert torch.equal(filter_normalized_direction(seq(0, 4), seq(1, 4)), torch.zeros(4, dtype=torch.float64))
+    with pytest.raises(InputError, match=r"a direction \(4,\) for a weight \(5,\)"):
+        filter_normalized_direction(seq(0, 5), seq(0, 4))
+
+
+def test_what_is_moved() -> None:
+    moved = moved_parameters(network())
+    assert {name for name in moved if not name.startswith("blocks.0.")} == {
+        "patch_embed.proj.weight",
+        *(
+            f"blocks.1.{layer}.weight"
+            for layer in ("attn.qkv", "attn.proj", "attn.reatten_matrix", "mlp.fc1", "mlp.fc2")
+        ),
+        "head.weight",
+    }
+    swin = timm.create_model("swin_tiny_patch4_window7_224", depths=(1, 1, 1, 1), embed_dim=24, num_heads=(1, 2, 3, 4))
+    assert not [name for name in moved_parameters(swin) if "position" in name or "norm" in name]
+
+
+def test_the_loss_at_each_place() -> None:
+    """Each place again, with the weights set by hand."""
+    model = network()
+    found = loss_landscape(model, batches(), radius=0.5, points=3, weight_decay=0.1, seed=7)
+    assert found.axis == [-0.5, 0.0, 0.5]
+    assert found.images == 6
+    images, labels = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+    model.eval()
+    for i, j in np.ndindex(3, 3):
+        weights = dict(model.named_parameters())
+        for index, (name, weight) in enumerate(moved_parameters(model).items()):
+            first, second = (random_direction(weight.detach(), 7, number, index) for number in (0, 1))
+            weights[name] = nn.Parameter(weight + found.axis[i] * first + found.axis[j] * second)
+        with torch.no_grad():
+            logits = torch.func.functional_call(model, weights, (images,))
+        value = found.nll[i][j]
+        assert value is not None
+        assert abs(value - float(F.cross_entropy(logits, labels))) < 1e-5
+        squares = sum(float(weight.detach().double().square().sum()) for weight in weights.values())
+        assert abs(found.l2[i][j] - 0.05 * squares) < 1e-6 * squares
+    assert len({value for row in found.nll for value in row}) == 9, "each place is another network"
+    assert type(found).model_validate_json(found.model_dump_json()) == found
+
+
+def test_seed_and_directions() -> None:
+    weight = seq(0, 6, 5)
+    first, again, second, other = (random_direction(weight, *place) for place in ((0, 0), (0, 0), (0, 1), (1, 0)))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert loss_landscape(network(), batches(), points=3) == loss_landscape(network(), batches(), points=3)
+
+
+class Failing(list[tuple[Tensor, Tensor]]):
+    """A data set that breaks while the second place is evaluated."""
+
+    passes = 0
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        if self.passes == 2:
+            raise OSError("the disk is gone")
+        return super().__iter__()
+
+
+def test_everything_is_as_before() -> None:
+    model = network().train()
+    model.blocks[0].eval()
+    model.head.weight.requires_grad_(False)
+    modes = [module.training for module in model.modules()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    loss_landscape(model, batches(), points=3)
+    with pytest.raises(OSError, match="the disk is gone"):
+        loss_landscape(model, Failing(batches()), points=3)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert not model.head.weight.requires_grad
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_that_is_not_finite_is_none() -> None:
+    found = loss_landscape(network(), batches(), radius=1e30, points=3)
+    assert None in {value for row in found.nll for value in row}
+    assert found.nll[1][1] is not None
+
+
+def test_what_cannot_be() -> None:
+    for points, radius in ((4, 1.0), (1, 1.0), (3, 0.0), (3, float("inf"))):
+        with pytest.raises(InputError, match="expected an odd number from 3, and a radius above 0"):
+            loss_landscape(network(), batches(), points=points, radius=radius)
+    with pytest.raises(InputError, match="at least one batch"):
+        loss_landscape(network(), [])
+    with pytest.raises(InputError, match="Sequential has no weights of two or more axes"):
+        loss_landscape(nn.Sequential(nn.Flatten(), nn.LayerNorm(192)), batches())

@@ -1,0 +1,100 @@
+"""Polar coordinates of a training, of weights made by hand and of a run folder."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from reference import seq
+from run_fixture import write_run
+from vitx.analyze.metrics.trajectory import polar_trajectory, run_trajectory
+from vitx.core.errors import InputError
+from vitx.core.files import sha256_file, write_json
+from vitx.core.run import RunFolder
+
+
+def state(*values: float, steps: int = 0) -> dict[str, Tensor]:
+    a, b = torch.tensor(values[:1]).float(), torch.tensor(values[1:]).float()
+    return {"a": a, "b": b, "num_batches_tracked": torch.tensor(steps)}
+
+
+def test_by_hand() -> None:
+    found = polar_trajectory([state(1, 1), state(1, 3, steps=9), state(5, 1), state(5, 5)])
+    assert found.steps == [0, 1, 2, 3]
+    assert found.radius == pytest.approx([0, 2 / math.sqrt(32), 4 / math.sqrt(32), 1])
+    assert found.angle == [None, pytest.approx(math.pi / 4), pytest.approx(math.pi / 4), pytest.approx(0)]
+
+
+def test_small_angles_and_opposite_ones() -> None:
+    """arccos in float64 cannot tell 1e-9 from 0."""
+    double = [{"w": value} for value in (seq(0, 2) * 0, torch.tensor([1.0, 1e-9], dtype=torch.float64))]
+    found = polar_trajectory([*double, {"w": torch.tensor([1.0, 0.0], dtype=torch.float64)}])
+    assert found.angle[1] == pytest.approx(1e-9, rel=1e-6)
+    found = polar_trajectory([state(0, 0), state(-1, -1), state(1, 1)])
+    assert found.angle[1] == pytest.approx(math.pi)
+    assert found.radius[1] == pytest.approx(1)
+
+
+def test_against_flat_vectors() -> None:
+    states = [{"a": seq(k, 3, 2), "b": seq(2 * k, 4)} for k in range(5)]
+    found = polar_trajectory(states, steps=[0, 10, 20, 30, 40])
+    flat = [torch.cat([part.flatten() for part in each.values()]) for each in states]
+    for t in range(1, 5):
+        here, there = flat[t] - flat[0], flat[4] - flat[0]
+        assert found.radius[t] == pytest.approx(float(here.norm() / there.norm()))
+        cosine = float(here @ there / here.norm() / there.norm())
+        assert found.angle[t] == pytest.approx(math.acos(min(cosine, 1.0)), abs=1e-7)
+    assert polar_trajectory(states, names=["b"]) == polar_trajectory([{"b": each["b"]} for each in states])
+
+
+def run_with(folder: Path, changes: dict[int, float]) -> RunFolder:
+    """A run whose checkpoint of each epoch has its first bias moved by so much."""
+    run = write_run(folder / "run", "digits")
+    source, record = run.checkpoint("last")
+    tensors = load_file(source / "model.safetensors")
+    for epoch, change in changes.items():
+        target = run.path / "checkpoints" / f"epoch-{epoch:04d}"
+        target.mkdir(exist_ok=True)
+        moved = {**tensors, "head.bias": tensors["head.bias"].index_add(0, torch.tensor([0]), torch.tensor([change]))}
+        for name in ("model.safetensors", "ema.safetensors"):
+            save_file(moved, target / name)
+        digests = {name: sha256_file(target / name) for name in ("model.safetensors", "ema.safetensors")}
+        write_json(
+            target / "state.json", record.model_copy(update={"epoch": epoch, "step": 10 * epoch, "sha256": digests})
+        )
+    return run
+
+
+def initial_of(run: RunFolder) -> dict[str, Any]:
+    tensors = load_file(run.path / "checkpoints" / "epoch-0001" / "model.safetensors")
+    return {**tensors, "head.bias": tensors["head.bias"].index_add(0, torch.tensor([0]), torch.tensor([-1.0]))}
+
+
+def test_of_a_run(tmp_path: Path) -> None:
+    run = run_with(tmp_path, {1: 0.0, 12: 3.0})
+    found = run_trajectory(run, initial_of(run))
+    assert found.steps == [0, 10, 120]
+    assert found.radius == pytest.approx([0, 0.25, 1])
+    assert found.angle == [None, pytest.approx(0, abs=1e-6), pytest.approx(0, abs=1e-6)]
+    without = run_trajectory(run, weights="ema")
+    assert without.steps == [10, 120]
+    assert without.radius == [0, 1]
+
+
+def test_what_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
+        polar_trajectory([state(1, 1)])
+    with pytest.raises(InputError, match="hold the same weights"):
+        polar_trajectory([state(1, 1), state(2, 1), state(1, 1)])
+    with pytest.raises(InputError, match="different networks: 'b' is not in all of them in the same shape"):
+        polar_trajectory([state(1, 1), state(2, 1, 3)])
+    run = run_with(tmp_path, {1: 0.0})
+    with pytest.raises(InputError, match="holds 1 checkpoint: a trajectory needs the weights it began with"):
+        run_trajectory(run)
+    (run.path / "checkpoints" / "epoch-0001" / "ema.safetensors").write_bytes(b"broken")
+    with pytest.raises(InputError, match="is corrupt"):
+        run_trajectory(run, initial_of(run))

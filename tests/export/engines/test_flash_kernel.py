@@ -1,0 +1,136 @@
+"""The kernels that travel in a plan: compiled for GPUs that are not here, their PTX read and assembled again."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.export.engines.flash_kernel import (
+    TILES,
+    FlashKernel,
+    Half,
+    Operator,
+    compiled_kernel,
+    compiled_kernels,
+    why_not_compiled,
+    without_scratch,
+)
+
+pytest.importorskip("triton")
+DEFAULT_SHARED = 48 * 1024
+
+
+def assembled(kernel: FlashKernel, architecture: str, folder: Path) -> tuple[int, int]:
+    """Registers and bytes of stack of a thread, as the assembler for that GPU makes them of the PTX."""
+    import triton.backends.nvidia
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    capability = int(architecture.removeprefix("sm"))
+    source, target = folder / "kernel.ptx", folder / "kernel.cubin"
+    source.write_text(kernel.ptx)
+    command = [get_ptxas(capability).path, f"--gpu-name={sm_arch_from_capability(capability)}", source, "-o", target]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", target], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return int(found[1]), int(found[2])
+
+
+@pytest.mark.parametrize(
+    ("operator", "architecture", "half", "target", "version"),
+    [
+        ("Reattention", "sm80", "fp16", "sm_80", "8.0"),
+        ("TalkingHeads", "sm89", "bf16", "sm_89", "8.0"),
+        ("Reattention", "sm90", "fp16", "sm_90a", "8.0"),
+        ("Reattention", "sm100", "bf16", "sm_100a", "8.6"),
+        ("TalkingHeads", "sm120", "fp16", "sm_120a", "8.7"),
+    ],
+)
+def test_ptx_of_a_gpu_that_is_not_here(
+    operator: Operator, architecture: str, half: Half, target: str, version: str, tmp_path: Path
+) -> None:
+    kernel = compiled_kernel(operator, architecture, 12, 32, half, TILES[0])
+    ptx, kind = kernel.ptx, {"fp16": "f16", "bf16": "bf16"}[half]
+    assert re.findall(r"^\.target (.*)$", ptx, re.MULTILINE) == [target]
+    assert re.findall(r"^\.version (.*)$", ptx, re.MULTILINE) == [version]
+    assert re.findall(r"^\.visible \.entry (\w+)\($", ptx, re.MULTILINE) == [kernel.name]
+    assert re.findall(r"^\.reqntid (\d+)", ptx, re.MULTILINE) == [str(kernel.threads)]
+    products = rf"(mma\.sync\.[^;]*|wgmma\.mma_async\.[^;]*)\.f32\.{kind}\.{kind}|tcgen05\.mma\.[^;]*kind::f16"
+    assert re.search(products, ptx)
+    # Inputs, the number of tokens, the output, and nothing that an engine does not pass.
+    entry = ptx[ptx.index(f".entry {kernel.name}(") : ptx.index(".reqntid")]
+    kinds = re.findall(r"\.param \.(\w+)", entry)
+    assert kinds == ["u64"] * (7 if operator == "TalkingHeads" else 5) + ["u32", "u64"]
+    # No name of this machine, whose checkout the plan would show.
+    assert not re.search(r"\.file|\.loc\b|flash_kernels\.py", ptx)
+    registers, stack = assembled(kernel, architecture, tmp_path)
+    assert registers <= 255
+    assert stack <= (8 if operator == "TalkingHeads" else 0)  # two numbers that no loop reads often
+
+
+def test_launch_is_what_triton_itself_makes_of_it() -> None:
+    """Threads and shared memory as the compiler reports them for the same kernel, tile by tile."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vitx.models.flash import kernels
+    from vitx.models.flash.reattention import options_of, sizes
+
+    for kernel in compiled_kernels("Reattention", "sm89", 4, 16, "fp16"):
+        constants = sizes(4, 16, kernel.tiles)
+        kinds = dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), "*fp16")
+        kinds |= {"mix_base": "*fp32", "bias_base": "*fp32", "tokens": "i32", **dict.fromkeys(constants, "constexpr")}
+        signature = {name: kinds[name] for name in kernels.reattention_kernel.arg_names}
+        pointers = [index for index, kind in enumerate(signature.values()) if kind.startswith("*")]
+        aligned = {(index,): [["tt.divisibility", 16]] for index in pointers}
+        source = ASTSource(kernels.reattention_kernel, signature, constexprs=constants, attrs=aligned)
+        target = GPUTarget("cuda", 89, 32)
+        compiled = triton.compile(source, target=target, options=options_of(kernel.tiles))
+        assert kernel.shared == compiled.metadata.shared
+        assert kernel.threads == 32 * compiled.metadata.num_warps
+        assert kernel.name == compiled.metadata.name
+        groups = 4 // kernel.tiles.heads if kernel.tiles.heads != 3 else 2  # of 4 heads, 3 do not divide: 2 and 2
+        assert [kernel.grid_x(tokens) for tokens in (1, 65)] == [groups, groups * -(-65 // kernel.tiles.queries)]
+
+
+def test_only_tactics_that_a_gpu_has_room_for() -> None:
+    wide = compiled_kernels("TalkingHeads", "sm90", 16, 64, "fp16")
+    small = compiled_kernels("TalkingHeads", "sm89", 16, 64, "fp16")
+    assert [kernel.tiles for kernel in wide] == list(TILES)
+    assert wide[0].shared > 99 * 1024
+    assert [kernel.tiles for kernel in small] == list(TILES[1:])
+    assert small[-1].shared <= DEFAULT_SHARED  # the largest size that is taken, in what every kernel gets unasked
+
+
+@pytest.mark.parametrize(
+    ("architecture", "heads", "width", "message"),
+    [
+        ("sm75", 4, 32, "the flash kernels need sm80 or newer, not 'sm75'"),
+        ("ampere", 4, 32, "the flash kernels need sm80 or newer, not 'ampere'"),
+        ("sm89", 17, 32, "do not take heads 17, above 16"),
+        ("sm89", 4, 72, "do not take head width 72, above 64"),
+    ],
+)
+def test_what_is_not_compiled(architecture: str, heads: int, width: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        compiled_kernels("Reattention", architecture, heads, width, "fp16")
+    assert why_not_compiled(4, 1026, 32) == "tokens 1026, above 1025"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvironmentMissing, match="compiled by Triton, which is not installed: on Linux it comes with"):
+        compiled_kernels("Reattention", "sm89", 5, 32, "fp16")
+
+
+def test_scratch_that_is_used_is_not_dropped() -> None:
+    ptx = ".visible .entry f(\n\t.param .u64 f_param_0,\n\t.param .u64 .ptr .global .align 1 f_param_1\n)\n{\n{body}}\n"
+    assert without_scratch(ptx, "f", 1) == ".visible .entry f(\n\t.param .u64 f_param_0\n)\n{\n{body}}\n"
+    assert without_scratch(ptx, "f", 2) == ptx
+    with pytest.raises(CheckFailed, match="f uses f_param_1, which an engine does not pass"):
+        without_scratch(ptx.replace("{body}", "ld.param.b64 %rd1, [f_param_1];\n"), "f", 1)

@@ -1,0 +1,179 @@
+"""Attention with a mix over heads as one ONNX node: same logits, no N×N map, and what is left says why."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime
+import pytest
+import timm
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from reference import randomize_like_trained
+from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.export import ALL, onnx_from_model, rewrite_for_export
+from vitx.export.engines.flash_kernel import Operator
+from vitx.export.engines.flash_nodes import DOMAIN, FusedGraph, definition, fuse_reattention, plugin_graph
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.precision.half import HalfGraph
+
+Graphs = Callable[..., onnx.ModelProto]
+# Where patches are averaged, the last block has maps too; with a class token it computes that alone.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "re-attention": {"attention": "re-attention", "global_pool": "avg"},
+    "re-attention, class token": {"attention": "re-attention", "reatten_scale": 0.25},
+    "talking heads": {"attention": "talking-heads", "global_pool": "avg"},
+    "talking heads, class token": {"attention": "talking-heads", "talking_heads_bias": True},
+    "plain": {"attention": "plain"},
+    "layer norm": {"attention": "re-attention", "reatten_norm": "layer"},
+}
+
+
+@pytest.fixture(scope="module")
+def graph_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., onnx.ModelProto]:
+    """The graph of a network by its name in NETWORKS: two blocks at 16 px."""
+    path = tmp_path_factory.mktemp("graphs") / "m.onnx"
+
+    @functools.cache
+    def export(name: str, rewrites: tuple[str, ...] = ALL) -> onnx.ModelProto:
+        network = timm.create_model("deepvit_digits", img_size=16, depth=2, **NETWORKS[name])
+        preprocessing = Preprocessing(image_size=16)
+        classifier = rewrite_for_export(randomize_like_trained(network).eval(), preprocessing, rewrites=rewrites)
+        return onnx_from_model(classifier, preprocessing, tuple("0123456789"), path)
+
+    return export
+
+
+def logits(model: onnx.ModelProto, batch: int = 3) -> npt.NDArray[np.float32]:
+    images = np.random.default_rng(batch).integers(0, 256, (batch, 16, 16, 3), dtype=np.uint8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    result: npt.NDArray[np.float32] = session.run(None, {"images": images})[0]
+    return result
+
+
+def require_equal(plain: onnx.ModelProto, fused: FusedGraph) -> None:
+    onnx.checker.check_model(fused.model, full_check=True)
+    for batch in (1, 3):
+        expected = logits(plain, batch)
+        assert np.abs(logits(fused.model, batch) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def operators(model: onnx.ModelProto) -> list[str]:
+    return [node.op_type for node in model.graph.node if node.domain == DOMAIN]
+
+
+@pytest.mark.parametrize("name", ["re-attention", "re-attention, class token", "talking heads"])
+def test_the_same_logits_through_nodes(name: str, graph_of: Graphs) -> None:
+    plain = graph_of(name)
+    before = plain.SerializeToString()
+    fused = fuse_reattention(plain)
+    assert plain.SerializeToString() == before
+    operator = "TalkingHeads" if "talking" in name else "Reattention"
+    assert operators(fused.model) == [operator] * (1 if "class" in name else 2)
+    assert fused.left == {}
+    require_equal(plain, fused)
+    # No map of all tokens is left, and what only served it is gone with it.
+    shapes = Dataflow(fused.model).shapes
+    assert not [shape for shape in shapes.values() if len(shape) == 4 and shape[2] == shape[3] == 17]
+    assert "ReduceSum" not in {node.op_type for node in fused.model.graph.node}
+    assert [function.name for function in fused.model.functions] == [operator]
+
+
+def test_blocks_that_no_rewrite_has_simplified(graph_of: Graphs) -> None:
+    """Scale, biases of the mixes and the key's are where training has them."""
+    plain = graph_of("talking heads, class token", ("join-tokens",))
+    fused = fuse_reattention(plain)
+    assert operators(fused.model) == ["TalkingHeads"] * 2
+    require_equal(plain, fused)
+
+
+def test_blocks_as_they_are_trained_are_left(graph_of: Graphs) -> None:
+    fused = fuse_reattention(graph_of("talking heads, class token", ()))
+    assert fused.fused == ()
+    assert [reason.endswith("comes from Mul, not Transpose") for reason in fused.left.values()] == [True, True]
+
+
+def test_what_is_no_linear_mix_is_left(graph_of: Graphs) -> None:
+    plain = graph_of("layer norm")
+    fused = fuse_reattention(plain)
+    assert fused.fused == ()
+    (reason,) = fused.left.values()
+    assert reason.endswith("is read by Transpose, not by one MatMul alone")
+    require_equal(plain, fused)
+
+
+def test_plain_attention_is_not_touched(graph_of: Graphs) -> None:
+    fused = fuse_reattention(graph_of("plain"))
+    assert fused.fused == ()
+    assert fused.left == {}
+    assert not fused.model.functions
+
+
+@pytest.mark.parametrize("operator", ["Reattention", "TalkingHeads"])
+def test_definitions_against_float64(operator: Operator) -> None:
+    """ONNX's reference evaluator on the function, and the formula term by term."""
+    B, N, H, K = 2, 5, 3, 4
+    generator = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"query": (B, N, H, K), "key": (B, N, H, K), "value": (B, N, H, K)}
+    if operator == "TalkingHeads":
+        shapes |= {"scores_weight": (H, H), "scores_bias": (H,)}
+    shapes |= {"weight": (H, H), "bias": (H,)}
+    given = {name: generator.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    node = helper.make_node(operator, list(given), ["out"], domain=DOMAIN)
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
+    out = helper.make_tensor_value_info("out", TensorProto.FLOAT, (B, N, H, K))
+    model = helper.make_model(
+        helper.make_graph([node], "g", inputs, [out]),
+        functions=[definition(operator, 20)],
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid(DOMAIN, 1)],
+    )
+    (found,) = ReferenceEvaluator(model).run(None, given)
+    exact = {name: value.astype(np.float64) for name, value in given.items()}
+    scores = np.einsum("bnhk,bmhk->bhnm", exact["query"], exact["key"])
+    if operator == "TalkingHeads":
+        scores = np.einsum("hg,bgnm->bhnm", exact["scores_weight"], scores) + exact["scores_bias"][:, None, None]
+    maps = np.exp(scores) / np.exp(scores).sum(axis=-1, keepdims=True)
+    mixed = np.einsum("hg,bgnm->bhnm", exact["weight"], maps) + exact["bias"][:, None, None]
+    expected = np.einsum("bhnm,bmhk->bnhk", mixed, exact["value"])
+    assert np.abs(found - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["fp16", "bf16"])
+def test_the_graph_for_a_builder(kind: int, graph_of: Graphs) -> None:
+    """One attention's products are float32 islands: the other is a plugin, without a definition to fall back on."""
+    flow = Dataflow(graph_of("re-attention"))
+    first, second = [node for node in flow.nodes if node.op_type == "Softmax"]
+    products = flow.producers()[second.input[0]]
+    graph = plugin_graph(HalfGraph(flow, kind).build({products}))
+    assert graph.fused == (first.name,)
+    reason = "its products are an island in another type than its queries, keys or values"
+    assert graph.left == {second.name: reason}
+    assert not graph.model.functions
+    (node,) = [node for node in graph.model.graph.node if node.domain == DOMAIN]
+    assert {entry.name: helper.get_attribute_value(entry) for entry in node.attribute} == {
+        "plugin_namespace": b"vitx",
+        "plugin_version": b"1",
+    }
+    types = {tensor.name: tensor.data_type for tensor in graph.model.graph.initializer}
+    assert [types[name] for name in node.input[3:]] == [TensorProto.FLOAT] * 2
+
+
+def test_softmax_in_float32_is_fused_away(graph_of: Graphs) -> None:
+    """A kernel has its softmax in float32 anyway, so casts around it end nothing."""
+    flow = Dataflow(graph_of("talking heads"))
+    softmaxes = {node.name for node in flow.nodes if node.op_type == "Softmax"}
+    graph = plugin_graph(HalfGraph(flow, TensorProto.FLOAT16).build(softmaxes))
+    assert len(graph.fused) == 2
+    assert graph.left == {}
+
+
+def test_a_graph_without_anything_to_fuse_is_refused(graph_of: Graphs) -> None:
+    with pytest.raises(InputError, match=r"finds nothing to do: 'node_.*': it is not float16 or bfloat16: export with"):
+        plugin_graph(graph_of("re-attention"))
+    with pytest.raises(InputError, match="finds nothing to do: no attention has a mix over heads"):
+        plugin_graph(graph_of("plain"))

@@ -1,0 +1,64 @@
+"""A crashed conversion leaves the smallest part that still crashes, and a script that shows it."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import TensorProto, helper
+
+from sandbox_jobs import crash_on_gelu
+from vitx.export.engines.reproduction import leave_reproduction, smallest_range, subgraph
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    """Twelve Relus with a product and a Gelu in the middle."""
+    nodes = [helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"]) for i in range(6)]
+    nodes.append(helper.make_node("MatMul", ["t6", "weight"], ["t7"]))
+    nodes.append(helper.make_node("Gelu", ["t7"], ["t8"]))
+    nodes += [helper.make_node("Relu", [f"t{i}"], [f"t{i + 1}"]) for i in range(8, 14)]
+    made = helper.make_graph(
+        nodes,
+        "middle",
+        [helper.make_tensor_value_info("t0", TensorProto.FLOAT, ["N", 4])],
+        [helper.make_tensor_value_info("t14", TensorProto.FLOAT, ["N", 4])],
+        initializer=[helper.make_tensor("weight", TensorProto.FLOAT, [4, 4], [0.1] * 16)],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    onnx.save(model, tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_the_smallest_part_that_crashes(graph: Path, tmp_path: Path) -> None:
+    found = leave_reproduction(graph, crash_on_gelu, tmp_path / "failed", "it died", seconds=60, memory_gib=8)
+    assert [node.op_type for node in found.graph.node] == ["MatMul", "Gelu"]
+    assert sorted(path.name for path in (tmp_path / "failed").iterdir()) == ["reproduce.py", "subgraph.onnx"]
+    onnx.checker.check_model(str(tmp_path / "failed" / "subgraph.onnx"), full_check=True)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
+    finished = subprocess.run(
+        [sys.executable, str(tmp_path / "failed" / "reproduce.py")], env=environment, capture_output=True, check=False
+    )
+    assert finished.returncode == -signal.SIGSEGV
+
+
+def test_a_part_has_typed_ends(graph: Path) -> None:
+    model = onnx.shape_inference.infer_shapes(onnx.load(str(graph)))
+    part = subgraph(model, 6, 7)
+    onnx.checker.check_model(part, full_check=True)
+    assert [value.name for value in part.graph.input] == ["t6"]
+    assert [value.name for value in part.graph.output] == ["t8"]
+    assert [tensor.name for tensor in part.graph.initializer] == ["weight"]
+
+
+@given(st.integers(1, 200), st.data())
+def test_halving_finds_the_smallest_range(nodes: int, data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, nodes - 1))
+    last = data.draw(st.integers(first, nodes - 1))
+    assert smallest_range(nodes, lambda a, b: a <= first and last <= b) == (first, last)

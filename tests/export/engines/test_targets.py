@@ -1,0 +1,133 @@
+"""Precision, engines, OpenVINO and Triton through `vitx export`, and a compiler that crashes."""
+
+import json
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import onnx
+import pytest
+
+import vitx.export.engines.targets as targets
+from cli_fixture import Vitx
+from sandbox_jobs import crash_on_gelu
+from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest
+from vitx.core.errors import EnvironmentMissing
+from vitx.core.files import read_record, sha256_file, write_json
+from vitx.core.sandbox import ConversionCrashed
+from vitx.data.open import open_images
+from vitx.export import SourceRequest
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.precision.half import HALVES, HalfGraph
+from vitx.parity import certify_sides
+from vitx.parity.compared import bundle_side
+from vitx.parity.cpu_twin import cpu_stand_in
+from vitx.parity.exported import source_side
+from vitx.runtimes import load_session
+
+# Random weights rank near-equal logits: what is tested is the way, so a twentieth of the images may change class.
+SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--max-flip-rate", "0.05")
+
+
+def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_process: None) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX has wheels for x86-64 Linux and Windows only")
+    pytest.importorskip("openvino", reason="an optional target")
+    targets_of_all = ("--trt-rtx", "--arch", "sm89", "--profiles", "1", "--openvino", "--triton", tmp_path / "repo")
+    code, _, errors = vitx("export", *SOURCE, "--precision", "fp16", *targets_of_all, "--out", tmp_path / "net.vitx")
+    assert code == 0, errors
+    bundle = Bundle.open(tmp_path / "net.vitx")
+    assert bundle.manifest.precision == "fp16"
+    certificate = bundle.require_certificate()
+    assert certificate.subject.keys() == {"manifest.json", *bundle.manifest.files}
+    assert certificate.runtime["graph"] == "float32 twin.onnx"
+    assert bundle.manifest.lowering["allowed"]["plan"] == {"images": 360, "flips": 10}
+    assert {"engines/tensorrt-rtx.plan", "engines/tensorrt-rtx.plan.json", "openvino/model.xml"} <= set(
+        bundle.manifest.files
+    )
+    sidecar = json.loads((bundle.path / "engines" / "tensorrt-rtx.plan.json").read_text())
+    assert sidecar["architectures"] == ["sm89"]
+    assert sidecar["onnx_sha256"] == bundle.manifest.files["model.onnx"].sha256
+    assert (tmp_path / "repo" / "net" / "1" / "model.onnx").read_bytes() == bundle.model_path.read_bytes()
+    weights = {
+        tensor.data_type for tensor in onnx.load(str(bundle.model_path)).graph.initializer if len(tensor.dims) > 1
+    }
+    assert onnx.TensorProto.FLOAT16 in weights
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--trt",), 3, "tensorrt"),
+        (("--arch", "sm89"), 2, "--arch sm89 goes with --trt-rtx"),
+        (("--trt-rtx", "--profiles", "1,x"), 2, "--profiles 1,x: expected batch sizes such as 1,8,32"),
+        (("--trt-rtx", "--profiles", "8,1"), 2, "batch sizes 8, 1"),
+        (("--trt-rtx", "--arch", "sm90"), 2, "cannot build for 'sm90'"),
+    ],
+)
+def test_targets_that_cannot_be_made(
+    tmp_path: Path, vitx: Vitx, options: tuple[str, ...], code: int, message: str
+) -> None:
+    found, _, errors = vitx("export", *SOURCE, *options, "--out", tmp_path / "net.vitx")
+    assert found == code, errors
+    assert message in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_crashing_compiler_leaves_a_reproduction(own_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old bundle stays; the smallest part of the graph that crashes the compiler lies beside it."""
+    failed = own_bundle.with_name("net.vitx.failed")
+    before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
+    monkeypatch.setitem(targets.CONVERT, "openvino", crash_on_gelu)
+    with pytest.raises(ConversionCrashed, match=r"openvino died of SIGSEGV; 2 nodes that do the same"):
+        targets.convert_limited(
+            *("openvino", crash_on_gelu, own_bundle / "model.onnx"),
+            failed=failed,
+            seconds=60,
+            memory_gib=8,
+        )
+    found = onnx.load(str(failed / "subgraph.onnx"))
+    assert [node.op_type for node in found.graph.node] == ["Gemm", "Gelu"]
+    assert {path.name: path.read_bytes() for path in own_bundle.iterdir()} == before
+
+
+def test_a_lower_precision_needs_images(vitx: Vitx) -> None:
+    code, _, errors = vitx(
+        "export", "model:deepvit_digits", "--weights", "random", "--uncertified", "--precision", "int8"
+    )
+    assert code == 2
+    assert "int8 is judged on real images: give --data or --calibration-data" in errors
+
+
+def test_bfloat16_is_certified_by_its_twin_on_a_cpu(
+    own_bundle: Path, random_source: SourceRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's CPU cannot load the graph itself."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    bundle = in_bfloat16(own_bundle)
+    with pytest.raises(EnvironmentMissing, match="has no bf16 kernels for a CPU"):
+        load_session(bundle, device="cpu")
+    source = random_source.load()
+    certificate = certify_sides(
+        source_side(source, "cpu"),
+        bundle_side(bundle, device="cpu", stand_in=partial(cpu_stand_in, device="cpu")),
+        open_images("digits", "val"),
+        max_flip_rate=0.1,  # near ties of random weights
+        quiet=True,
+    )
+    assert certificate.verdict == "pass", certificate.reasons
+    assert (certificate.runtime["graph"], certificate.runtime["precision"]) == ("float32 twin.onnx", "bf16")
+    assert certificate.max_logit_error > 1e-4
+    assert list(temporary.iterdir()) == []
+
+
+def in_bfloat16(path: Path) -> Bundle:
+    """Replace a bundle's graph and what its manifest says of it."""
+    graph = HalfGraph(Dataflow(onnx.load(str(path / "model.onnx"))), HALVES["bf16"]).build(())
+    onnx.save(graph, path / "model.onnx")
+    entry = FileEntry(sha256=sha256_file(path / "model.onnx"), size=(path / "model.onnx").stat().st_size)
+    manifest = read_record(path / MANIFEST, Manifest)
+    changed = manifest.model_copy(update={"precision": "bf16", "files": {"model.onnx": entry}})
+    write_json(path / MANIFEST, changed)
+    return Bundle.open(path)

@@ -1,0 +1,309 @@
+"""The ONNX graph: equal to the network at batches that were never traced, and what it must not contain."""
+
+import json
+import math
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+import timm
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+from torch import Tensor, nn
+
+from reference import randomize
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.data.open import open_images
+from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
+from vitx.export.graph.from_model import graph_of, opset_of, require_equal
+from vitx.export.graph.operator_check import optimized_operators
+from vitx.export.rewrite.rewrites import rewrite_checked
+from vitx.models import image_tensor
+from vitx.models.window_attention import MASKED
+
+PREPROCESSING = Preprocessing(image_size=32)
+LABELS = tuple(f"klasse {i} é" for i in range(10))
+
+
+TOKENS = 65
+
+
+@pytest.fixture(scope="module", params=["deit_digits", "deepvit_digits"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    model = randomize(timm.create_model(request.param)).eval()
+    path = tmp_path_factory.mktemp("graph") / "model.onnx"
+    onnx_from_model(rewrite_for_export(model, PREPROCESSING), PREPROCESSING, LABELS, path)
+    return model, path
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 32])
+def test_equal_at_every_batch_size(exported: tuple[torch.nn.Module, Path], batch: int) -> None:
+    model, path = exported
+    images = np.random.default_rng(batch).integers(0, 256, (batch, 32, 32, 3), dtype=np.uint8)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": images})
+    with torch.inference_mode():
+        expected = model(image_tensor(images, PREPROCESSING.mean, PREPROCESSING.std)).numpy()
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(logits / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+def test_graph_contents(exported: tuple[torch.nn.Module, Path]) -> None:
+    _, path = exported
+    graph = onnx.load(str(path))
+    operators = Counter(node.op_type for node in graph.graph.node)
+    assert "BatchNormalization" not in operators
+    assert operators["LayerNormalization"] == 13
+    assert operators["Softmax"] == 6
+    assert operators["Gelu"] == 6
+    assert operators["Cast"] == 1
+    assert operators["Transpose"] == 2 + 4 * 5 + 5  # input, patches; four a block, and the class-token tail's
+    assert not operators["Slice"] + operators["Identity"] + operators["Constant"]
+    assert opset_of(graph) >= 20
+    metadata = {entry.key: entry.value for entry in graph.metadata_props}
+    assert tuple(json.loads(metadata["vitx.labels"])) == LABELS
+    assert Preprocessing.model_validate_json(metadata["vitx.preprocessing"]) == PREPROCESSING
+    assert not any(node.doc_string or node.metadata_props for node in graph.graph.node), "paths of this machine"
+    contents = [(tuple(t.dims), t.data_type, t.raw_data) for t in graph.graph.initializer if math.prod(t.dims) < 2**16]
+    assert len(contents) == len(set(contents)), "an equal constant is stored twice"
+
+
+def test_runtime_fuses_what_the_graph_offers(exported: tuple[torch.nn.Module, Path]) -> None:
+    _, path = exported
+    operators = optimized_operators(path)
+    assert operators["LayerNormalization"] + operators["SkipLayerNormalization"] == 13
+    assert operators["Gelu"] + operators["BiasGelu"] == 6
+    assert operators["BatchNormalization"] == operators["Identity"] == 0
+
+
+def traced(model: torch.nn.Module, rewrites: tuple[str, ...] = ALL, **options: Any) -> Any:
+    return graph_of(rewrite_for_export(model, PREPROCESSING, rewrites=rewrites), PREPROCESSING, **options).graph
+
+
+def shape_of(value: Any) -> tuple[Any, ...]:
+    return tuple(dim if isinstance(dim, int) else str(dim.value) for dim in value.shape or ())
+
+
+def maps_with_a_bias(graph: Any) -> list[str]:
+    """Additions that read or write a map of all tokens to all tokens."""
+    maps = {(TOKENS, TOKENS), (4, TOKENS**2)}
+    return [
+        node.name
+        for node in graph
+        if node.op_type == "Add" and any(shape_of(value)[-2:] in maps for value in (*node.inputs, *node.outputs))
+    ]
+
+
+@pytest.fixture(scope="module")
+def re_attention() -> torch.nn.Module:
+    return randomize(timm.create_model("deepvit_digits", attention="re-attention", depth=3)).eval()
+
+
+def test_the_fold_is_visible(re_attention: torch.nn.Module) -> None:
+    """No BatchNorm, no bias on a map, one token through the last block's MLP."""
+    graph = traced(re_attention)
+    assert not any(node.op_type == "BatchNormalization" for node in graph)
+    assert maps_with_a_bias(graph) == []
+    activations = [shape_of(node.outputs[0]) for node in graph if node.op_type == "Gelu"]
+    assert activations == [(f"{TOKENS}*N", 192), (f"{TOKENS}*N", 192), ("N", 192)]
+
+
+def test_the_assertions_see_a_bias_on_the_maps(re_attention: torch.nn.Module) -> None:
+    left_out = ("split-rank-one-bias", "compute-class-token-only")
+    graph = traced(re_attention, tuple(name for name in ALL if name not in left_out))
+    assert len(maps_with_a_bias(graph)) == 3
+    assert [shape_of(node.outputs[0])[0] for node in graph if node.op_type == "Gelu"] == [f"{TOKENS}*N"] * 3
+
+
+def test_attention_form_follows_the_opset() -> None:
+    """From opset 23 on each plain block before the class-token tail is one Attention node that needs no transpose."""
+    kinds = ["plain", "re-attention", "plain"]
+    model = randomize(timm.create_model("deepvit_digits", depth=3, attention=kinds)).eval()
+    operators = Counter(node.op_type for node in traced(model, opset=23))
+    assert (operators["Attention"], operators["Softmax"]) == (1, 2)
+    operators = Counter(node.op_type for node in traced(model))
+    assert (operators["Attention"], operators["Softmax"]) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("resnet18", 32), ("convnext_atto", 32), ("swin_tiny_patch4_window7_224", 56)]
+)
+def test_any_classifier_of_timm(name: str, size: int, tmp_path: Path) -> None:
+    """Against the network itself at batches that were never traced: onnx_from_model compares them."""
+    options: dict[str, Any] = {"img_size": size, "depths": (1, 1, 1, 1)} if "swin" in name else {}
+    model = timm.create_model(name, num_classes=5, **options).eval()
+    preprocessing = Preprocessing(image_size=size)
+    graph = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "model.onnx")
+    assert not any(node.op_type == "BatchNormalization" for node in graph.graph.node)
+
+
+def test_pairs_of_convolution_and_batch_norm_are_folded() -> None:
+    """By the exporter; what AlterNet keeps are the norms before an activation, and the stem of DeepViT has none."""
+    preprocessing = Preprocessing(image_size=32)
+    alternet = timm.create_model("alternet_18_cifar", depths=(1, 2, 1, 1), attention_depths=(0, 1, 0, 0)).eval()
+    norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in alternet.modules())
+    graph = graph_of(rewrite_for_export(alternet, preprocessing), preprocessing).graph
+    assert norms == 11
+    assert sum(node.op_type == "BatchNormalization" for node in graph) == 6
+    stem = timm.create_model("deit_digits", depth=1, patch_embedding="cnn").eval()
+    assert not any(node.op_type == "BatchNormalization" for node in traced(stem))
+
+
+def test_windows_that_do_not_divide_the_map() -> None:
+    """Their mask is a finite constant, and it does not fix the batch: both kept AlterNet from being lowered."""
+    preprocessing = Preprocessing(image_size=32)
+    model = timm.create_model("alternet_18_cifar", depths=(1, 2, 1, 1), attention_depths=(0, 1, 0, 0), window_size=5)
+    graph = graph_of(rewrite_for_export(model.eval(), preprocessing), preprocessing)
+    assert isinstance(graph.graph.outputs[0].shape[0], onnx_ir.SymbolicDim)
+    constants = [value.const_value.numpy() for value in graph.graph.initializers.values()]
+    assert all(np.isfinite(value).all() for value in constants if value.dtype == np.float32)
+    assert any((value == MASKED).any() for value in constants if value.dtype == np.float32)
+
+
+def write_jpegs(root: Path) -> None:
+    """ROOT/train and ROOT/val, one class a photograph: squares of it in colour and grey, some lying on their side."""
+    generator = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for split in ("train", "val"):
+        for name, photo in zip(("china", "flower"), load_sample_images().images, strict=True):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(6):
+                top, left = (int(generator.integers(0, side - 120)) for side in photo.shape[:2])
+                image = Image.fromarray(photo[top : top + 120, left : left + 100 + 4 * index])
+                options: dict[str, Any] = {"exif": exif} if index % 3 == 2 else {}
+                (image.convert("L") if index == 1 else image).save(folder / f"{index}.jpg", quality=85, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("deit_digits", {}), ("deepvit_digits", {"patch_embedding": "cnn", "patch_size": 8})],
+    ids=["unpadded", "padded"],
+)
+def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Files decoded by the shared preprocessing; normalised outside for one graph, inside for the other."""
+    write_jpegs(tmp_path)
+    preprocessing = Preprocessing(
+        image_size=32, crop_fraction=0.9, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+    )
+    model = randomize(timm.create_model(name, **options)).eval()
+    onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "uint8.onnx")
+    normalised = torch.zeros(2, 3, 32, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own internals
+        torch.onnx.export(
+            rewrite_for_export(model, images="float"),
+            (normalised,),
+            str(tmp_path / "float.onnx"),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+            opset_version=20,
+            verbose=False,
+        )
+    sessions = [
+        onnxruntime.InferenceSession(str(tmp_path / f"{kind}.onnx"), providers=["CPUExecutionProvider"])
+        for kind in ("uint8", "float")
+    ]
+    images = np.concatenate(list(open_images(str(tmp_path), "val").batches(preprocessing, 5)))
+    assert images.shape == (12, 32, 32, 3)
+    planes = ((images / 255 - preprocessing.mean) / preprocessing.std).astype(np.float32).transpose(0, 3, 1, 2)
+    (found,), (expected,) = (
+        session.run(None, {session.get_inputs()[0].name: value})
+        for session, value in zip(sessions, (images, planes), strict=True)
+    )
+    assert np.ptp(expected, axis=0).max() > 0.1, "the images make no difference"
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+class Frozen(ImageClassifier):
+    """Reads the batch as a number, as `len(x)` does."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return super().forward(images).reshape(len(images), -1)
+
+
+class WithoutNorm(torch.nn.LayerNorm):
+    """A LayerNorm that computes something else."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_a_frozen_batch_is_named(tmp_path: Path) -> None:
+    model = timm.create_model("deit_digits", depth=1).eval()
+    with pytest.raises(CheckFailed, match="fixed the batch of 'images' to 2"):
+        onnx_from_model(Frozen(model, PREPROCESSING).eval(), PREPROCESSING, (), tmp_path / "model.onnx")
+
+
+def test_a_missing_operator_is_named(tmp_path: Path) -> None:
+    model: Any = timm.create_model("deit_digits", depth=1).eval()
+    model.blocks[0].norm2 = WithoutNorm(64)
+    with pytest.raises(CheckFailed, match=r"lacks 1 of 5 .*: model\.blocks\.0\.norm2 \(LayerNormalization\)"):
+        onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, (), tmp_path / "model.onnx")
+
+
+def test_weights_that_are_not_numbers_are_named(tmp_path: Path) -> None:
+    model: Any = timm.create_model("deit_digits", depth=1).eval()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    with pytest.raises(CheckFailed, match="its weights hold NaN or infinity"):
+        onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, (), tmp_path / "model.onnx")
+
+
+def test_another_network_is_not_equal(exported: tuple[torch.nn.Module, Path]) -> None:
+    model, path = exported
+    other = Preprocessing(image_size=32, mean=(0.4, 0.5, 0.5))
+    with pytest.raises(CheckFailed, match="differs from the network at a batch of 1"):
+        require_equal(ImageClassifier(model, other).eval(), path, 32)
+
+
+def test_unknown_opset(tmp_path: Path) -> None:
+    model = timm.create_model("deit_digits", depth=1).eval()
+    with pytest.raises(InputError, match="opset 7: expected 18 to 24"):
+        onnx_from_model(ImageClassifier(model, PREPROCESSING), PREPROCESSING, (), tmp_path / "m.onnx", opset=7)
+
+
+class TwoConvolutions(nn.Module):
+    """Two convolutions over one weight; with `twice`, one convolution used in two places."""
+
+    def __init__(self, *, twice: bool) -> None:
+        super().__init__()
+        self.pretrained_cfg = {"first_conv": "first"}
+        self.first, self.second = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+        self.second.weight = self.first.weight
+        self.twice = twice
+        self.head = nn.Linear(3, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        after = self.first if self.twice else self.second
+        logits: Tensor = self.head(after(self.first(pixels)).mean(dim=(2, 3)))
+        return logits
+
+
+def classifier_of(*, twice: bool) -> ImageClassifier:
+    torch.manual_seed(0)
+    return ImageClassifier(TwoConvolutions(twice=twice), Preprocessing(image_size=8)).eval()
+
+
+def test_a_weight_of_two_convolutions_is_folded_in_one_of_them(tmp_path: Path) -> None:
+    classifier = classifier_of(twice=False)
+    found = rewrite_checked(classifier, ALL, 8, rebuild=lambda: classifier_of(twice=False))
+    assert found["fold-normalization"] == 1
+    graph = onnx_from_model(classifier, Preprocessing(image_size=8), tuple("abcde"), tmp_path / "model.onnx")
+    assert len({node.input[1] for node in graph.graph.node if node.op_type == "Conv"}) == 2
+
+
+def test_a_convolution_used_twice_is_named() -> None:
+    with pytest.raises(CheckFailed, match=r"the rewrite 'fold-normalization' changes this network, by .* --without"):
+        rewrite_checked(classifier_of(twice=True), ALL, 8, rebuild=lambda: classifier_of(twice=True))
+    others = [name for name in ALL if name != "fold-normalization"]
+    rewrite_checked(classifier_of(twice=True), others, 8, rebuild=lambda: classifier_of(twice=True))

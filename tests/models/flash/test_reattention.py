@@ -1,0 +1,90 @@
+"""Re-Attention without maps: its kernels interpreted, compiled for GPUs that are not here, and the plain path."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vitx.core.errors import InputError
+from vitx.models.flash.reattention import Mixes, choose_impl, plain_reattention, reattention
+
+triton = pytest.importorskip("triton")
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    """flash_in_interpreter.py: outputs and gradients against float64, layouts, layers, refusals."""
+    file = Path(__file__).with_name("flash_in_interpreter.py")
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"\b41 passed", ran.stdout), ran.stdout
+
+
+def test_without_a_gpu_the_maps_are_written_out() -> None:
+    q, k, v = torch.randn(3, 2, 3, 8, 32, generator=torch.Generator().manual_seed(0))
+    mixes = Mixes(torch.eye(3), torch.zeros(3))
+    assert choose_impl(q) == "plain"
+    with pytest.raises(InputError, match="the tensors are on 'cpu'"):
+        reattention(q, k, v, mixes, 1.0, impl="flash")
+    with pytest.raises(InputError, match="expected auto, flash or plain"):
+        reattention(q, k, v, mixes, 1.0, impl="fast")  # type: ignore[arg-type]
+    assert torch.equal(reattention(q, k, v, mixes, 1.0), plain_reattention(q, k, v, mixes, 1.0))
+
+
+@pytest.mark.parametrize(("architecture", "width"), [(80, 33), (90, 32), (90, 35), (120, 33)])
+def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int) -> None:
+    """To machine code, forward and backward, with tensor cores, within a multiprocessor's shared memory."""
+    from flash_resources import compiled, kernels, resources
+
+    for kernel in kernels(width):
+        binary = compiled(kernel, width, architecture)
+        found = resources(binary)
+        assert re.search(r"\bw?g?mma\.", binary.asm["ptx"]), kernel
+        assert found["shared_bytes"] <= 99 * 1024  # what a block of the smallest of them has
+        assert found["registers"] <= 255
+        assert found["stack_bytes"] == 0, kernel
+
+
+TRACED = """
+import torch, triton
+from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+
+class Driver:  # torch.compile asks only which GPU the kernels are read for
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+from vitx.models.flash.reattention import Mixes, flash_reattention
+
+class Layer(torch.nn.Module):
+    def forward(self, qkv, weight, bias):
+        q, k, v = qkv.view(2, 37, 3, 12, 40).permute(2, 0, 3, 1, 4)
+        return (flash_reattention(q, k, v, Mixes(weight, bias), 0.2).float().sum(),)
+
+with FakeTensorMode():
+    shapes = ((2, 37, 3 * 12 * 40), torch.half), ((12, 12), torch.float32), ((12,), torch.float32)
+    inputs = [torch.empty(shape, dtype=dtype, requires_grad=True) for shape, dtype in shapes]
+    graph, _ = aot_export_module(Layer(), inputs, trace_joint=True, output_loss_index=0)
+for node in graph.graph.nodes:
+    if "triton" in str(node.target):
+        print(node.kwargs["tensors_to_clone"])
+"""
+
+
+def test_torch_compile_sees_the_kernels_and_what_they_write() -> None:
+    """Two forward and four backward; each writes its outputs alone, so nothing is copied around it."""
+    env = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "0"}
+    ran = subprocess.run([sys.executable, "-c", TRACED], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    backward = ["['row_sums_base', 'shares_base']", "['out_base']", "['grad_base']", "['grad_base']"]
+    assert ran.stdout.splitlines() == ["['sums_base']", "['out_base']", *backward]

@@ -1,0 +1,414 @@
+"""Every kind of input gives the rows that its images give one by one, whatever else lies in it."""
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from bundle_fixture import LABELS, NumpySession, colour_image, png
+from cli_fixture import Vitx
+from vitx.core.bundle import Bundle
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.inputs import listing as listing_module
+from vitx.predict.inputs.inventory import Shard, read_item, read_shard, take_inventory
+from vitx.predict.inputs.listing import read_range, sort_paths, write_list
+from vitx.predict.outputs.parts import Part, PartWriter, rank
+
+IMAGES = {f"{index:02d}.png": png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)}
+
+
+def logits_of(name: str) -> Any:
+    index = int(name[:2])
+    return NumpySession().infer(colour_image(index % 4, np.random.default_rng(index))[None])[0]
+
+
+EXPECTED = {name: LABELS[logits_of(name).argmax()] for name in IMAGES}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "images"
+    made.mkdir()
+    for name, data in IMAGES.items():
+        (made / name).write_bytes(data)
+    return made
+
+
+def run(bundle: Bundle, source: str | Path, out: Path, **options: Any) -> PredictionSummary:
+    return predict(bundle, NumpySession(), source, out, quiet=True, **({"batch_size": 4, "shard_size": 5} | options))
+
+
+def rows(out: Path) -> dict[str, dict[str, Any]]:
+    listed = pq.read_table(out / PREDICTIONS).to_pylist()
+    found = {row["path"]: row for row in listed}
+    assert len(found) == len(listed)
+    return found
+
+
+def classes(out: Path) -> dict[str, str]:
+    """Class by file name: what is before it depends on the kind of input."""
+    return {path.rpartition("/")[2]: row["class"] for path, row in rows(out).items()}
+
+
+def write_tar(path: Path, members: dict[str, bytes], mode: str = "w") -> None:
+    with tarfile.open(path, mode) as archive:  # type: ignore[call-overload]  # a mode by parameter
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+
+
+def test_folder_is_cut_into_shards(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    summary = run(tiny_bundle, folder, tmp_path / "out")
+    assert classes(tmp_path / "out") == EXPECTED
+    assert list(rows(tmp_path / "out")) == sorted(IMAGES)
+    assert (summary.images, summary.shards, summary.images_here) == (12, 3, 12)
+    assert summary.binding in summary.stages
+
+
+def test_pattern(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    run(tiny_bundle, folder / "0*.png", tmp_path / "out")
+    assert classes(tmp_path / "out") == {name: label for name, label in EXPECTED.items() if name.startswith("0")}
+
+
+def test_text_list_is_relative_to_itself_and_keeps_its_order(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    lines = ["images/03.png", str(folder / "01.png"), f"file://{folder / '02.png'}", "images/absent.png"]
+    (tmp_path / "list.txt").write_text("\r\n".join(lines) + "\n\n")
+    run(tiny_bundle, tmp_path / "list.txt", tmp_path / "out")
+    found = rows(tmp_path / "out")
+    assert list(found) == lines
+    assert [found[line]["class"] for line in lines[:3]] == [EXPECTED[f"0{index}.png"] for index in (3, 1, 2)]
+    assert found[lines[3]]["error"] == "cannot open the image: No such file or directory"
+
+
+@pytest.mark.parametrize(("name", "mode"), [("a.tar", "w"), ("a.tar.gz", "w:gz")])
+def test_tar(tiny_bundle: Bundle, tmp_path: Path, name: str, mode: str) -> None:
+    (tmp_path / "in").mkdir()
+    members = {f"x/{name}": data for name, data in IMAGES.items()}
+    write_tar(tmp_path / "in" / name, members | {"x/00.cls": b"3", "x/._00.png": b"macOS"}, mode)
+    summary = run(tiny_bundle, tmp_path / "in", tmp_path / "out")
+    assert rows(tmp_path / "out").keys() == {f"{name}/{member}" for member in members}
+    assert classes(tmp_path / "out") == EXPECTED
+    assert summary.shards == 1
+
+
+def test_damaged_tar_gives_what_is_whole_and_a_row_for_the_rest(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    write_tar(tmp_path / "a.tar", IMAGES)
+    whole = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(whole[: 1024 * 3 + 600])
+    (tmp_path / "b.tar").write_bytes(b"no tar file at all")
+    summary = run(tiny_bundle, tmp_path / "*.tar", tmp_path / "out")
+    found = {path.removeprefix(f"{tmp_path}/"): row for path, row in rows(tmp_path / "out").items()}
+    assert found["a.tar/00.png"]["class"] == EXPECTED["00.png"]
+    assert "cannot read the tar file to its end" in found["a.tar"]["error"]
+    assert "cannot read the tar file to its end" in found["b.tar"]["error"]
+    assert summary.errors == 2
+
+
+@pytest.mark.parametrize("structs", [False, True])
+def test_parquet(tiny_bundle: Bundle, tmp_path: Path, structs: bool) -> None:
+    data: list[Any] = list(IMAGES.values())
+    if structs:  # as the Hugging Face library writes images; the second is a file beside it
+        (tmp_path / "01.png").write_bytes(data[1])
+        data = [{"bytes": None if index == 1 else one, "path": "01.png"} for index, one in enumerate(data)]
+    pq.write_table(pa.table({"label": [0] * 12, "image": data}), tmp_path / "a.parquet", row_group_size=5)
+    (tmp_path / "b.parquet").write_bytes(b"no Parquet file")
+    summary = run(tiny_bundle, tmp_path / "?.parquet", tmp_path / "out")
+    found = {path.removeprefix(f"{tmp_path}/"): row for path, row in rows(tmp_path / "out").items()}
+    assert [found[f"a.parquet/{row:07d}"]["class"] for row in range(12)] == list(EXPECTED.values())
+    assert "cannot read row group 0 of the Parquet file" in found["b.parquet/group-0"]["error"]
+    assert (summary.shards, summary.images, summary.errors) == (4, 13, 1)
+
+
+def test_parquet_column_that_must_be_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    data = list(IMAGES.values())
+    pq.write_table(pa.table({"left": data, "right": data[::-1]}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"columns left, right, of bytes: left, right: .* name it with --image-column"):
+        run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out")
+    run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "other", image_column="right")
+    assert list(classes(tmp_path / "other").values()) == list(EXPECTED.values())[::-1]
+
+
+def test_object_store(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    store = fsspec.filesystem("memory")
+    for name, data in IMAGES.items():
+        store.pipe(f"/{tmp_path.name}/sub/{name}", data)
+    store.pipe(f"/{tmp_path.name}/.hidden/00.png", b"")
+    url = f"memory://{tmp_path.name}"
+    run(tiny_bundle, url, tmp_path / "folder")
+    assert rows(tmp_path / "folder").keys() == {f"sub/{name}" for name in IMAGES}
+    run(tiny_bundle, f"{url}/sub/0*.png", tmp_path / "pattern")
+    assert len(classes(tmp_path / "pattern")) == 10
+    write_tar(tmp_path / "a.tar", IMAGES)
+    store.pipe(f"/{tmp_path.name}/tars/a.tar", (tmp_path / "a.tar").read_bytes())
+    run(tiny_bundle, f"{url}/tars/a.tar", tmp_path / "tar")
+    for out in ("folder", "tar"):
+        assert classes(tmp_path / out) == EXPECTED
+
+
+def test_store_that_fails_for_a_moment_and_one_that_stays_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    from vitx.predict.inputs import stores
+
+    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    MemoryFileSystem().pipe("/flaky/a.png", b"bytes")
+    calls = []
+
+    def flaky(self: Any, path: str, **_: Any) -> bytes:
+        calls.append(path)
+        if len(calls) < 3:
+            raise RuntimeError("connection reset")
+        return b"bytes"
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", flaky)
+    assert stores.read_bytes("memory://flaky/a.png") == b"bytes"
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("reset")))
+    with pytest.raises(ImageError, match="cannot read the object: RuntimeError: reset"):
+        stores.read_bytes("memory://flaky/a.png")
+
+
+def test_unknown_protocol_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot open 'nowhere://bucket': Protocol not known: nowhere"):
+        run(tiny_bundle, "nowhere://bucket", tmp_path / "out")
+
+
+def test_missing_fsspec_names_the_extra(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fsspec" else find(name))
+    with pytest.raises(EnvironmentMissing, match=r"'fsspec', which is not installed: pip install 'vitx\[serve\]'"):
+        run(tiny_bundle, "s3://bucket/images", tmp_path / "out")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links and pipes")
+def test_odd_files_are_rows(tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "up").symlink_to(folder)
+    (folder / "sub" / "shared").symlink_to(tmp_path / "beside")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "linked.png").write_bytes(IMAGES["00.png"])
+    (folder / "gone.png").symlink_to(tmp_path / "nowhere.png")
+    (folder / "self.png").symlink_to("self.png")
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "new\nline ü 名.png").write_bytes(IMAGES["01.png"])
+    (folder / "closed.png").write_bytes(IMAGES["02.png"])
+    (folder / "huge.png").touch()
+    os.truncate(folder / "huge.png", 500_000_000)  # a hole: no bytes on the disk
+    real_open = os.open
+
+    def guarded(path: Any, *arguments: Any, **options: Any) -> int:  # root may read everything
+        if str(path).endswith("closed.png"):
+            raise PermissionError(13, "Permission denied")
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", guarded)
+    summary = run(tiny_bundle, folder, tmp_path / "out")
+    found = rows(tmp_path / "out")
+    assert {path: row["error"] for path, row in found.items() if row["error"]} == {
+        "sub/up/": "a link to a folder that it lies in: not followed",
+        "gone.png": "cannot open the image: No such file or directory",
+        "self.png": "cannot open the image: Too many levels of symbolic links",
+        "pipe.jpg": "not a regular file",
+        "closed.png": "cannot open the image: Permission denied",
+        "huge.png": "file of 500000000 bytes: more than the 400,000,000 that an image may have",
+    }
+    assert found["sub/shared/linked.png"]["class"] == EXPECTED["00.png"]
+    assert found["new\nline ü 名.png"]["class"] == EXPECTED["01.png"]
+    assert (summary.images, summary.errors) == (12 + 8, 6)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another user's rights")
+def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "locked").mkdir()
+    real = os.scandir
+
+    def guarded(path: Any) -> Any:
+        if str(path).rstrip("/").endswith("locked"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+    inventory = take_inventory(str(folder), tmp_path / "list", 100)
+    items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list", None)]
+    assert {item.key: str(item.source) for item in items if not isinstance(item.source, bytes)} == {
+        "locked/": "cannot list the folder: Permission denied"
+    }
+
+
+def test_order_is_that_of_sorted_paths_across_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing_module, "RUN_SIZE", 7)
+    names = ["a/b", "a-b", "a", "a/b/c", "ö", "a b", "Z", "a\nb", *(f"x/{index * 7919 % 100}" for index in range(100))]
+    assert list(sort_paths(iter(names), tmp_path)) == [str(path) for path in sorted(map(Path, names))]
+    ranges, digest = write_list(tmp_path / "list", names, 10)
+    assert [name for part in ranges for name in read_range(tmp_path / "list", part)] == names
+    assert (len(ranges), ranges[-1].count, len(digest)) == (11, 8, 64)
+
+
+def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing_module, "RUN_SIZE", 20_000)
+
+    def peak(count: int) -> int:
+        tracemalloc.start()
+        names = (f"{index * 7919 % count:09d}/image.jpg" for index in range(count))
+        ranges, _ = write_list(tmp_path / "list", sort_paths(names, tmp_path), 4096)
+        read = sum(1 for part in ranges for _ in read_range(tmp_path / "list", part))
+        assert read == count
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    small, large = peak(40_000), peak(120_000)
+    assert large < 1.1 * small
+
+
+def test_logits_column(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    (folder / "05.png").write_bytes(b"")
+    run(tiny_bundle, folder, tmp_path / "out", logits=True)
+    assert pq.read_schema(next((tmp_path / "out" / PREDICTIONS).iterdir())).field("logits").type == pa.list_(
+        pa.float16()
+    )
+    found = rows(tmp_path / "out")
+    assert found["05.png"]["logits"] is None
+    for name in ("00.png", "11.png"):
+        np.testing.assert_allclose(np.array(found[name]["logits"], dtype=np.float32), logits_of(name), rtol=1e-3)
+
+
+def test_ranking_is_the_sorted_softmax() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.integers(-3, 3, (50, 40)).astype(np.float32)  # many ties
+    for top_k in (1, 5, 40, 100):
+        indices, scores = rank(logits, top_k)
+        for row in range(50):
+            best = sorted(range(40), key=lambda index, row=row: (-logits[row, index], index))[:top_k]  # type: ignore[misc]
+            assert indices[row].tolist() == best
+            np.testing.assert_allclose(scores[row], np.exp(logits[row, best]) / np.exp(logits[row]).sum(), rtol=1e-5)
+
+
+def test_output_that_is_not_finite_is_a_row(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    class Broken(NumpySession):
+        def infer(self, images: UInt8Array) -> Any:
+            logits = super().infer(images)
+            logits[1] = np.nan
+            return logits
+
+    predict(tiny_bundle, Broken(), folder, tmp_path / "out", batch_size=12, quiet=True)
+    found = rows(tmp_path / "out")
+    assert found["01.png"]["error"] == "the model's output is not finite"
+    assert {name: row["class"] for name, row in found.items() if not row["error"]} == {
+        name: label for name, label in EXPECTED.items() if name != "01.png"
+    }
+
+
+def test_second_run_verifies_and_makes_only_what_is_wrong(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = run(tiny_bundle, folder, out)
+    again = run(tiny_bundle, folder, out)
+    assert again == first
+    parts = sorted((out / PREDICTIONS).iterdir())
+    before = [part.read_bytes() for part in parts]
+    parts[0].unlink()
+    parts[2].write_bytes(b"damaged")
+    summary = run(tiny_bundle, folder, out)
+    assert [part.read_bytes() for part in parts] == before
+    assert (summary.images, summary.images_here) == (12, 7)
+
+
+def test_changed_input_and_changed_question_are_refused(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(tiny_bundle, folder, out)
+    with pytest.raises(InputError, match=r"another run: top_k 5 there, 2 here; choose another folder, or pass --over"):
+        run(tiny_bundle, folder, out, top_k=2)
+    (folder / "more.png").write_bytes(IMAGES["00.png"])
+    with pytest.raises(InputError, match=r"is not what it was when it was predicted, images came or went"):
+        run(tiny_bundle, folder, out)
+    assert run(tiny_bundle, folder, out, overwrite=True).images == 13
+    (out / ".vitx" / "ledger.sqlite").unlink()
+    with pytest.raises(InputError, match=r"holds predictions\.parquet of another run"):
+        run(tiny_bundle, folder, out)
+
+
+def test_work_stopped_by_an_error_goes_on(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    class Fails(NumpySession):
+        calls = 0
+
+        def infer(self, images: UInt8Array) -> Any:
+            self.calls += 1
+            if self.calls == 5:
+                raise RuntimeError("the GPU is gone")
+            return super().infer(images)
+
+    out = tmp_path / "out"
+    with pytest.raises(RuntimeError, match="the GPU is gone"):
+        predict(tiny_bundle, Fails(), folder, out, batch_size=2, shard_size=4, quiet=True)
+    assert not (out / SUMMARY).exists()
+    assert not list((out / PREDICTIONS).glob(".*"))
+    summary = run(tiny_bundle, folder, out, batch_size=2, shard_size=4)
+    assert classes(out) == EXPECTED
+    assert summary.images == 12
+
+
+def test_disk_that_is_full_for_a_while_and_for_good(
+    tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = 3
+    finish = PartWriter.finish
+
+    def full(self: PartWriter) -> Part:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(28, "No space left on device")
+        return finish(self)
+
+    monkeypatch.setattr(PartWriter, "finish", full)
+    run(tiny_bundle, folder, tmp_path / "out")
+    assert classes(tmp_path / "out") == EXPECTED
+    failures = 10**6
+    with pytest.raises(EnvironmentMissing, match=r"has been full for .* make room and run the same command again"):
+        run(tiny_bundle, folder, tmp_path / "never", patience_seconds=0.2)
+    assert not any((tmp_path / "never" / PREDICTIONS).iterdir())
+
+
+def test_other_refusals(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.zip").touch()
+    with pytest.raises(InputError, match=r"is no known kind of input: expected a folder, an image, \.tar"):
+        run(tiny_bundle, tmp_path / "a.zip", tmp_path / "out")
+    with pytest.raises(InputError, match=r"names no image: looked for"):
+        run(tiny_bundle, tmp_path / "*.nothing", tmp_path / "out")
+    with pytest.raises(InputError, match="decode threads 0: expected at least 1"):
+        run(tiny_bundle, folder, tmp_path / "out", decode_threads=0)
+    assert not (tmp_path / "out").exists()
+    assert list(read_shard(Shard("images", "", 0, 0), "", folder / "00.png", None)) == []
+
+
+def test_command_on_a_list_with_logits(tiny_bundle: Bundle, folder: Path, tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "list.txt").write_text("".join(f"images/{name}\n" for name in IMAGES))
+    options = ("--out", tmp_path / "out", "--device", "cpu", "--logits", "--shard-size", 3, "--decode-threads", 1)
+    code, out, err = vitx("predict", tiny_bundle.path, tmp_path / "list.txt", *options, "--quiet")
+    assert code == 0, err
+    assert "bound by" in out
+    assert classes(tmp_path / "out") == EXPECTED
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, forkserver, tmpfs")
+def test_chaos(tmp_path: Path) -> None:
+    """Ten workers, killed, sent to sleep, without disk where a small one can be mounted: 2,000 images once each."""
+    script = Path(__file__).parents[2] / "benchmarks" / "predict_chaos.py"
+    command = [sys.executable, str(script), "--images", "2000", "--seeds", "0"]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert '"killed"' in finished.stdout

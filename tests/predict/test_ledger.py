@@ -1,0 +1,313 @@
+"""Who does which shard: claims, leases that run out, outputs that only the holder may put in place.
+
+Each test runs on a SQLite file and on a PostgreSQL server.
+"""
+
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.core.files import sha256_bytes
+from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.ledger import databases
+from vitx.predict.ledger.databases import Database, PostgresDatabase, SqliteDatabase
+from vitx.predict.ledger.ledger import Done, Ledger
+from vitx.predict.pipeline.disk import Patience, is_full
+
+SHARDS = tuple(Shard("images", "", 100 * index, 4) for index in range(3))
+DONE = Done(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
+
+
+class Store:
+    """A place for ledgers, whose clock can be moved on: for leases that is the same as if they had been shorter."""
+
+    def __init__(self, where: Path | str) -> None:
+        self._where = where
+        self.run = f"test {uuid.uuid4().hex}"
+
+    def database(self) -> Database:
+        return SqliteDatabase(self._where) if isinstance(self._where, Path) else PostgresDatabase(self._where)
+
+    def open(self, run: str = "") -> Ledger:
+        return Ledger(self.database(), run=run or self.run, lease_seconds=10)
+
+    def pass_time(self, seconds: float) -> None:
+        with closing(self.database()) as database:
+            change = "UPDATE vitx_shard SET lease = lease - ? WHERE run = ? AND lease > 0"
+            database.write(lambda statements: statements.execute(change, (seconds, self.run)))
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "sqlite":
+        return Store(tmp_path / "ledger.sqlite")
+    return Store(request.getfixturevalue("postgres").url)
+
+
+@pytest.fixture
+def ledger(store: Store) -> Iterator[Ledger]:
+    with closing(store.open()) as opened:
+        opened.plan(lambda: ("plan", Inventory("/images", SHARDS, "digest")))
+        yield opened
+
+
+@pytest.fixture
+def second(store: Store, ledger: Ledger) -> Iterator[Ledger]:
+    """Another worker of the same run."""
+    with closing(store.open()) as opened:
+        yield opened
+
+
+def test_each_shard_is_claimed_once_in_order(ledger: Ledger, second: Ledger) -> None:
+    claims = [one.claim() for one in (ledger, second, ledger, second)]
+    assert [claim and claim.shard for claim in claims] == [*SHARDS, None]
+
+
+def test_threads_share_out_the_shards(store: Store) -> None:
+    shards = tuple(Shard("tar", f"{index}.tar") for index in range(200))
+    taken: list[str] = []
+
+    def take() -> None:
+        with closing(store.open()) as one:
+            one.plan(lambda: ("plan", Inventory("", shards, "")))
+            while claim := one.claim():
+                taken.append(claim.shard.location)
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == sorted(shard.location for shard in shards)
+
+
+def test_threads_of_one_worker_do_not_meet_in_a_transaction(store: Store) -> None:
+    shards = tuple(Shard("tar", f"{index}.tar") for index in range(100))
+    taken: list[str] = []
+
+    def take(one: Ledger) -> None:
+        with closing(one):
+            while claim := one.claim():
+                taken.append(claim.shard.location)
+                one.renew()
+                assert one.commit(claim, DONE, lambda: None)
+
+    with closing(store.open()) as worker:
+        worker.plan(lambda: ("plan", Inventory("", shards, "")))
+        threads = [threading.Thread(target=take, args=(worker.same_worker(),)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert worker.totals().done == 100
+    assert sorted(taken) == sorted(shard.location for shard in shards)
+
+
+def test_an_expired_lease_is_anothers_and_a_renewed_one_is_not(store: Store, ledger: Ledger, second: Ledger) -> None:
+    first = ledger.claim()
+    assert first is not None
+    assert [second.claim() is not None for _ in range(3)] == [True, True, False]
+    store.pass_time(9)
+    ledger.renew()
+    second.renew()
+    store.pass_time(9)
+    assert second.claim() is None
+    second.renew()
+    store.pass_time(2)
+    assert second.claim() == first
+
+
+def test_a_worker_that_slept_cannot_replace_what_another_finished(store: Store, ledger: Ledger, second: Ledger) -> None:
+    claim = ledger.claim()
+    assert claim is not None
+    for _ in range(2):
+        second.claim()
+    store.pass_time(11)
+    second.renew()
+    assert second.claim() == claim
+    published: list[str] = []
+    assert not ledger.commit(claim, DONE, lambda: published.append("sleeper"))
+    assert second.commit(claim, DONE, lambda: published.append("second"))
+    assert not second.commit(claim, DONE, lambda: published.append("again"))
+    ledger.release()
+    assert published == ["second"]
+    assert (ledger.totals().done, ledger.remaining()) == (1, 2)
+
+
+def test_a_publication_that_fails_is_not_recorded(ledger: Ledger) -> None:
+    claim = ledger.claim()
+    assert claim is not None
+
+    def fail() -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        ledger.commit(claim, DONE, fail)
+    assert ledger.totals().done == 0
+    assert ledger.commit(claim, DONE, lambda: None)
+
+
+def test_release_gives_shards_back_at_once(ledger: Ledger, second: Ledger) -> None:
+    claims = [ledger.claim() for _ in range(3)]
+    assert claims[1] is not None
+    assert second.claim() is None
+    ledger.release(claims[1])
+    assert second.claim() == claims[1]
+    ledger.release()
+    assert second.claim() == claims[0]
+
+
+def test_verification_returns_what_was_changed_or_is_gone(ledger: Ledger, tmp_path: Path) -> None:
+    def output(shard: int) -> Path:
+        return tmp_path / str(shard)
+
+    for shard in (1, 2, 3):
+        claim = ledger.claim()
+        assert claim is not None
+        output(shard).write_bytes(b"rows")
+        ledger.commit(claim, DONE, lambda: None)
+    assert ledger.verify(output) == []
+    output(1).unlink()
+    output(3).write_bytes(b"other rows")
+    assert ledger.verify(output) == [1, 3]
+    assert ledger.remaining() == 2
+    assert ledger.claim() is not None
+
+
+def test_totals_are_sums(ledger: Ledger) -> None:
+    claim = ledger.claim()
+    assert claim is not None
+    ledger.commit(claim, DONE, lambda: None)
+    assert ledger.totals() == (3, 1, 4, 1, 12)
+    assert all(type(total) is int for total in ledger.totals())
+    assert list(ledger.classes()) == [{0: 2, 3: 1}]
+    assert ledger.first_with_errors() == 1
+    assert ledger.has_lists()
+
+
+def test_totals_of_containers_are_not_known_beforehand(store: Store) -> None:
+    with closing(store.open()) as one:
+        one.plan(lambda: ("", Inventory("", (Shard("tar", "a.tar"), Shard("tar", "b.tar")), "")))
+        assert one.totals() == (2, 0, 0, 0, None)
+        assert not one.has_lists()
+        while claim := one.claim():
+            one.commit(claim, DONE, lambda: None)
+        assert one.totals() == (2, 2, 8, 2, 8)
+
+
+def test_a_plan_is_made_by_one(ledger: Ledger, second: Ledger) -> None:
+    assert second.plan(lambda: pytest.fail("planned twice")) == ("plan", "/images")
+    assert second.digest() == "digest"
+
+
+def test_a_plan_is_waited_for(store: Store) -> None:
+    """However long another lists the input, nobody else begins to."""
+    begun, go_on = threading.Event(), threading.Event()
+    plans: list[Any] = []
+
+    def make() -> tuple[str, Inventory]:
+        begun.set()
+        assert go_on.wait(30)
+        return "first", Inventory("", SHARDS, "")
+
+    def join(make: Any) -> None:
+        with closing(store.open()) as one:
+            plans.append(one.plan(make))
+
+    first = threading.Thread(target=join, args=(make,))
+    first.start()
+    assert begun.wait(30)
+    waiting = threading.Thread(target=join, args=(lambda: ("second", Inventory("", SHARDS, "")),))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    go_on.set()
+    first.join()
+    waiting.join()
+    assert plans == [("first", ""), ("first", "")]
+
+
+def test_a_plan_that_fails_leaves_none(store: Store) -> None:
+    with closing(store.open()) as one:
+        with pytest.raises(ValueError, match="no images"):
+            one.plan(lambda: (_ for _ in ()).throw(ValueError("no images")))
+        assert not one.is_planned()
+        assert one.plan(lambda: ("later", Inventory("", SHARDS, "")))[0] == "later"
+
+
+def test_runs_of_one_database_do_not_meet(store: Store, ledger: Ledger) -> None:
+    with closing(store.open(f"{store.run} 2")) as other:
+        assert not other.is_planned()
+        other.plan(lambda: ("other", Inventory("/other", SHARDS[:1], "other digest")))
+        claim = other.claim()
+        assert claim is not None
+        assert other.claim() is None
+        assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
+        assert other.commit(claim, DONE, lambda: None)
+        assert ledger.totals() == (3, 0, 0, 0, 12)
+        other.forget()
+        assert not other.is_planned()
+        assert ledger.remaining() == 3
+
+
+def test_a_run_that_was_removed_is_not_a_run_that_is_done(ledger: Ledger, second: Ledger) -> None:
+    claim = ledger.claim()
+    assert claim is not None
+    second.forget()
+    assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
+    assert ledger.claim() is None
+    with pytest.raises(EnvironmentMissing, match=r"the run 'test .*' is no longer in the ledger .*: it was removed"):
+        ledger.remaining()
+
+
+def test_names_of_any_bytes_come_back(store: Store) -> None:
+    name = "caf\udce9/ö.tar"
+    with closing(store.open()) as one:
+        assert one.plan(lambda: ("", Inventory("/b\udcff", (Shard("tar", name, 1 << 40),), ""))) == ("", "/b\udcff")
+        claim = one.claim()
+    assert claim is not None
+    assert claim.shard == Shard("tar", name, 1 << 40)
+
+
+def test_a_lock_that_is_never_freed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(Ledger(path)) as one:
+        one.plan(lambda: ("", Inventory("", SHARDS, "")))
+    monkeypatch.setattr(databases, "BUSY_SECONDS", 0.05)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with closing(holder), closing(Ledger(path)) as one, pytest.raises(EnvironmentMissing, match="was locked for"):
+        one.claim()
+
+
+def test_a_full_disk_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    calls = 0
+
+    def full_twice() -> str:
+        nonlocal calls
+        calls += 1
+        if calls < 3:
+            raise OSError(28, "No space left on device")
+        return "written"
+
+    assert Patience(tmp_path, 30).retry(full_twice) == "written"
+    calls = -1_000
+    with pytest.raises(EnvironmentMissing, match=r"the disk of '.*' has been full for 0 s \(.*No space.*make room"):
+        Patience(tmp_path, 0.1).retry(full_twice)
+    with pytest.raises(OSError, match="Permission"):
+        Patience(tmp_path).retry(lambda: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+
+
+def test_sqlite_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    database = sqlite3.connect(tmp_path / "small.sqlite")
+    database.execute("PRAGMA max_page_count = 2")
+    with closing(database), pytest.raises(sqlite3.OperationalError) as raised:
+        database.execute("CREATE TABLE rows AS SELECT randomblob(100000)")
+    assert is_full(raised.value)

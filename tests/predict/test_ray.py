@@ -1,0 +1,354 @@
+"""`vitx predict --ray`: a cluster of two nodes, simulated on this machine, gives the rows of the local path."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import colour_image, png
+from cli_fixture import Vitx
+from vitx.cli.options import _with_ray_address
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.inputs.inventory import Shard
+from vitx.predict.ledger.ledger import Claim
+from vitx.predict.pipeline.worker import Job
+from vitx.predict.ray.actor import (
+    ANSWER,
+    ATTEMPTS,
+    CLAIM,
+    Assignment,
+    PredictionActor,
+    claim_from_text,
+    claim_to_text,
+    part_from_answer,
+)
+from vitx.predict.ray.pool import RayPool
+from vitx.predict.summary import bundle_digest
+from vitx.runtimes import load_session
+
+pytest.importorskip("ray")
+# Ray Data reads the deprecated names of its own settings.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
+BAD = 7  # every so many images is unreadable
+IMAGES, SHARD = 3000, 20
+ACTOR = b"ray::MapWorker(MapBatches(PredictionActor))"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster of two nodes with a CPU each."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    from ray.cluster_utils import Cluster
+
+    node: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
+    two = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        two.add_node(**node)
+        yield two.address
+    finally:
+        two.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it so
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A list of 3,000 paths to 28 files, four of them unreadable."""
+    folder = tmp_path_factory.mktemp("paths")
+    rng = np.random.default_rng(3)
+    names = [f"ö {index:02d}.png" for index in range(4 * BAD)]
+    for index, name in enumerate(names):
+        (folder / name).write_bytes(b"" if index % BAD == 0 else png(colour_image(index % 4, rng)))
+    listed = folder / "all.txt"
+    listed.write_text("".join(f"{names[index % len(names)]}\n" for index in range(IMAGES)))
+    return listed
+
+
+@pytest.fixture(scope="module")
+def local(certified_original: Bundle, paths: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the local path writes."""
+    out = tmp_path_factory.mktemp("local") / "out"
+    session = load_session(certified_original, device="cpu", threads=1)
+    predict(certified_original, session, paths, out, shard_size=SHARD, batch_size=8, decode_threads=1, quiet=True)
+    return out
+
+
+def on_ray(bundle: Bundle, source: Path, out: Path, address: str, **options: Any) -> PredictionSummary:
+    pool = RayPool(bundle, address, device="cpu", threads=1, decode_threads=1)
+    return predict(bundle, pool, source, out, shard_size=SHARD, batch_size=8, quiet=True, **options)
+
+
+def command(bundle: Bundle, source: Path, out: Path, *more: str) -> list[str]:
+    numbers = ("--shard-size", str(SHARD), "--batch", "8", "--lease", "1", "--threads", "1", "--decode-threads", "1")
+    places = (str(bundle.path), str(source), "--out", str(out))
+    return [sys.executable, "-m", "vitx", "predict", *places, *numbers, "--device", "cpu", "--quiet", *more]
+
+
+def parts(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (out / PREDICTIONS).iterdir()}
+
+
+def counts(out: Path) -> dict[str, Any]:
+    summary = json.loads((out / SUMMARY).read_text())
+    return {name: summary[name] for name in ("images", "errors", "shards", "classes", "input", "bundle_sha256")}
+
+
+def unfinished(out: Path, condition: str = "") -> int:
+    with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
+        return int(ledger.execute(f"SELECT count(*) FROM vitx_shard WHERE digest IS NULL {condition}").fetchone()[0])
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def wait_for_shards(out: Path, count: int) -> None:
+    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count)
+
+
+def processes(title: bytes, parent: int | None = None) -> list[int]:
+    """The processes whose command line begins with `title`, and whose parent it is if one is given."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            of = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if title in (folder / "cmdline").read_bytes() and parent in (None, of):
+                found.append(int(folder.name))
+    return found
+
+
+def test_rows_are_those_of_the_local_path(
+    certified_original: Bundle, paths: Path, local: Path, cluster: str, tmp_path: Path
+) -> None:
+    """A killed actor loses nothing and doubles nothing either: the files are the same to the byte."""
+    out = tmp_path / "out"
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        wait_for_shards(out, 3)
+        first, *others = processes(ACTOR)
+        for other in others:  # else they may have done all before the next one has begun
+            os.kill(other, signal.SIGSTOP)
+        os.kill(first, signal.SIGKILL)
+        killed.append(first)
+        try:
+            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
+            wait_for_shards(out, 1 + len(list((out / PREDICTIONS).glob("part-*"))))
+        finally:
+            for other in others:
+                os.kill(other, signal.SIGCONT)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    summary = on_ray(certified_original, paths, out, cluster)
+    killer.join()
+    assert parts(out) == parts(local)
+    assert counts(out) == counts(local)
+    assert summary.images == IMAGES
+    assert summary.errors == len(range(0, IMAGES, BAD))
+    assert summary.images_here == IMAGES
+    assert summary.runtime["nodes"] == 2
+    assert summary.runtime["actors"] == 3  # one was killed, and begun again
+    assert summary.runtime["provider"] == "CPUExecutionProvider"
+    assert 0 < summary.stages["decode"] <= 1
+    assert [path.name[:7] for path in (out / ".vitx").iterdir() if path.name.startswith("ray-")] == []
+    assert killed
+
+
+def test_run_that_was_killed_is_finished_locally(
+    certified_original: Bundle, paths: Path, local: Path, cluster: str, tmp_path: Path
+) -> None:
+    """And a run that was begun locally is finished on Ray."""
+    out = tmp_path / "out"
+    driver = subprocess.Popen(command(certified_original, paths, out, "--ray", cluster), stderr=subprocess.DEVNULL)
+    wait_for_shards(out, 3)
+    driver.kill()
+    driver.wait()
+    done = IMAGES // SHARD - unfinished(out)
+    assert 2 <= done < IMAGES // SHARD  # the third file may be there, and not be recorded
+    wait_until(lambda: not processes(ACTOR))  # they end with their driver
+    session = load_session(certified_original, device="cpu", threads=1)
+    options: dict[str, Any] = {"shard_size": SHARD, "batch_size": 8, "lease_seconds": 1.0, "quiet": True}
+    assert predict(certified_original, session, paths, out, **options).images_here == IMAGES - done * SHARD
+    assert parts(out) == parts(local)
+    (out / PREDICTIONS / "part-00000002.parquet").unlink()
+    assert on_ray(certified_original, paths, out, cluster).images_here == SHARD
+    assert parts(out) == parts(local)
+
+
+def test_interrupted_run_gives_its_shards_back(
+    certified_original: Bundle, paths: Path, local: Path, tmp_path: Path
+) -> None:
+    """Without an address the cluster is our own, and ends with us."""
+    out = tmp_path / "out"
+    driver = subprocess.Popen(
+        command(certified_original, paths, out, "--ray"), stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for_shards(out, 3)
+    assert processes(b"raylet", parent=driver.pid)
+    cluster = [*processes(b"raylet", driver.pid), *processes(b"gcs_server", driver.pid), *processes(ACTOR)]
+    os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+    _, told = driver.communicate(timeout=60)
+    assert driver.returncode == 130, told
+    assert "Traceback" not in told
+    assert not unfinished(out, "AND lease > 0")
+    assert not list((out / PREDICTIONS).glob(".part-*"))
+    wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster), 20)
+    finished = subprocess.run(command(certified_original, paths, out), capture_output=True, text=True, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert parts(out) == parts(local)
+
+
+def test_strict_stops_with_the_first_unreadable_image(
+    certified_original: Bundle, paths: Path, cluster: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckFailed, match=r"^unreadable image ö \d+\.png: not an image: empty; without --strict"):
+        on_ray(certified_original, paths, tmp_path / "out", cluster, strict=True)
+    assert not any((tmp_path / "out" / PREDICTIONS).glob(".part-*"))
+    assert not unfinished(tmp_path / "out", "AND lease > 0")
+
+
+def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
+    (out / PREDICTIONS).mkdir(parents=True)
+    token = out / "ray-token"
+    token.write_text(token.name)
+    listing = out / "images"
+    listing.write_bytes(b"none.png\0")
+    job = Job(
+        out=out,
+        listing=listing,
+        base=str(out),
+        labels=opened.manifest.labels,
+        preprocessing=opened.manifest.preprocessing,
+        batch_size=8,
+        top_k=1,
+        logits=False,
+        embeddings=False,
+        image_column=None,
+        strict=False,
+        read_threads=1,
+        decode_threads=1,
+    )
+    given: dict[str, Any] = {
+        "job": job,
+        "bundle": opened.path,
+        "bundle_sha256": bundle_digest(opened.path),
+        "runtime": "onnxruntime",
+        "device": "cpu",
+        "threads": 1,
+        "token": token,
+        "sample": None,
+    }
+    return Assignment(**given | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"token": Path("/absent/ray-1")},
+            r"the node .* does not see the output folder '.*out' of this machine: with --r",
+        ),
+        ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
+        ({"sample": "/absent/1.png"}, r"does not see the input '/absent/1\.png' of this machine"),
+        ({"bundle_sha256": "0"}, r"the bundle '.*tiny\.vitx' is another one on the node .*: give every node the same"),
+    ],
+)
+def test_node_that_does_not_see_the_files(
+    certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    out = tmp_path / "out"
+    actor = PredictionActor(assignment(certified_original, out, **changes))
+    (answer,) = actor({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[ANSWER]
+    with pytest.raises(InputError, match=message):
+        part_from_answer(json.loads(answer), out)
+
+
+def test_shard_that_kills_its_actors_is_given_up(certified_original: Bundle, tmp_path: Path) -> None:
+    """Each actor leaves a byte; one that died did not remove it."""
+    given = assignment(certified_original, tmp_path / "out")
+    given.token.with_name(f"{given.token.name}.1").write_bytes(b"." * ATTEMPTS)
+    (answer,) = PredictionActor(given)({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[ANSWER]
+    with pytest.raises(EnvironmentMissing, match=r"10 actors died with shard 1 \(Shard\(kind='images', .* in hand"):
+        part_from_answer(json.loads(answer), tmp_path / "out")
+
+
+def test_claims_travel_as_text() -> None:
+    claim = Claim(3, Shard("tar", "a \udcff\n.tar", 0, None))
+    assert claim_from_text(claim_to_text(claim)) == claim
+
+
+def test_missing_ray_names_the_extra(
+    tiny_bundle: Bundle, paths: Path, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib.util import find_spec
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else find_spec(name))
+    code, _, err = vitx("predict", tiny_bundle.path, paths, "--out", tmp_path / "out", "--ray")
+    assert (code, err) == (3, "error: this needs the package 'ray', which is not installed: pip install 'vitx[ray]'\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--ray", "--ray-actors", "4:2"),
+            "--ray-actors 4:2: expected a number such as 4, or a least and a most such as 2:8",
+        ),
+        (("--ray", "--ray-actors", "many"), "--ray-actors many: expected a number such as 4, or"),
+        (("--ray-actors", "4"), "--ray-actors 4 is for --ray: pass that too, or leave it out"),
+        (("--ray", "ray://head:10001"), "--ray ray://head:10001: Ray Data does not run through a Ray client; run the"),
+    ],
+)
+def test_wrong_options_are_refused(
+    tiny_bundle: Bundle, paths: Path, tmp_path: Path, vitx: Vitx, options: tuple[str, ...], message: str
+) -> None:
+    code, _, err = vitx("predict", tiny_bundle.path, paths, "--out", tmp_path / "out", *options)
+    assert code == 2
+    assert message in err
+
+
+def test_address_where_nothing_listens(certified_original: Bundle, paths: Path, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentMissing, match=r"no Ray cluster at '127\.0\.0\.1:1': .*refused"):
+        on_ray(certified_original, paths, tmp_path / "out", "127.0.0.1:1")
+    assert not unfinished(tmp_path / "out", "AND lease > 0")
+
+
+def test_too_large_actors_are_refused(certified_original: Bundle, paths: Path, cluster: str, tmp_path: Path) -> None:
+    pool = RayPool(certified_original, cluster, device="cpu", threads=64)
+    with pytest.raises(
+        EnvironmentMissing, match="an actor needs 64 CPUs, and the largest such node of the cluster has 1"
+    ):
+        predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
+    pool = RayPool(certified_original, cluster, device="cuda")
+    with pytest.raises(EnvironmentMissing, match="needs 1 CPUs and a GPU"):
+        predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "understood"),
+    [
+        (["b.vitx", "in", "--ray"], ["b.vitx", "in", "--ray=local"]),
+        (["--ray", "b.vitx", "in"], ["--ray=local", "b.vitx", "in"]),
+        (["--ray", "--quiet"], ["--ray=local", "--quiet"]),
+        (["--ray", "auto", "in"], ["--ray", "auto", "in"]),
+        (["--ray", "10.0.0.1:6379"], ["--ray", "10.0.0.1:6379"]),
+        (["--ray", "ray://head:10001"], ["--ray", "ray://head:10001"]),
+    ],
+)
+def test_ray_takes_an_address_or_none(given: list[str], understood: list[str]) -> None:
+    assert _with_ray_address(given) == understood

@@ -1,0 +1,324 @@
+"""Every runtime that a CPU has computes the same function, and each refuses what it cannot do."""
+
+import json
+import shutil
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from bundle_fixture import IMAGE_SIZE, LABELS, PREPROCESSING, Float32Array, NumpySession, write_bundle
+from cli_fixture import Vitx
+from vitx.core.bundle import MANIFEST, Bundle, FileEntry
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.files import sha256_file, write_json
+from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
+from vitx.runtimes import load_session
+from vitx.runtimes.cuda import cuda_device_count
+from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
+from vitx.runtimes.requirements import RUNTIMES, unusable
+from vitx.runtimes.session import Session
+from vitx.serve.limits import Batching
+from vitx.serve.models.served_model import load_warm
+
+needs_no_gpu = pytest.mark.skipif(cuda_device_count() > 0, reason="this machine has a GPU")
+
+
+def name_files(bundle: Bundle, *added: Path) -> Bundle:
+    """Name the graph, as it is now, and these files in the manifest."""
+    entries = {
+        path.relative_to(bundle.path).as_posix(): FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
+        for path in (bundle.model_path, *added)
+    }
+    files = {**bundle.manifest.files, **entries}
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": files}))
+    return Bundle.open(bundle.path)
+
+
+@pytest.fixture(scope="module")
+def bundle_with_ir(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    openvino = pytest.importorskip("openvino", reason="an optional target")
+    bundle = write_bundle(tmp_path_factory.mktemp("ir") / "tiny.vitx")
+    ir = bundle.path / "openvino" / "model.xml"
+    openvino.save_model(openvino.convert_model(str(bundle.model_path)), str(ir), compress_to_fp16=False)
+    return name_files(bundle, ir, ir.with_suffix(".bin"))
+
+
+@pytest.fixture(scope="module", params=["onnxruntime", "onnxruntime-cpu", "openvino", "torch", "torch-compile"])
+def session(request: pytest.FixtureRequest, certified_original: Bundle, tiny_run: RunFolder) -> Session:
+    name = request.param
+    if name == "openvino":
+        return load_session(request.getfixturevalue("bundle_with_ir"), name, device="cpu", threads=1)
+    if RUNTIMES[name].source == "bundle":
+        return load_session(certified_original, name, device="cpu", threads=1)
+    if unusable(name):
+        pytest.skip(unusable(name))
+    from vitx.runtimes.torch import load_run_session
+
+    return load_run_session(tiny_run, device="cpu", compiled=name == "torch-compile")
+
+
+def test_runtime_equals_the_independent_function(session: Session, colours: ImageSet, reference: NumpySession) -> None:
+    images = next(colours.batches(PREPROCESSING, 64))
+    for batch in (images, images[:1], images[::-1], images[::3]):
+        logits = session.infer(batch)
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, reference.infer(batch), atol=1e-5)
+
+
+def test_description_names_what_was_used(session: Session) -> None:
+    description = session.describe()
+    assert set(description) == {"runtime", "version", "provider", "precision", "threads"}
+    assert description["provider"] in ("CPUExecutionProvider", "CPU", "cpu")
+    assert description["runtime"] in RUNTIMES
+    assert description["version"][0].isdigit()
+
+
+def test_session_serves_several_threads(session: Session, colours: ImageSet, reference: NumpySession) -> None:
+    images = next(colours.batches(PREPROCESSING, 8))
+    found: list[Float32Array] = []
+    threads = [Thread(target=lambda: found.extend(session.infer(images) for _ in range(20))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 80
+    for logits in found:
+        np.testing.assert_allclose(logits, reference.infer(images), atol=1e-5)
+
+
+def test_images_of_another_shape_or_dtype_are_refused(certified_original: Bundle, bundle_with_ir: Bundle) -> None:
+    loaded = [load_session(certified_original, device="cpu", threads=1), load_session(bundle_with_ir, "openvino")]
+    wrong: list[Any] = [
+        np.zeros((1, 8, 8, 3), dtype=np.uint8),
+        np.zeros((IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8),
+        np.zeros((1, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.float32),
+    ]
+    for images in wrong:
+        for session in loaded:
+            with pytest.raises(InputError, match=r"expected uint8 \(N, 16, 16, 3\)"):
+                session.infer(images)
+
+
+def test_unknown_runtime_and_device_are_refused(certified_original: Bundle) -> None:
+    with pytest.raises(InputError, match=r"unknown runtime 'onnx'.*known: onnxruntime, onnxruntime-cpu, .*torch-comp"):
+        load_session(certified_original, "onnx")
+    with pytest.raises(InputError, match=r"unknown device 'gpu': did you mean cpu\? known: auto, cpu, cuda"):
+        load_session(certified_original, device="gpu")
+
+
+@needs_no_gpu
+def test_gpu_that_is_not_there_is_refused(certified_original: Bundle, tiny_run: RunFolder) -> None:
+    from vitx.runtimes.torch import load_run_session
+
+    with pytest.raises(EnvironmentMissing, match="the NVIDIA driver offers no GPU; choose --device cpu"):
+        load_session(certified_original, device="cuda")
+    with pytest.raises(EnvironmentMissing, match="torch sees no GPU; choose --device cpu"):
+        load_run_session(tiny_run, device="cuda")
+
+
+def test_unknown_checkpoint_is_refused(tiny_run: RunFolder) -> None:
+    from vitx.runtimes.torch import load_run_session
+
+    with pytest.raises(InputError, match=r"unknown checkpoint 'newest'.*known: best, last"):
+        load_run_session(tiny_run, "newest")
+
+
+def test_graph_that_is_no_graph_is_refused(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "broken.vitx")
+    bundle.model_path.write_bytes(b"not a graph")
+    entry = FileEntry(sha256=sha256_file(bundle.model_path), size=11)
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": {"model.onnx": entry}}))
+    with pytest.raises(InputError, match=r"ONNX Runtime cannot load .*model\.onnx"):
+        load_session(Bundle.open(bundle.path), device="cpu")
+
+
+def test_manifest_that_names_another_tensor_is_refused(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "renamed.vitx")
+    tensor = bundle.manifest.output.model_copy(update={"name": "scores"})
+    renamed = Bundle(bundle.path, bundle.manifest.model_copy(update={"output": tensor}))
+    with pytest.raises(InputError, match="the manifest names the output 'scores', but the graph has logits"):
+        load_session(renamed, device="cpu")
+
+
+@pytest.mark.parametrize("name", [name for name, runtime in RUNTIMES.items() if runtime.source == "run"])
+def test_a_runtime_of_runs_takes_no_bundle(certified_original: Bundle, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name} runs a run's checkpoint and not a bundle: .*onnxruntime-cpu"):
+        load_session(certified_original, name)
+
+
+@pytest.mark.parametrize(("name", "device"), [("onnxruntime-cpu", "cuda"), ("openvino", "cuda")])
+def test_device_and_runtime_may_not_contradict(certified_original: Bundle, name: str, device: str) -> None:
+    with pytest.raises(InputError, match=f"the runtime {name} runs on cpu, and device {device} was asked for"):
+        load_session(certified_original, name, device=device)
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("name", [name for name, runtime in RUNTIMES.items() if runtime.device == "cuda"])
+def test_runtimes_of_a_gpu_are_refused_without_one(certified_original: Bundle, name: str) -> None:
+    with pytest.raises(EnvironmentMissing, match=f"{name} needs an NVIDIA GPU, and the driver offers none") as caught:
+        load_session(certified_original, name)
+    assert caught.value.exit_code == 3
+
+
+def test_a_package_that_is_missing_is_named(certified_original: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitx.runtimes.requirements.find_spec", lambda name: None)
+    monkeypatch.setattr("vitx.runtimes.requirements.cuda_device_count", lambda: 1)
+    with pytest.raises(EnvironmentMissing, match=r"needs the package openvino, .*pip install 'vitx\[openvino\]'"):
+        load_session(certified_original, "openvino")
+    with pytest.raises(EnvironmentMissing, match=r"tensorrt or tensorrt_lean, .*pip install 'vitx\[trt\]'"):
+        load_session(certified_original, "tensorrt")
+
+
+def test_compilation_needs_a_compiler(tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitx.runtimes.torch import load_run_session
+
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(EnvironmentMissing, match="'no-such-compiler' is not there: install it") as caught:
+        load_run_session(tiny_run, device="cpu", compiled=True)
+    assert caught.value.exit_code == 3
+    assert load_run_session(tiny_run, device="cpu").describe()["runtime"] == "torch"
+
+
+def test_a_compiler_that_fails_is_no_traceback(
+    tiny_run: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    from vitx.runtimes.torch import load_run_session
+
+    true = shutil.which("true")
+    assert true is not None
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "gone")))
+    monkeypatch.setenv("CXX", true)
+    torch.compiler.reset()
+    with pytest.raises(EnvironmentMissing, match=r"torch\.compile cannot compile the network \(.*\): choose torch"):
+        load_run_session(tiny_run, device="cpu", compiled=True)
+
+
+def test_a_bundle_without_ir_is_refused(certified_original: Bundle, bundle_with_ir: Bundle, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no OpenVINO IR: export it again with --openvino"):
+        load_session(certified_original, "openvino")
+    broken = Bundle.open(shutil.copytree(bundle_with_ir.path, tmp_path / "broken.vitx"))
+    ir = broken.path / "openvino" / "model.xml"
+    ir.write_text("<net>")
+    with pytest.raises(InputError, match=r"OpenVINO cannot load .*model\.xml"):
+        load_session(name_files(broken, ir), "openvino")
+
+
+def test_ir_equals_the_graph_in_onnx_runtime(bundle_with_ir: Bundle, colours: ImageSet) -> None:
+    images = next(colours.batches(PREPROCESSING, 64))
+    expected = load_session(bundle_with_ir, "onnxruntime-cpu", threads=1).infer(images)
+    session = load_session(bundle_with_ir, "openvino", threads=1)
+    np.testing.assert_allclose(session.infer(images), expected, atol=1e-4)
+    assert session.describe()["threads"] == 1
+
+
+def test_bf16_on_a_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "low.vitx")
+    size = IMAGE_SIZE * IMAGE_SIZE * 3
+    images = helper.make_tensor_value_info("images", TensorProto.UINT8, ["N", IMAGE_SIZE, IMAGE_SIZE, 3])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", len(LABELS)])
+    weight = helper.make_tensor("w", TensorProto.BFLOAT16, [size, len(LABELS)], np.ones(size * len(LABELS)))
+    nodes = [
+        helper.make_node("Flatten", ["images"], ["flat"]),
+        helper.make_node("Cast", ["flat"], ["low"], to=TensorProto.BFLOAT16),
+        helper.make_node("MatMul", ["low", "w"], ["product"]),
+        helper.make_node("Cast", ["product"], ["logits"], to=TensorProto.FLOAT),
+    ]
+    graph = helper.make_graph(nodes, "low", [images], [logits], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10), bundle.model_path)
+    lowered = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "bf16"}))
+    with pytest.raises(
+        EnvironmentMissing, match=r"no bf16 kernels for a CPU .*: run the fp32 or fp16 bundle"
+    ) as caught:
+        OnnxRuntimeSession(lowered, device="cpu")
+    assert caught.value.exit_code == 3
+    with pytest.raises(InputError, match="ONNX Runtime cannot load"):
+        OnnxRuntimeSession(bundle, device="cpu")
+
+
+def test_nodes_that_fell_back_are_seen(tmp_path: Path) -> None:
+    """A session that computes on the CPU, asked whether all of it ran elsewhere."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    path = write_bundle(tmp_path / "b.vitx").model_path
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    assert compute_elsewhere(session, "CUDAExecutionProvider") == ("Gemm",)
+    assert compute_elsewhere(session, "CPUExecutionProvider") == ()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("tensorrt", "provider"), [(False, "CUDAExecutionProvider"), (True, "TensorrtExecutionProvider")]
+)
+def test_a_provider_that_falls_back_is_an_error(
+    certified_original: Bundle, monkeypatch: pytest.MonkeyPatch, tensorrt: bool, provider: str, tmp_path: Path
+) -> None:
+    """As on a machine whose driver offers a GPU and whose provider cannot use it."""
+    import onnxruntime
+
+    if provider not in onnxruntime.get_available_providers():
+        pytest.skip(f"this ONNX Runtime has no {provider}")
+    monkeypatch.setattr("vitx.runtimes.onnxruntime.cuda_device_count", lambda: 1)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    with pytest.raises(EnvironmentMissing, match=provider) as caught:
+        OnnxRuntimeSession(certified_original, device="cuda", tensorrt=tensorrt, engine_cache=tmp_path)
+    assert caught.value.exit_code == 3
+
+
+def test_options_of_the_tensorrt_provider(tmp_path: Path, certified_original: Bundle) -> None:
+    name, options = tensorrt_options("images", (224, 224, 3), "fp16", tmp_path)
+    assert name == "TensorrtExecutionProvider"
+    assert options["trt_profile_max_shapes"] == "images:128x224x224x3"
+    assert options["trt_engine_cache_path"] == options["trt_timing_cache_path"] == str(tmp_path)
+    assert options["trt_fp16_enable"] == "1"
+    assert "trt_fp16_enable" not in tensorrt_options("images", (224, 224, 3), "fp32", tmp_path)[1]
+
+
+def test_verbs_take_a_runtime(
+    vitx: Vitx, bundle_with_ir: Bundle, tiny_run: RunFolder, colours_folder: Path, tmp_path: Path
+) -> None:
+    chosen = ("--runtime", "openvino", "--threads", 1, "--json", "--quiet")
+    out = tmp_path / "predictions"
+    code, printed, _ = vitx(
+        "predict", bundle_with_ir.path, colours_folder / "val", "--out", out, "--allow-uncertified", *chosen
+    )
+    assert code == 0
+    assert json.loads(printed)["runtime"]["runtime"] == "openvino"
+    code, printed, _ = vitx("eval", bundle_with_ir.path, "--data", colours_folder, *chosen)
+    assert code == 0
+    assert json.loads(printed)["top1"] > 0.9
+    code, _, error = vitx("eval", tiny_run.path, *chosen)
+    assert code == 2
+    assert "runtime openvino: a run's checkpoint runs in torch" in error
+    session = load_warm(bundle_with_ir, Batching(max_batch=4), device="auto", threads=1, runtime="openvino")
+    assert session.describe()["runtime"] == "openvino"
+
+
+@needs_no_gpu
+def test_a_server_does_not_start_on_a_runtime_that_is_not_there(vitx: Vitx, bundle_with_ir: Bundle) -> None:
+    code, _, error = vitx("serve", bundle_with_ir.path, "--port", 0, "--allow-uncertified", "--runtime", "tensorrt-rtx")
+    assert code == 3
+    assert "the runtime tensorrt-rtx needs an NVIDIA GPU" in error
+
+
+@needs_no_gpu
+def test_the_doctor_lists_every_runtime(vitx: Vitx) -> None:
+    code, out, _ = vitx("doctor", "--json")
+    runtimes = json.loads(out)["runtimes"]
+    assert code == 0
+    assert list(runtimes) == list(RUNTIMES)
+    assert runtimes["onnxruntime-cpu"] == {"usable": True, "reason": ""}
+    assert not runtimes["tensorrt"]["usable"]
+    assert "the driver offers none" in runtimes["tensorrt"]["reason"]
+    code, out, _ = vitx("doctor")
+    assert code == 0
+    assert "onnxruntime-tensorrt" in out

@@ -1,0 +1,37 @@
+"""What is known of a model's speed: between and beyond the sizes that were measured, and as it changes."""
+
+import pytest
+
+from vitx.serve.batching.latency_curve import LatencyCurve
+
+
+def test_the_curve_interpolates_and_follows_what_is_measured() -> None:
+    known = LatencyCurve({2: 0.2, 8: 0.5})
+    assert [known.seconds(rows) for rows in (1, 2, 5, 8, 16)] == pytest.approx([0.2, 0.2, 0.35, 0.5, 1.0])
+    for _ in range(300):
+        known.observe(8, 1.0)
+    assert known.seconds(8) == pytest.approx(1.0, rel=0.01)
+    assert 0.2 < known.seconds(2) < 0.4  # another size moves along, half as far
+    assert known.at_most(8) >= known.seconds(8)
+    fresh = LatencyCurve()
+    assert (bool(fresh), fresh.seconds(4), fresh.best_size(32)) == (False, 0.0, 32)
+    fresh.observe(4, 0.1)
+    assert fresh.seconds(8) == pytest.approx(0.2)
+
+
+def test_the_best_size_is_the_smallest_measured_one_that_is_nearly_the_fastest() -> None:
+    known = LatencyCurve({1: 1.0, 4: 3.1, 8: 6.1, 32: 24.2})
+    assert known.best_size(32) == 4  # 32 is 2.4 % faster an image
+    assert known.best_size(3) == 1
+    assert known.best_size(32, preferred=(8, 32)) == 8
+    assert known.best_size(256, preferred=(64, 8)) == 8  # 64 was not measured
+    assert known.best_size(256, preferred=(64,)) == 4
+    assert LatencyCurve({1: 0.0002, 2: 0.0004, 4: 0.0008}).best_size(4) == 4  # every batch costs a hand-over
+    assert LatencyCurve({4: 1.0}).best_size(2) == 2
+    # Sizes are compared at their fastest, and what is measured live of one of them alone changes nothing.
+    noisy = LatencyCurve({1: 1.0, 8: 8.0, 32: 25.0}, fastest={1: 1.0, 8: 6.0, 32: 24.0})
+    assert noisy.best_size(32) == 8
+    for _ in range(100):
+        noisy.observe(8, 30.0)
+    assert (noisy.best_size(32), round(noisy.seconds(8))) == (8, 30)
+    assert LatencyCurve().best_size(32, preferred=(8, 16, 64)) == 16

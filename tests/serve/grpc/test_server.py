@@ -1,0 +1,250 @@
+"""The gRPC side of a server's life: its port, overload, deadlines, callers that give up, and signals."""
+
+import queue
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
+
+from bundle_fixture import IMAGE_SIZE, NumpySession
+from server_process import (
+    SLOW_MODEL,
+    ServerProcess,
+    end_under_load,
+    grpc_address,
+    run_serve,
+    running_server,
+    wait_until,
+)
+from vitx.core.bundle import Bundle
+
+NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
+# The model waits while the gate is there, but for the zeros of the warm-up.
+HELD_MODEL = """
+import os, time
+from vitx.serve.models import served_model
+load = served_model.load_session
+class Held:
+    def __init__(self, session):
+        self.session, self.describe = session, session.describe
+    def infer(self, images):
+        while images.any() and os.path.exists(gate):
+            time.sleep(0.005)
+        return self.session.infer(images)
+served_model.load_session = lambda *args, **options: Held(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+MISSED = 'vitx_rejections_total{reason="deadline"}'
+DISCONNECTED = 'vitx_rejections_total{reason="disconnected"}'
+
+
+@contextmanager
+def slow_server(bundle: Bundle, *options: str, program: str = SLOW_MODEL) -> Iterator[tuple[ServerProcess, Any]]:
+    """A server of one slow image after the other, and a client of it."""
+    arguments: tuple[str | Path, ...] = (bundle.path, "--max-batch", "1", "--grpc-port", "0", *options)
+    with running_server(*arguments, program=program) as server:
+        client = triton.InferenceServerClient(grpc_address(server))
+        yield server, client
+        client.close()
+
+
+def image(number: int) -> "np.ndarray[Any, np.dtype[np.uint8]]":
+    return np.full((1, IMAGE_SIZE, IMAGE_SIZE, 3), number, dtype=np.uint8)
+
+
+def tensor(number: int) -> Any:
+    made = triton.InferInput("images", [1, IMAGE_SIZE, IMAGE_SIZE, 3], "UINT8")
+    made.set_data_from_numpy(image(number))
+    return made
+
+
+def outcome(client: Any, number: int = 7, **options: Any) -> str:
+    """The status of one call: "OK", and the logits are right, or the error's; "refused" when the server drains."""
+    try:
+        logits = client.infer("tiny", [tensor(number)], **options).as_numpy("logits")
+    except InferenceServerException as error:
+        refused = error.message() == "the server is shutting down"
+        return "refused" if refused else str(error.status()).removeprefix("StatusCode.")
+    assert logits == pytest.approx(NumpySession().infer(image(number)), rel=1e-4)
+    return "OK"
+
+
+def waiting(server: ServerProcess) -> float:
+    return server.metric("vitx_queue_depth") + server.metric("vitx_running_images")
+
+
+def test_a_port_in_use_is_refused_before_a_model_is_loaded(tiny_bundle: Bundle) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = run_serve(tiny_bundle.path, "--port", "0", "--grpc-port", str(port))
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert f"error: cannot listen on 127.0.0.1 port {port} for gRPC: choose another port" in refused.stderr
+
+
+def test_without_the_package_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, program=NO_GRPC) as server:
+        assert server.stop() == 0
+    remedy = r"ended with 3: .*'grpc', which is not installed: pip install 'vitx\[grpc\]'"
+    with (
+        pytest.raises(AssertionError, match=remedy),
+        running_server(tiny_bundle.path, "--grpc-port", "0", program=NO_GRPC),
+    ):
+        pass
+
+
+def test_a_full_queue_is_resource_exhausted(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle, "--queue", "2") as (server, client), ThreadPoolExecutor(12) as pool:
+        outcomes = list(pool.map(lambda _: outcome(client), range(12)))
+        assert set(outcomes) == {"OK", "RESOURCE_EXHAUSTED"}
+        assert server.metric('vitx_rejections_total{reason="queue_full"}') == outcomes.count("RESOURCE_EXHAUSTED")
+        assert outcome(client) == "OK"
+
+
+def test_a_call_that_is_cancelled_frees_its_place(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client):
+        calls = [client.async_infer("tiny", [tensor(7)], lambda result, error: None) for _ in range(6)]
+        wait_until(lambda: waiting(server) == 6)
+        for call in calls:
+            call.cancel()
+        wait_until(lambda: server.metric(DISCONNECTED) == 6)
+        assert server.metric("vitx_queue_depth") == 0
+        assert outcome(client) == "OK"
+        assert server.metric("vitx_images_total") < 6  # those that waited never ran
+
+
+def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(outcome, client, client_timeout=20) for _ in range(3)]
+        wait_until(lambda: waiting(server) == 3)
+        late = [pool.submit(outcome, client, client_timeout=0.1) for _ in range(4)]
+        assert {call.result(20) for call in late} <= {"DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"}
+        assert {call.result(20) for call in calls} == {"OK"}
+        wait_until(lambda: waiting(server) == 0)
+        assert server.metric("vitx_images_total") == 3
+        assert outcome(client, timeout=1) == "RESOURCE_EXHAUSTED"  # a microsecond
+        assert outcome(client, client_timeout=20) == "OK"
+
+
+def test_a_deadline_that_passes_and_one_that_cannot_be_kept(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+        gate.touch()
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(outcome, client)
+            wait_until(lambda: server.metric("vitx_running_images") == 1)
+            assert outcome(client, timeout=100_000) == "DEADLINE_EXCEEDED"  # it seemed possible: 0.1 s
+            assert outcome(client, timeout=1) == "RESOURCE_EXHAUSTED"
+            assert outcome(client, client_timeout=0.1) == "DEADLINE_EXCEEDED"
+            wait_until(lambda: server.metric(MISSED) == 3)
+            gate.unlink()
+            assert held.result(20) == "OK"
+        assert server.metric("vitx_images_total") == 1
+        assert server.metric(DISCONNECTED) == 0
+
+
+def half_a_message() -> bytes:
+    """What opens an HTTP/2 connection (RFC 9113), a call, and 10 of the 1,000 bytes that its message announces."""
+
+    def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+        return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+
+    fields = {
+        b":method": b"POST",
+        b":scheme": b"http",
+        b":path": b"/inference.GRPCInferenceService/ModelInfer",
+        b":authority": b"here",
+        b"content-type": b"application/grpc",
+        b"te": b"trailers",
+    }
+    head = b"".join(bytes([0, len(name)]) + name + bytes([len(value)]) + value for name, value in fields.items())
+    message = struct.pack(">BI", 0, 1000) + b"x" * 10
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0, b"")
+    return start + frame(1, 4, 1, head) + frame(0, 0, 1, message)
+
+
+def test_a_message_that_does_not_come_ends_the_call(tiny_bundle: Bundle) -> None:
+    slow, gate = 'vitx_rejections_total{reason="slow_client"}', threading.Event()
+
+    def never() -> Iterator[bytes]:
+        gate.wait(20)
+        yield from ()
+
+    with slow_server(tiny_bundle, "--message-timeout", "0.5") as (server, client):
+        channel = grpc.insecure_channel(grpc_address(server))
+        for name in ("inference.GRPCInferenceService/ModelInfer", "grpc.health.v1.Health/Check"):
+            silent = channel.stream_unary(f"/{name}").future(never())
+            with pytest.raises(grpc.RpcError, match="the call's message took too long") as error:
+                silent.result(10)
+            assert error.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        empty = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(iter([]))
+        with pytest.raises(grpc.RpcError, match="the call has no message") as error:
+            empty.result(10)
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        assert server.metric(slow) == 2
+        host, _, port = grpc_address(server).rpartition(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(half_a_message())
+            wait_until(lambda: server.metric(slow) == 3)
+        assert client.infer("tiny", [tensor(1)]).as_numpy("logits") is not None
+        gate.set()
+        channel.close()
+
+
+def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+        idle = triton.InferenceServerClient(grpc_address(server))
+        idle.start_stream(lambda result, error: None)  # would hold the drain, were it not ended
+        busy, answers = triton.InferenceServerClient(grpc_address(server)), queue.Queue[Any]()
+        busy.start_stream(lambda result, error: answers.put(result))
+        busy.async_stream_infer("tiny", [tensor(9)])
+        calls = [pool.submit(outcome, client, number) for number in range(20, 23)]
+        wait_until(lambda: waiting(server) == 4)
+        server.process.send_signal(signal.SIGTERM)
+        assert {call.result(20) for call in calls} == {"OK"}
+        assert answers.get(timeout=20).as_numpy("logits") == pytest.approx(NumpySession().infer(image(9)), rel=1e-4)
+        assert server.process.wait(20) == 0
+        assert outcome(client) == "UNAVAILABLE"
+        idle.close()
+        busy.close()
+
+
+def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--grpc-port", "0") as server:
+        address = grpc_address(server)
+
+        def new_client() -> Callable[[], str]:
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            client = opened.enter_context(triton.InferenceServerClient(address, channel_args=options))
+            return lambda: outcome(client)
+
+        with ExitStack() as opened:
+            end_under_load(server, signal.SIGTERM, new_client, good="OK", refused="refused", gone="UNAVAILABLE")
+
+
+def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
+    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+        assert client.is_server_ready()
+        calls = [pool.submit(outcome, client) for _ in range(4)]
+        wait_until(lambda: waiting(server) == 4)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not client.is_server_ready())
+        assert client.is_server_live()
+        assert not client.is_model_ready("tiny")
+        with grpc.insecure_channel(grpc_address(server)) as channel:
+            assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x02"  # NOT_SERVING
+        assert {call.result(20) for call in calls} == {"OK"}
+        assert server.process.wait(20) == 0

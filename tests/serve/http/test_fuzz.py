@@ -1,0 +1,111 @@
+"""Malformed requests from a fixed seed: refused or hung up on, and nothing of them stays. The benchmark runs more."""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+import support.fuzz_grpc as fuzz_grpc
+import support.fuzz_openapi as fuzz_openapi
+from fuzz import MANAGEMENT_TOKEN, OPTIONS, Outcome, fuzz_over_grpc, fuzz_over_http, held_by
+from server_process import INFER_BODY, INFER_PATH, ServerProcess, grpc_address, running_server, wait_until
+from support.fuzz_http import MAKERS, MAY_PASS, ask, is_refused, make_request
+from vitx.core.bundle import Bundle
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+REQUESTS = 2000
+CALLS = 2000
+EXAMPLES = 3  # of each operation
+
+
+@pytest.fixture
+def server(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
+    token = tiny_bundle.path.with_name("token")
+    token.write_text(MANAGEMENT_TOKEN)
+    managed = ("--management", "--management-token-file", token)
+    with running_server(tiny_bundle.path, *OPTIONS, *managed, "--grpc-port", "0") as started:
+        yield started
+
+
+def assert_nothing_stays(server: ServerProcess, before: dict[str, float]) -> None:
+    """After what was malformed: no file is open, little memory held, nothing queued, and a good request is answered."""
+    wait_until(lambda: held_by(server.process.pid)["files"] <= before["files"] + 1)  # + 1: the next question's
+    assert held_by(server.process.pid)["rss_mib"] - before["rss_mib"] < 24
+    assert server.metric("vitx_queue_depth") == server.metric("vitx_running_images") == 0
+    assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+    assert server.stop() == 0
+
+
+def test_nothing_malformed_breaks_hangs_or_stays(server: ServerProcess) -> None:
+    address = (server.host, server.port)
+    fuzz_over_http(address, range(400), seed=1, model="tiny")  # what is allocated once
+    before = held_by(server.process.pid)
+    outcome = fuzz_over_http(address, range(REQUESTS), seed=0, model="tiny")
+    assert outcome.wrong == []
+    assert {kind for kind, _ in outcome.counts} == set(MAKERS)
+    assert_nothing_stays(server, before)
+
+
+def test_no_malformed_call_breaks_hangs_or_stays(server: ServerProcess) -> None:
+    fuzz_over_grpc(grpc_address(server), range(400), seed=1, model="tiny")
+    before = held_by(server.process.pid)
+    outcome = fuzz_over_grpc(grpc_address(server), range(CALLS), seed=0, model="tiny")
+    assert outcome.wrong == []
+    assert {kind for kind, _ in outcome.counts} == set(fuzz_grpc.MAKERS)
+    assert outcome.counts["flipped", "OK"] > 0  # so the others are refused for what is wrong with them
+    assert_nothing_stays(server, before)
+
+
+def test_what_the_description_promises_is_kept(server: ServerProcess) -> None:
+    answers = fuzz_openapi.run(f"http://{server.url}", "tiny", MANAGEMENT_TOKEN, EXAMPLES)
+    assert answers.wrong == []
+    described = server.json("/openapi.json")["paths"]
+    operations = {
+        f"{method.upper()} {path}" for path, of in described.items() for method in of.keys() & {"get", "post"}
+    }
+    assert {operation for operation, _ in answers.counts} == operations - {"GET /openapi.json"}
+    assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+
+
+def test_a_request_is_made_from_its_seed_and_number() -> None:
+    made = [make_request(0, number, "tiny") for number in range(300)]
+    assert made == [make_request(0, number, "tiny") for number in range(300)]
+    assert made != [make_request(1, number, "tiny") for number in range(300)]
+    assert {kind for kind, _ in made} == set(MAKERS)
+
+
+@pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])
+def test_what_no_call_may_end_with(status: str) -> None:
+    assert not any(fuzz_grpc.is_refused(kind, status) for kind in fuzz_grpc.MAKERS if kind != "frames")
+    assert fuzz_grpc.is_refused("tensors", "INVALID_ARGUMENT")
+    assert not fuzz_grpc.is_refused("tensors", "OK")
+    assert not fuzz_grpc.is_refused("frames", "hang")
+
+
+@pytest.mark.parametrize("answer", ["500", "503", "hang", "200", "404", "closed"])
+def test_what_counts_as_wrong(answer: str) -> None:
+    outcome = Outcome(is_refused)
+    for number, kind in enumerate(("json", MAY_PASS[0])):
+        outcome.add(number, kind, answer)
+    wrong = [kind for _, kind, _ in outcome.wrong]
+    expected = {"200": ["json"], "404": [], "closed": []}.get(answer, ["json", MAY_PASS[0]])
+    assert wrong == expected
+    assert outcome.by_answer() == {answer: 2}
+
+
+def test_bytes_of_no_protocol(server_of_its_own: ServerProcess) -> None:
+    """Noise without any structure, many connections at once."""
+    chance = random.Random(0)
+    address = (server_of_its_own.host, server_of_its_own.port)
+    answers = Counter(ask(address, chance.randbytes(chance.randrange(1, 3000)), end=True) for _ in range(200))
+    assert set(answers) <= {"400", "431", "closed"}
+    assert server_of_its_own.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+
+
+@pytest.fixture
+def server_of_its_own(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
+    with running_server(tiny_bundle.path, *OPTIONS) as started:
+        yield started

@@ -1,0 +1,102 @@
+"""The canary: what it finds, what it lets pass, and what readiness makes of it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import NumpySession, write_bundle
+from server_process import running_server, wait_until
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.session import Float32Array
+from vitx.serve.models.canary import Canary, canary_images
+
+# While the file DRIFT exists, the model's logits are what the file says higher.
+DRIFTING = """
+from pathlib import Path
+from vitx.serve.models import served_model
+load, drift = served_model.load_session, Path("DRIFT")
+class Drifting:
+    def __init__(self, session):
+        self.session, self.describe = session, session.describe
+    def infer(self, images):
+        return self.session.infer(images) + (float(drift.read_text()) if drift.exists() else 0)
+served_model.load_session = lambda *args, **options: Drifting(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+
+
+class Session(NumpySession):
+    """The reference with faults that come later."""
+
+    def __init__(self) -> None:
+        self.drift = 0.0
+        self.provider = "cpu"
+        self.failure: Exception | None = None
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        if self.failure is not None:
+            raise self.failure
+        return super().infer(images) + np.float32(self.drift)
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "provider": self.provider}
+
+
+def test_the_images_are_fixed_and_smooth() -> None:
+    images = canary_images((16, 16, 3))
+    assert images.shape == (4, 16, 16, 3)
+    assert images.dtype == np.uint8
+    assert np.array_equal(images, canary_images((16, 16, 3)))
+    assert images.std() > 30
+    steps = np.abs(np.diff(images.astype(int), axis=1))
+    assert steps.max() <= 64  # a quarter of the range: four pixels lie between two colours
+    assert canary_images((32, 48, 1), 2).shape == (2, 32, 48, 1)
+
+
+def test_drift_provider_and_failure_are_found(tiny_bundle: Bundle) -> None:
+    session = Session()
+    certificate = tiny_bundle.require_certificate()
+    allowed = certificate.max_logit_error_allowed
+    canary = Canary(tiny_bundle, certificate, session, max_batch=32)
+    assert canary.fault() is None
+    session.drift = 0.5 * allowed
+    assert canary.fault() is None
+    session.drift = 2 * allowed
+    assert canary.fault() == f"logits of the canary batch moved by {2 * allowed:.3g}: at most {allowed:.3g} is allowed"
+    session.drift = float("nan")
+    assert "moved by nan" in str(canary.fault())
+    session.drift, session.provider = 0.0, "cuda"
+    assert canary.fault() == "the provider is cuda and was cpu"
+    session.provider, session.failure = "cpu", RuntimeError("out of memory")
+    assert canary.fault() == "the canary batch failed: out of memory"
+    session.failure = None
+    assert canary.fault() is None
+
+
+def test_a_session_that_is_not_finite_is_refused_at_once(tiny_bundle: Bundle) -> None:
+    session = Session()
+    session.drift = float("nan")
+    with pytest.raises(CheckFailed, match="logits that are not finite"):
+        Canary(tiny_bundle, None, session, max_batch=1)
+
+
+def test_readiness_follows_the_canary(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    drift = tmp_path / "drift"
+    arguments = (bundle.path, "--allow-uncertified", "--canary-seconds", "0.1")
+    program = DRIFTING.replace("DRIFT", str(drift))
+    with running_server(*arguments, program=program) as server:
+        wait_until(lambda: server.metric('vitx_canaries_total{model="tiny",result="pass",version="1"}') >= 2)
+        drift.write_text("0.5")
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 503)
+        assert server.request("GET", "/v2/models/tiny/ready")[0] == 503
+        assert server.request("GET", "/v2/health/live")[0] == 200
+        assert "moved by 0.5" in server.json("/v2/models/tiny")["vitx"]["fault"]
+        assert server.metric('vitx_canaries_total{model="tiny",result="fail",version="1"}') >= 1
+        drift.unlink()
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)

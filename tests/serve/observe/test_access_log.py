@@ -1,0 +1,83 @@
+"""The access log: what a line says, request ids, rotation, and a disk that stands still."""
+
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import colour_image, png, write_bundle
+from server_process import INFER_BODY, INFER_PATH, grpc_address, run_serve, running_server, wait_until
+from vitx.serve.observe import access_log
+from vitx.serve.observe.access_log import AccessLog, request_id
+from vitx.serve.observe.request_record import RequestRecord
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_line_a_request_with_its_times(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    path = tmp_path / "access.log"
+    picture = png(colour_image(0, np.random.default_rng(0)))
+    with running_server(bundle.path, "--allow-uncertified", "--access-log", path, "--grpc-port", "0") as server:
+        path.rename(tmp_path / "probes.log")  # those of the start
+        server.process.send_signal(signal.SIGUSR1)
+        wait_until(path.exists)
+        headers = server.request("POST", "/v1/classify", picture, {"X-Request-Id": "abc-1"})[2]
+        assert headers["x-request-id"] == "abc-1"
+        headers = server.request("POST", INFER_PATH, INFER_BODY)[2]
+        assert re.fullmatch("[0-9a-f]{32}", headers["x-request-id"])
+        assert server.request("POST", "/v1/classify", b"no image", {"X-Request-Id": "with space"})[0] == 400
+        server.request("GET", '/a"b\\' + "x" * 300)
+        triton = pytest.importorskip("tritonclient.grpc")
+        with triton.InferenceServerClient(grpc_address(server)) as client:
+            client.is_server_ready(headers={"x-request-id": "rpc-1"})
+        wait_until(lambda: len(lines_of(path)) == 5)
+        classified, inferred, bad, unknown, rpc = lines_of(path)
+        assert server.stop() == 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", classified.pop("time"))
+    times = {name: classified.pop(name) for name in ("total_ms", "decode_ms", "queue_ms", "compute_ms")}
+    assert min(times.values()) >= 0
+    assert sum(times.values()) <= 2 * times["total_ms"]
+    assert classified == {
+        "id": "abc-1",
+        "method": "POST",
+        "path": "/v1/classify",
+        "status": 200,
+        "model": "tiny",
+        "images": 1,
+    }
+    assert (inferred["id"], inferred["images"], "decode_ms" in inferred) == (headers["x-request-id"], 1, False)
+    assert (bad["status"], bad["images"], bad["id"] != "with space") == (400, 0, True)
+    assert (unknown["status"], unknown["path"][:5], len(unknown["path"])) == (404, '/a"b\\', 200)
+    assert (rpc["id"], rpc["method"], rpc["path"], rpc["status"]) == ("rpc-1", "gRPC", "grpc.ServerReady", 200)
+
+
+def test_ids_that_could_break_a_log_are_replaced() -> None:
+    assert request_id("a" * 128) == "a" * 128
+    for given in (None, "", "a" * 129, "two words", "line\n", "\xe9"):
+        assert re.fullmatch("[0-9a-f]{32}", request_id(given))
+
+
+def test_a_disk_that_stands_still_costs_lines_and_not_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_log, "_WAITING", 0)
+    log = AccessLog(str(tmp_path / "log"))
+    for _ in range(3):
+        log.write(RequestRecord("a"), "GET", "/", 200, 0.001)
+    monkeypatch.setattr(access_log, "_WAITING", 10)
+    log.write(RequestRecord("b"), "GET", "/", 200, 0.001)
+    log.close()
+    (line,) = lines_of(tmp_path / "log")
+    assert (line["id"], line["lines_dropped"], line["total_ms"]) == ("b", 3, 1.0)
+
+
+def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    refused = run_serve(bundle.path, "--allow-uncertified", "--access-log", tmp_path / "no" / "log", "--port", "0")
+    assert refused.returncode == 2
+    assert f"cannot write the access log '{tmp_path}/no/log': No such file or directory" in refused.stderr

@@ -1,0 +1,148 @@
+"""`vitx top` against a real server: one snapshot, JSON, the live view on a terminal, and what it refuses."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bundle_fixture import write_bundle
+from cli_fixture import Vitx
+from server_process import INFER_BODY, INFER_PATH, ServerProcess, load_on, running_server
+from vitx.core.bundle import Bundle
+from vitx.serve.observe.top import Server, quantile, snapshot
+
+TOKEN = "0123456789abcdef"
+TOP = (sys.executable, "-c", "from vitx.cli import main; main()", "top")
+
+
+@pytest.fixture(scope="module")
+def server(certified_original: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Serves tiny, certified, and other, which is not."""
+    other = write_bundle(tmp_path_factory.mktemp("top") / "other.vitx", name="other")
+    with running_server(certified_original.path, other.path, "--allow-uncertified") as started:
+        yield started
+
+
+def test_the_figures_are_what_happened_between_two_readings(server: ServerProcess) -> None:
+    top = Server(server.url)
+    before = top.read()
+    for _ in range(5):
+        assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
+    assert server.request("POST", "/v2/models/none/infer", INFER_BODY)[0] == 404
+    found = snapshot(top.read(), before)
+    tiny, other = found["models"]
+    assert tiny["images_per_second"] == pytest.approx(5 / found["interval_seconds"], rel=0.02)
+    assert found["requests_per_second"] == pytest.approx(6 / found["interval_seconds"], rel=0.02)
+    assert tiny["mean_batch"] == 1
+    assert 0 < tiny["compute_ms"]["p50"] <= tiny["compute_ms"]["p99"] < 1000
+    assert (tiny["certificate"], other["certificate"]) == ("pass", "uncertified")
+    assert tiny["provider"] == "CPUExecutionProvider"
+    assert (other["images_per_second"], other["mean_batch"], other["compute_ms"]["p99"]) == (0, None, None)
+    assert found["rejections"]["unknown_model"] == 1
+    assert found["rss_mib"] > 10
+
+
+def test_since_the_start_after_a_restart(server: ServerProcess) -> None:
+    before = Server(server.url).read()
+    assert snapshot(before, before)["interval_seconds"] == pytest.approx(before.stats["uptime_seconds"], abs=0.001)
+
+
+def test_one_snapshot_as_text_and_as_json(server: ServerProcess, vitx: Vitx) -> None:
+    with load_on(server, 2):
+        code, out, err = vitx("top", server.url, "--json", "--interval", "0.3")
+        assert (code, err) == (0, "")
+        assert json.loads(out)["models"][0]["images_per_second"] > 1
+        code, out, err = vitx("top", f"http://{server.url}/", "--once", "--interval", "0.2")
+    assert (code, err) == (0, "")
+    assert re.search(r"│ tiny +│ +[\d,]+\.\d │", out)
+    assert "│ pass " in out
+    assert "│ uncertified " in out
+    assert "refused since the start: " in out
+
+
+@pytest.mark.parametrize(
+    ("buckets", "share", "expected"),
+    [
+        ({1.0: 0, 2.0: 10, float("inf"): 10}, 0.5, 1.5),
+        ({1.0: 5, 2.0: 5, float("inf"): 10}, 0.25, 0.5),
+        ({1.0: 5, 2.0: 5, float("inf"): 10}, 0.99, 2.0),  # somewhere beyond the largest bound
+        ({1.0: 0, float("inf"): 0}, 0.5, None),
+        ({}, 0.5, None),
+    ],
+)
+def test_quantiles_of_a_histogram(buckets: dict[float, float], share: float, expected: float | None) -> None:
+    assert quantile(buckets, share) == expected
+
+
+def test_nothing_answers(vitx: Vitx) -> None:
+    code, out, err = vitx("top", "127.0.0.1:1", "--once")
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert err.startswith("error: nothing answers at http://127.0.0.1:1 (")
+    assert err.endswith("): start `vitx serve BUNDLE`, or give the address it printed\n")
+
+
+def test_an_address_that_is_none(vitx: Vitx) -> None:
+    for url in ("ftp://127.0.0.1", "http://"):
+        code, _, err = vitx("top", url, "--once")
+        assert (code, "is no address of a server" in err) == (2, True)
+
+
+def test_another_server_than_ours(tmp_path: Path, vitx: Vitx) -> None:
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split("(")[1].split(")")[0]
+        code, _, err = vitx("top", url, "--once")
+        process.terminate()
+    assert code == 3
+    assert "is no `vitx serve`: it answered 404 to /v1/stats" in err
+
+
+def test_a_token(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    with running_server(certified_original.path, "--token-file", tmp_path / "token") as server:
+        code, _, err = vitx("top", server.url, "--once")
+        assert (code, err) == (2, f"error: http://{server.url} asks for a token: give it with --token-file\n")
+        arguments = ("--json", "--interval", "0.1", "--token-file", tmp_path / "token")
+        assert vitx("top", server.url, *arguments)[0] == 0
+
+
+def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: ServerProcess) -> None:
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "150", "LINES": "30"}
+    command = [*TOP, server.url, "--interval", "0.1"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    seen = b""
+    try:
+        deadline = time.monotonic() + 20
+        while seen.count(b"tiny") < 4 and time.monotonic() < deadline:
+            seen += os.read(ours, 2**16)
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                data = os.read(ours, 2**16)
+            except OSError:  # how Linux says that nobody has the terminal any more
+                break
+            if not data:
+                break
+            seen += data
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    assert seen.count(b"tiny") >= 4
+    assert b"\x1b[?1049h" in seen  # a screen of its own, and back from it
+    assert seen.endswith(b"\x1b[?25h\x1b[?1049l")  # the cursor is shown again
+    assert b"\x1b[2J" not in seen.split(b"\x1b[?1049h", 1)[1].split(b"tiny", 2)[1]  # never cleared between two frames
+    assert process.returncode == 130
+    assert b"Traceback" not in said

@@ -1,0 +1,401 @@
+"""`vitx serve --ray`, on a Ray cluster that runs and on one of its own: real processes, Triton's client, plain HTTP."""
+
+import asyncio
+import http.client
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml  # type: ignore[import-untyped]  # its types are another package
+from PIL import Image
+from pydantic import ValidationError
+
+from bundle_fixture import IMAGE_SIZE, LABELS, colour_image, write_bundle
+from cli_fixture import Vitx
+from server_process import INFER_BODY, ServerProcess, end_under_load, http_client, running_server, wait_until
+from support.process_tree import family
+
+with warnings.catch_warnings():  # gevent and its parts warn while they are imported, and so does Ray
+    warnings.simplefilter("ignore")
+    import ray
+    import tritonclient.http as triton
+    from ray import serve
+    from ray._common.utils import import_attr
+    from ray.cluster_utils import Cluster
+    from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    from vitx.serve import ray_app
+    from vitx.serve.process.ray_cluster import (
+        _require_free_name,
+        _require_room,
+        _until_running,
+        problem_on_node,
+        proxy_options,
+    )
+    from vitx.serve.ray_app import ServeArgs, Share, share_of
+
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_file
+from vitx.core.latency import Latency, LatencyPoint
+from vitx.core.preprocess import UInt8Array, decode
+from vitx.runtimes import load_session
+from vitx.runtimes.session import Float32Array, Session
+from vitx.serve.http.app import App
+from vitx.serve.http.classify import top_predictions
+from vitx.serve.http.decode import Decoder
+from vitx.serve.limits import Batching, Limits
+from vitx.serve.models.loading import Loader, open_offers
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.process.port import claim_port
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+NO_RAY = "import sys; sys.modules['ray'] = None; from vitx.cli import main; main()"  # importing it now raises
+
+
+def replica_processes(root: int) -> list[int]:
+    """The replicas among the descendants of a process."""
+    return [pid for pid in family(root) if b"ServeReplica:vitx" in command_line(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster that runs, to which this process is connected as well."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        ray.init(started.address, log_to_driver=False, logging_level=logging.ERROR)
+        with claim_port("127.0.0.1", 0) as free:
+            port = free.getsockname()[1]
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield started.address
+        serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates these two not
+        ray.shutdown()
+        started.shutdown()  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture(scope="module")
+def server(cluster: str, certified_original: Bundle) -> Iterator[ServerProcess]:
+    """Two replicas on that cluster, or three under load."""
+    bundle = certified_original.path
+    with running_server(
+        bundle, "--ray", cluster, "--replicas", "2:3", "--threads", "1", "--max-batch", "16"
+    ) as started:
+        yield started
+
+
+def test_answers_are_the_sessions(server: ServerProcess, certified_original: Bundle) -> None:
+    session = load_session(certified_original, device="cpu", threads=1)
+    client = triton.InferenceServerClient(server.url)
+    images = np.random.default_rng(0).integers(0, 256, (3, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+    for binary in (True, False):
+        tensor = triton.InferInput("images", list(images.shape), "UINT8")
+        tensor.set_data_from_numpy(images, binary_data=binary)
+        np.testing.assert_array_equal(client.infer("tiny", [tensor]).as_numpy("logits"), session.infer(images))
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready("tiny")
+    assert client.get_model_metadata("tiny")["outputs"][0]["shape"] == [-1, len(LABELS)]
+    assert client.get_model_config("tiny")["max_batch_size"] == 16
+    client.close()
+
+    buffer = io.BytesIO()
+    Image.fromarray(colour_image(3, np.random.default_rng(1), size=41)).save(buffer, format="JPEG", quality=95)
+    pixels = certified_original.manifest.preprocessing.apply(decode(buffer.getvalue()))
+    status, text, _ = server.request("POST", "/v1/classify", buffer.getvalue(), {"Content-Type": "image/jpeg"})
+    predictions = json.loads(text)["predictions"]
+    assert status == 200
+    assert predictions == top_predictions(session.infer(pixels[None])[0], LABELS, len(LABELS))
+    assert predictions[0]["label"] == "red"
+
+    # Refusals are ours, and the metrics are of both replicas.
+    status, text, _ = server.request("POST", "/v1/classify", b"no image", {"Content-Type": "image/jpeg"})
+    assert (status, json.loads(text)["error"].partition(" in ")[0]) == (400, "not an image")
+    series = [line for line in server.request("GET", "/metrics")[1].decode().splitlines() if "model_info{" in line]
+    assert len({line.partition('replica="')[2].partition('"')[0] for line in series}) == 2
+
+
+def test_the_settings_reach_ray(server: ServerProcess) -> None:
+    assert server.line == f"vitx: serving tiny on http://{server.url}"
+    client: Any = _get_global_client()
+    found = client.get_serve_details()["applications"]["vitx"]["deployments"]["Replica"]["deployment_config"]
+    scaling = found["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 3)
+    assert scaling["target_ongoing_requests"] == 8  # one instance, and no measured batch size
+    assert found["ray_actor_options"]["num_cpus"] == 1
+    assert found["max_ongoing_requests"] == 2 * 1024 + 2 * 16
+    assert found["graceful_shutdown_timeout_s"] == 30
+
+
+def test_a_killed_replica_is_replaced_and_requests_go_on(server: ServerProcess) -> None:
+    ask = http_client(server)
+    before = replica_processes(os.getpid())
+    assert len(before) == 2
+    os.kill(before[0], signal.SIGKILL)
+    wait_until(lambda: ask() == "200")  # the first one may still be sent to the dead
+    answered = 0
+    while len(replica_processes(os.getpid())) < 2 or answered < 20:
+        assert ask() == "200"
+        answered += 1
+    states = serve.status().applications["vitx"].deployments["Replica"].replica_states
+    wait_until(lambda: serve.status().applications["vitx"].deployments["Replica"].replica_states == {"RUNNING": 2})
+    assert len(set(replica_processes(os.getpid())) - set(before)) == 1, states
+
+
+def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
+    with pytest.raises(InputError, match="the cluster serves an application 'vitx' already"):
+        _require_free_name()
+    assert server.stop() == 0
+    assert serve.status().applications == {}
+    assert replica_processes(os.getpid()) == []
+
+
+def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix(
+    cluster: str, certified_original: Bundle, tmp_path: Path
+) -> None:
+    broken = write_bundle(tmp_path / "broken.vitx", fault="nan")
+    cannot = ray_app.build(ServeArgs(bundles=(broken.path,), allow_uncertified=True, threads=1))
+    serves = ray_app.build(ServeArgs(bundles=(certified_original.path,), threads=1))
+    targets = [serve.RunTarget(cannot, name="vitx"), serve.RunTarget(serves, name="digits", route_prefix="/digits")]
+    serve.run_many(targets, wait_for_applications_running=False)
+    with pytest.raises(CheckFailed, match=f"^the canary batch of {broken.path} has logits that are not finite$"):
+        _until_running(threading.Event())
+    wait_until(lambda: serve.status().applications["digits"].status == "RUNNING")
+    port = proxy_options().port
+    wait_until(lambda: status_of(port, "GET", "/digits/v2/health/ready") == 200)
+    assert status_of(port, "POST", "/digits/v2/models/tiny/infer", INFER_BODY) == 200
+    assert status_of(port, "GET", "/digits/v2/models/mine") == 404
+    serve.delete("vitx", _blocking=False)
+    serve.delete("digits")
+
+
+def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    try:
+        connection.request(method, path, body)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--ray") as server:
+        processes = family(server.process.pid)
+        assert len(replica_processes(server.process.pid)) == 1
+        end_under_load(server, signal.SIGTERM, lambda: http_client(server), refused="404", clients=8)
+    wait_until(lambda: not any(b"ray" in command_line(pid) for pid in processes))
+
+
+# Without a cluster.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--grpc-port", 0), "--grpc-port is not offered with --ray: Ray's proxies pass on HTTP"),
+        (("--workers", 1), "--workers is not offered with --ray: give --replicas"),
+        (("--replicas", "4:2"), "--replicas 4:2: expected a number such as 4, or a least and a most such as 2:8"),
+        (("--replicas", "0"), "--replicas 0: expected a number such as 4, or a least and a most such as 2:8"),
+    ],
+)
+def test_what_is_not_offered_is_one_message(
+    vitx: Vitx, tiny_bundle: Bundle, arguments: tuple[object, ...], message: str
+) -> None:
+    code, _, error = vitx("serve", tiny_bundle.path, "--ray", *arguments)
+    assert (code, error.strip()) == (2, f"error: {message}")
+
+
+def test_replicas_are_of_ray(vitx: Vitx, tiny_bundle: Bundle) -> None:
+    code, _, error = vitx("serve", tiny_bundle.path, "--replicas", 2)
+    assert (code, error) == (2, "error: --replicas is of --ray; on one machine use --instances, or --workers\n")
+
+
+def test_a_cluster_that_is_not_there_is_said_at_once(vitx: Vitx, tiny_bundle: Bundle) -> None:
+    with claim_port("127.0.0.1", 0) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code, _, error = vitx("serve", tiny_bundle.path, "--ray", address)
+    assert (code, error) == (3, f"error: no Ray cluster at '{address}': [Errno 111] Connection refused\n")
+
+
+def test_without_the_extra_it_is_named(tiny_bundle: Bundle) -> None:
+    command = [sys.executable, "-c", NO_RAY, "serve", str(tiny_bundle.path), "--ray"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 3
+    assert ended.stderr.endswith("which is not installed: pip install 'vitx[ray]'\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "nodes", "share"),
+    [
+        ({}, [{"CPU": 16.0}], Share(16, 0, 16)),
+        ({"max_replicas": 4}, [{"CPU": 16.0}], Share(4, 0, 4)),
+        ({"max_replicas": 4}, [{"CPU": 16.0}, {"CPU": 16.0}, {"memory": 1.0}], Share(8, 0, 8)),
+        ({"min_replicas": 2}, [{"CPU": 8.0}] * 8, Share(8, 0, 8)),
+        ({"instances": 4}, [{"CPU": 16.0}], Share(16, 0, 4)),
+        ({"instances": 2, "threads": 3}, [{"CPU": 16.0}], Share(6, 0, 3)),
+        ({"max_replicas": 64}, [{"CPU": 2.0}], Share(1, 0, 1)),
+        ({}, [{"CPU": 16.0, "GPU": 2.0}], Share(1, 1, None)),
+        ({"device": "cpu"}, [{"CPU": 16.0, "GPU": 2.0}], Share(16, 0, 16)),
+        ({"device": "cuda", "instances": 2}, [{"CPU": 16.0}], Share(2, 1, None)),
+    ],
+)
+def test_a_replica_takes_its_share_of_the_cores_or_a_gpu(
+    options: dict[str, Any], nodes: list[dict[str, float]], share: Share
+) -> None:
+    assert share_of(ServeArgs(bundles=(Path("a"),), **options), nodes) == share
+
+
+def test_a_cluster_has_room_for_so_many() -> None:
+    nodes = [{"CPU": 9.0}, {"CPU": 4.0, "GPU": 3.0}, {"memory": 1.0}]
+    assert Share(4, 0, 4).fitting(nodes) == 3
+    assert Share(2, 1, None).fitting(nodes) == 2
+    with pytest.raises(InputError, match=r"2 replicas of 4096 CPUs each do not fit: there is room for 0"):
+        _require_room(ServeArgs(bundles=(Path("a"),), min_replicas=2), Share(4096, 0, 4096), local=True)
+
+
+def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray does with `import_path` and `args`: on a GPU cluster, with a bundle that `vitx bench` has measured."""
+    monkeypatch.setattr(ray_app, "cluster_resources", lambda: [{"CPU": 8.0, "GPU": 1.0}])
+    points = tuple(
+        LatencyPoint(batch_size=size, median_ms=size**0.5, p95_ms=9, images_per_second=1) for size in (1, 4, 16)
+    )
+    tiny_bundle.record_latency(
+        Latency(runtime={}, machine={"processor": "elsewhere"}, points=points, created="2026-11-21")
+    )
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    text = page.partition("test_ray.py reads this block -->\n```yaml\n")[2].partition("```")[0]
+    (given,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    assert import_attr(given.import_path) is ray_app.build
+    arguments = {**given.args, "bundles": [str(tiny_bundle.path)], "instances": 2, "queue": 100}
+    deployment = call_user_app_builder_with_args_if_necessary(ray_app.build, arguments)._bound_deployment
+    scaling = deployment._deployment_config.autoscaling_config
+    assert scaling is not None
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 32)
+    assert deployment.ray_actor_options == {"num_cpus": 8, "num_gpus": 1}
+    assert deployment.max_ongoing_requests == 2 * 100 + 2 * 2 * 32
+    assert [one.name for one in given.deployments] == [deployment.name]
+    with pytest.raises(ValidationError, match="max_replica\n"):
+        call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "max_replica": 4})
+    with pytest.raises(ValidationError, match="max_replicas is 1: expected at least 2"):
+        ServeArgs(bundles=(tiny_bundle.path,), min_replicas=2, max_replicas=1)
+
+
+def test_every_node_needs_the_bundle_that_was_deployed(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    digest = sha256_file(tiny_bundle.path / MANIFEST)
+    assert problem_on_node([tiny_bundle.path], [digest]) is None
+    assert str(problem_on_node([tmp_path / "gone.vitx"], [digest])).startswith(f"no bundle at '{tmp_path}/gone.vitx'")
+    write_bundle(tmp_path / "other.vitx", fault="bgr")
+    assert "is not the one that was deployed" in str(problem_on_node([tmp_path / "other.vitx"], [digest]))
+
+
+class Held:
+    """A session that computes only once it is let go."""
+
+    def __init__(self, session: Session) -> None:
+        self.go = threading.Event()
+        self.describe = session.describe
+        self._session = session
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        assert self.go.wait(20)
+        return self._session.infer(images)
+
+
+def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bundle: Bundle) -> None:
+    """Ray cancels the requests of clients that hang up, and ends an application by the lifespan protocol."""
+    offer = open_offers([tiny_bundle.path], allow_uncertified=False)[0]
+    warm = Loader(Batching(), device="cpu", threads=1).warm(offer)
+    held = Held(warm.session)
+
+    async def run() -> list[int]:
+        metrics, models = Metrics(), ModelSet([offer.key])
+        models.switch(ServedModel(replace(warm, session=held), metrics), 0)
+        batcher = models.get("tiny").batcher
+        decoder = Decoder(max_pixels=1000, capacity=1)
+        app = App(models, decoder, Limits(), metrics, SharedMemory(enabled=False))
+        served = ray_app._Application(app, metrics, models.close)
+        statuses: list[int] = []
+
+        async def send(message: Any) -> None:
+            statuses.append(message.get("status", 0))
+
+        def request() -> asyncio.Task[None]:
+            path = "/prefix/v2/models/tiny/infer"
+            scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix", "headers": []}
+            messages = iter([{"type": "http.request", "body": INFER_BODY}])
+
+            async def receive() -> Any:
+                return next(messages)
+
+            return asyncio.create_task(served(scope, receive, send))
+
+        async def until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(20):
+                while not condition():
+                    await asyncio.sleep(0.001)
+
+        first = request()
+        await until(lambda: batcher.running == 1)
+        second = request()
+        await until(lambda: batcher.queued == 1)
+        second.cancel()
+        await asyncio.wait([second])
+        assert batcher.queued == 0
+        assert b'vitx_rejections_total{reason="disconnected"} 1.0' in metrics.exposition()
+
+        phases = iter(["lifespan.startup", "lifespan.shutdown"])
+
+        async def next_phase() -> Any:
+            return {"type": next(phases)}
+
+        ending = asyncio.create_task(served({"type": "lifespan"}, next_phase, send))
+        await asyncio.sleep(0)
+        assert not ending.done()  # the first request is still being answered
+        held.go.set()
+        await asyncio.gather(first, ending)
+        decoder.close()
+        return [status for status in statuses if status]
+
+    assert asyncio.run(run()) == [200]
+
+
+def test_a_fault_that_the_canary_found_is_rays_health_check() -> None:
+    model = SimpleNamespace(name="tiny", fault=None, key=("tiny", "1"), canary=SimpleNamespace(fault=lambda: "moved"))
+    replica: Any = SimpleNamespace(_models=[model], _metrics=Metrics(), _canary_seconds=30.0)
+
+    def check(*, due: bool) -> None:
+        replica._canary_due = time.monotonic() + (0 if due else 30)
+        asyncio.run(ray_app.Replica.check_health(replica))
+
+    check(due=False)
+    with pytest.raises(RuntimeError, match=r"^model 'tiny': moved$"):
+        check(due=True)
+    model.canary.fault = lambda: None
+    with pytest.raises(RuntimeError, match="moved"):  # until it is looked at again
+        check(due=False)
+    check(due=True)

@@ -1,0 +1,232 @@
+"""The life of a server process: what it refuses to start with, its ready line, overload, signals, memory."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bundle_fixture import IMAGE_SIZE, NumpySession, colour_image, png, write_bundle
+from server_process import SLOW_MODEL, end_under_load, http_client, run_serve, running_server, wait_until
+from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.runtimes import load_session
+from vitx.serve.limits import Batching
+from vitx.serve.models.served_model import load_warm
+
+NO_TORCH = "import sys; sys.modules['torch'] = None; from vitx.cli import main; main()"  # importing it now raises
+
+PATH = "/v2/models/tiny/infer"
+
+
+def body(number: int) -> bytes:
+    """An infer request of one image whose pixels are all `number`."""
+    size = IMAGE_SIZE * IMAGE_SIZE * 3
+    tensor = {
+        "name": "images",
+        "datatype": "UINT8",
+        "shape": [1, IMAGE_SIZE, IMAGE_SIZE, 3],
+        "data": [number] * size,
+    }
+    return json.dumps({"inputs": [tensor]}).encode()
+
+
+def expected_logits(number: int) -> list[float]:
+    images = np.full((1, IMAGE_SIZE, IMAGE_SIZE, 3), number, dtype=np.uint8)
+    return [float(value) for value in NumpySession().infer(images)[0]]
+
+
+def resident_mib(pid: int) -> float:
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS")]
+    return int(line.split()[1]) / 1024
+
+
+def test_a_certified_bundle_is_served_and_says_where(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path) as server:
+        assert re.fullmatch(r"vitx: serving tiny on http://127\.0\.0\.1:\d+", server.line)
+        about = server.json("/v2/models/tiny")
+        assert about["certified"] is True
+        assert about["vitx"]["certificate"]["flip_rate_bound"] == pytest.approx(0.008287, rel=1e-3)
+        assert 'certificate="pass"' in server.request("GET", "/metrics")[1].decode()
+        assert server.stop() == 0
+
+
+def test_an_uncertified_bundle_is_refused_or_shown(uncertified_bundle: Bundle) -> None:
+    refused = run_serve(uncertified_bundle.path, "--port", "0")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    remedy = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+    assert refused.stderr == f"error: bundle '{uncertified_bundle.path}' has no certificate: {remedy}\n"
+    with running_server(uncertified_bundle.path, "--allow-uncertified") as server:
+        assert server.json("/v2/models/tiny")["certified"] is False
+
+
+def test_a_tampered_bundle_is_refused(tiny_bundle: Bundle) -> None:
+    with tiny_bundle.model_path.open("ab") as file:
+        file.write(b"\0")
+    refused = run_serve(tiny_bundle.path, "--port", "0", "--allow-uncertified")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith(f"error: {tiny_bundle.model_path} is corrupt: sha256 ")
+
+
+def test_a_certificate_of_other_files_is_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    other = write_bundle(tmp_path / "other.vitx", name="other")
+    (other.path / CERTIFICATE).write_bytes((tiny_bundle.path / CERTIFICATE).read_bytes())
+    refused = run_serve(other.path, "--port", "0")
+    assert refused.returncode == 1
+    assert "is of other files (manifest.json differ)" in refused.stderr
+
+
+def test_two_bundles_of_one_name_are_refused(tiny_bundle: Bundle) -> None:
+    refused = run_serve(tiny_bundle.path, tiny_bundle.path, "--port", "0")
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: two bundles are named 'tiny': {tiny_bundle.path} and {tiny_bundle.path}\n"
+
+
+def test_a_port_in_use_is_one_message_before_anything_is_read(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = run_serve(tmp_path / "missing.vitx", "--port", str(port))
+    assert refused.returncode == 3
+    assert refused.stderr == (
+        f"error: port {port} on 127.0.0.1 is in use: stop what listens there, or choose another with --port (0: any)\n"
+    )
+
+
+def test_a_missing_bundle_and_a_foreign_host(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    refused = run_serve(tmp_path / "missing.vitx", "--port", "0")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    refused = run_serve(tiny_bundle.path, "--host", "192.0.2.1", "--port", "0")
+    assert (refused.returncode, refused.stderr.count("\n")) == (3, 1)
+    assert "cannot listen on 192.0.2.1 port 0" in refused.stderr
+
+
+def test_a_model_that_breaks_its_manifest_is_refused_at_warm_up(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "one.vitx", fault="no_batch")
+    refused = run_serve(bundle.path, "--port", "0", "--allow-uncertified")
+    assert refused.returncode in (1, 2)
+    assert "\nerror: " in refused.stderr  # after the warning
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_no_torch_and_little_memory(tiny_bundle: Bundle) -> None:
+    picture = png(colour_image(0, np.random.default_rng(0)))
+    with running_server(tiny_bundle.path, program=NO_TORCH) as server:
+        for _ in range(20):
+            assert server.request("POST", "/v1/classify", picture, {"Content-Type": "image/png"})[0] == 200
+            assert server.request("POST", PATH, body(7))[0] == 200
+        assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert resident_mib(server.process.pid) < 300
+
+
+def test_a_full_queue_is_429_with_a_time(tiny_bundle: Bundle) -> None:
+    arguments = (tiny_bundle.path, "--queue", "2", "--max-batch", "1")
+    with running_server(*arguments, program=SLOW_MODEL) as server, ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda _: server.request("POST", PATH, body(7)), range(12)))
+        assert {status for status, _, _ in answers} == {200, 429}
+        for status, text, headers in answers:
+            if status == 429:
+                assert int(headers["retry-after"]) >= 1
+                assert json.loads(text)["error"].startswith("queue full: 2 of 2 images are waiting; try again in ")
+        refused = sum(status == 429 for status, _, _ in answers)
+        assert server.metric('vitx_rejections_total{reason="queue_full"}') == refused
+        assert server.request("POST", PATH, body(7))[0] == 200
+
+
+def test_a_failing_batch_is_500_and_the_server_stays(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+        with ThreadPoolExecutor(3) as pool:
+            answers = list(pool.map(lambda number: server.request("POST", PATH, body(number)), (7, 13, 9)))
+        assert [status for status, _, _ in answers] == [200, 500, 200]
+        assert json.loads(answers[1][1]) == {"error": "inference failed: unlucky"}
+        for (_, text, _), number in ((answers[0], 7), (answers[2], 9)):
+            assert json.loads(text)["outputs"][0]["data"] == pytest.approx(expected_logits(number), rel=1e-4)
+
+
+def test_a_client_that_hangs_up_frees_its_place(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+        connections = [server.connect() for _ in range(5)]
+        for connection in connections:
+            connection.request("POST", PATH, body(7))
+        wait_until(lambda: server.metric("vitx_queue_depth") >= 2)
+        for connection in connections:
+            connection.close()
+        wait_until(lambda: server.metric('vitx_rejections_total{reason="disconnected"}') == 5)
+        assert server.metric("vitx_queue_depth") == 0
+        assert server.request("POST", PATH, body(7))[0] == 200
+        assert server.metric("vitx_images_total") < 5  # those that waited never ran
+
+
+def test_sigterm_drains_in_flight_work_and_refuses_new(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+        probe = server.connect()
+        probe.request("GET", "/v2/health/ready")
+        assert probe.getresponse().read() == b""
+        accepted = [server.connect() for _ in range(4)]
+        for number, connection in enumerate(accepted):
+            connection.request("POST", PATH, body(20 + number))
+        wait_until(lambda: server.metric("vitx_queue_depth") + server.metric("vitx_running_images") == 4)
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status_of(probe, "GET", "/v2/health/ready") == 503)
+        assert status_of(probe, "GET", "/v2/health/live") == 200
+        assert status_of(probe, "POST", PATH, body(7)) == 503
+        for number, connection in enumerate(accepted):
+            reply = connection.getresponse()
+            assert reply.status == 200
+            logits = json.loads(reply.read())["outputs"][0]["data"]
+            assert logits == pytest.approx(expected_logits(20 + number), rel=1e-4)
+        assert server.process.wait(20) == 0
+
+
+def status_of(connection: http.client.HTTPConnection, method: str, path: str, data: bytes | None = None) -> int:
+    connection.request(method, path, data)
+    reply = connection.getresponse()
+    reply.read()
+    return reply.status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, number: signal.Signals) -> None:
+    with running_server(tiny_bundle.path) as server:
+        end_under_load(server, number, lambda: http_client(server))
+
+
+def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+        connections = [server.connect() for _ in range(40)]  # eight seconds of work
+        for connection in connections:
+            connection.request("POST", PATH, body(7))
+        wait_until(lambda: server.metric("vitx_queue_depth") > 20)
+        probe = server.connect()
+        assert status_of(probe, "GET", "/v2/health/ready") == 200
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: status_of(probe, "GET", "/v2/health/ready") == 503)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(20) == 128 + signal.SIGTERM
+        assert time.monotonic() - started < 3
+
+
+def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = load_session(tiny_bundle)
+    sizes: list[int] = []
+
+    class Recording:
+        describe = session.describe
+
+        def infer(self, images: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> object:
+            sizes.append(len(images))
+            return session.infer(images)
+
+    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: Recording())
+    load_warm(tiny_bundle, Batching(max_batch=6), device="cpu", threads=1)
+    assert sorted(sizes) == [1, 2]

@@ -1,0 +1,112 @@
+"""`vitx serve --workers`: real processes, real signals, one port."""
+
+import os
+import signal
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from bundle_fixture import write_bundle
+from server_process import (
+    ServerProcess,
+    end_under_load,
+    http_client,
+    load_on,
+    run_serve,
+    running_server,
+    wait_until,
+)
+from vitx.core.bundle import Bundle
+from vitx.serve.process.worker_metrics import merge
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="POSIX processes, and /proc")
+
+
+def workers_of(server: ServerProcess) -> list[int]:
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+def reporting(server: ServerProcess) -> float:
+    """Workers whose metrics are in the exposition."""
+    return server.metric("vitx_model_info{")
+
+
+def test_a_killed_worker_loses_only_what_it_held_and_is_replaced(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        assert server.line.startswith("vitx: serving with 2 workers on http://127.0.0.1:")
+        before = workers_of(server)
+        assert len(before) == 2
+        assert reporting(server) == 2
+        parent = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "onnxruntime" not in parent
+        assert "libtorch" not in parent
+        stop, outcomes = threading.Event(), Counter[str]()
+
+        def client() -> None:
+            ask = http_client(server)
+            while not stop.is_set():
+                outcomes[ask()] += 1
+
+        with ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(client) for _ in range(8)]
+            wait_until(lambda: outcomes["200"] > 100)
+            os.kill(before[0], signal.SIGKILL)
+            at_kill = outcomes["200"]
+            wait_until(lambda: outcomes["200"] > at_kill + 100)  # the other one serves all
+            wait_until(lambda: len(workers_of(server)) == 2 and reporting(server) == 2)
+            stop.set()
+            for job in jobs:
+                job.result(20)
+        assert outcomes.keys() <= {"200", "closed"}
+        assert outcomes["closed"] <= 8  # at most one request a connection
+        assert before[0] not in workers_of(server)
+        assert before[1] in workers_of(server)
+        assert server.stop() == 0
+        wait_until(lambda: not Path(f"/proc/{before[1]}").exists())
+
+
+def test_hangup_replaces_every_worker_and_loses_no_request(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        before = set(workers_of(server))
+        with load_on(server, 4) as answered:
+            wait_until(lambda: answered() > 50)
+            server.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: len(workers_of(server)) == 2 and not before & set(workers_of(server)))
+
+
+def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        end_under_load(server, signal.SIGTERM, lambda: http_client(server), refused=None, clients=8)
+
+
+def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        workers = workers_of(server)
+        server.process.kill()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))
+
+
+def test_a_bundle_that_is_refused_is_refused_once(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    uncertified = write_bundle(tmp_path / "uncertified.vitx")
+    refused = run_serve(uncertified.path, "--workers", "2", "--port", "0")
+    assert (refused.returncode, refused.stdout, refused.stderr.count("has no certificate")) == (1, "", 1)
+    refused = run_serve(tiny_bundle.path, "--workers", "2", "--shared-memory", "--port", "0")
+    assert refused.returncode == 2
+    assert refused.stderr == (
+        "error: --shared-memory reaches one process, and --workers makes several: use --instances\n"
+    )
+
+
+def test_the_exposition_of_several_workers_is_one() -> None:
+    first = '# HELP a_total A.\n# TYPE a_total counter\na_total{b="x y{"} 1.0\n# HELP c C.\n# TYPE c gauge\nc 2.0\n'
+    second = first.replace("1.0", "3.0")
+    assert merge({"0": first, "1": second}) == (
+        "# HELP a_total A.\n# TYPE a_total counter\n"
+        'a_total{worker="0",b="x y{"} 1.0\na_total{worker="1",b="x y{"} 3.0\n'
+        '# HELP c C.\n# TYPE c gauge\nc{worker="0"} 2.0\nc{worker="1"} 2.0\n'
+    )

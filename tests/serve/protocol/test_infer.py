@@ -1,0 +1,347 @@
+"""Open Inference Protocol v2, without a socket: golden bytes, exact refusals, and nothing but a clean refusal."""
+
+import contextlib
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vitx.serve.errors import RequestError
+from vitx.serve.http.multipart import Part, parse_multipart
+from vitx.serve.limits import Limits
+from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+CONTRACT = Contract("m", "images", (1, 2, 3), "logits", 2)
+LIMITS = Limits(images=4)
+LABELS = ("cat", "dog")
+NO_MEMORY = SharedMemory(enabled=False)
+ROW = [1, 2, 3, 4, 5, 6]
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    whole = {"name": "images", "shape": [1, 1, 2, 3], "datatype": "UINT8", "data": ROW, **changes}
+    return {name: value for name, value in whole.items() if value is not None}
+
+
+def decode(header: Any, binary: bytes | None = None) -> InferRequest:
+    text = json.dumps(header).encode()
+    body = text if binary is None else text + binary
+    return decode_infer_request(body, None if binary is None else len(text), CONTRACT, LIMITS, NO_MEMORY)
+
+
+def encode(logits: "np.ndarray[Any, np.dtype[np.float32]]", request: InferRequest) -> tuple[bytes, int | None]:
+    return encode_infer_response(logits, request, CONTRACT, LABELS, NO_MEMORY)
+
+
+def refusal(header: Any, binary: bytes | None = None) -> tuple[int, str]:
+    with pytest.raises(RequestError) as error:
+        decode(header, binary)
+    return error.value.status, str(error.value)
+
+
+@pytest.mark.parametrize("data", [ROW, [[[[1, 2, 3], [4, 5, 6]]]]])
+def test_json_tensors_are_nested_or_flat(data: Any) -> None:
+    request = decode({"id": "7", "inputs": [tensor(data=data)]})
+    assert request.images.dtype == np.uint8
+    assert request.images.tolist() == [[[[1, 2, 3], [4, 5, 6]]]]
+    assert (request.id, request.binary_output) == ("7", False)
+
+
+def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
+    header = {"inputs": [tensor(data=None, shape=[2, 1, 2, 3], parameters={"binary_data_size": 12})]}
+    request = decode({**header, "parameters": {"binary_data_output": True}}, bytes(range(12)))
+    assert request.images.ravel().tolist() == list(range(12))
+    assert request.images.base is not None
+    assert request.binary_output
+
+
+def test_a_header_that_comes_again_brings_its_own_pixels() -> None:
+    header = {"id": "7", "inputs": [tensor(data=None, parameters={"binary_data_size": 6})]}
+    for _ in range(2):
+        assert decode(header, bytes(ROW)).images.ravel().tolist() == ROW
+        assert decode(header, bytes(ROW[::-1])).images.ravel().tolist() == ROW[::-1]
+        assert refusal(header, bytes(5)) == (400, "'binary_data_size' is 6, but 5 bytes follow the JSON header")
+    assert decode({**header, "id": "8"}, bytes(ROW)).id == "8"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
+@pytest.mark.parametrize("name", ["shared_memory_region", "shared\\u005fmemory_region"])
+def test_what_is_in_shared_memory_is_looked_up_each_time(name: str) -> None:
+    places = {"REGION": "gone", "shared_memory_byte_size": 6}
+    text = json.dumps({"inputs": [tensor(data=None, parameters=places)]}).replace("REGION", name).encode()
+    for memory, status in ((NO_MEMORY, 403), (SharedMemory(enabled=True), 404)):
+        with pytest.raises(RequestError) as error:
+            decode_infer_request(text, len(text), CONTRACT, LIMITS, memory)
+        assert error.value.status == status
+
+
+def test_a_raw_binary_request_is_nothing_but_the_tensor() -> None:
+    request = decode_infer_request(bytes(range(12)), 0, CONTRACT, LIMITS, NO_MEMORY)
+    assert request.images.shape == (2, 1, 2, 3)
+    assert request.binary_output
+
+
+def test_an_outputs_own_flag_overrides_the_requests() -> None:
+    outputs = [{"name": "logits", "parameters": {"binary_data": False}}]
+    assert not decode(
+        {"inputs": [tensor()], "outputs": outputs, "parameters": {"binary_data_output": True}}
+    ).binary_output
+
+
+def test_the_json_response_is_golden() -> None:
+    logits = np.array([[0.5, -2.0]], dtype=np.float32)
+    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), id="7")
+    assert encode(logits, request) == (
+        b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
+        b'"data":[0.5,-2.0]}],"id":"7"}',
+        None,
+    )
+
+
+def test_the_binary_response_is_golden() -> None:
+    logits = np.array([[0.5, -2.0]], dtype=np.float32)
+    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), binary_output=True)
+    header = (
+        b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
+        b'"parameters":{"binary_data_size":8}}]}'
+    )
+    assert encode(logits, request) == (
+        header + bytes.fromhex("0000003f000000c0"),
+        len(header),
+    )
+
+
+def test_a_logit_that_json_cannot_say_is_an_error_in_json_and_a_value_in_binary() -> None:
+    logits = np.array([[np.nan, 1]], dtype=np.float32)
+    pixels = np.zeros((1, 1, 2, 3), dtype=np.uint8)
+    with pytest.raises(RequestError, match="ask for binary output") as error:
+        encode(logits, InferRequest(pixels))
+    assert error.value.status == 500
+    assert encode(logits, InferRequest(pixels, binary_output=True))[1] is not None
+
+
+@pytest.mark.parametrize(
+    ("header", "text"),
+    [
+        ([], "the request's JSON is not an object"),
+        ({}, "'inputs' is missing, or not a list of objects"),
+        ({"inputs": [tensor(), tensor()]}, "expected 1 input but got 2 inputs for model 'm'"),
+        (
+            {"inputs": [tensor(name="image")]},
+            "unexpected inference input 'image' for model 'm': its input is 'images'",
+        ),
+        ({"inputs": [tensor(datatype="FP32")]}, "inference input 'images' is 'FP32': expected 'UINT8'"),
+        (
+            {"inputs": [tensor(shape=[1, 3, 1, 2])]},
+            "unexpected shape [1, 3, 1, 2] of input 'images': expected [N,1,2,3] with N ≥ 1",
+        ),
+        (
+            {"inputs": [tensor(shape=[0, 1, 2, 3], data=[])]},
+            "unexpected shape [0, 1, 2, 3] of input 'images': expected [N,1,2,3] with N ≥ 1",
+        ),
+        (
+            {"inputs": [tensor(shape=[True, 1, 2, 3])]},
+            "the shape of input 'images' is not a list of integers: expected [N,1,2,3] with N ≥ 1",
+        ),
+        ({"inputs": [tensor(data=None)]}, "input 'images' has neither 'data' nor 'binary_data_size'"),
+        (
+            {"inputs": [tensor(data=ROW[:5])]},
+            "the data of input 'images' has shape [5]: expected [1, 1, 2, 3] or flat",
+        ),
+        ({"inputs": [tensor(data=[*ROW[:5], 256])]}, "the data of input 'images' is not all integers from 0 to 255"),
+        ({"inputs": [tensor(data=[*ROW[:5], 1.5])]}, "the data of input 'images' is not all integers from 0 to 255"),
+        ({"inputs": [tensor(data=[*ROW[:5], True])]}, "the data of input 'images' is not all integers from 0 to 255"),
+        ({"inputs": [tensor(data=[*ROW[:5], "6"])]}, "the data of input 'images' is not all integers from 0 to 255"),
+        ({"inputs": [tensor()], "id": 7}, "'id' is not a string"),
+        (
+            {"inputs": [tensor()], "outputs": [{"name": "probabilities"}]},
+            "unexpected inference output 'probabilities' for model 'm': its output is 'logits'",
+        ),
+        (
+            {"inputs": [tensor()], "outputs": [{"name": "logits", "parameters": {"classification": -1}}]},
+            "'classification' is -1: expected a whole number of 0 or more",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"sequence_id": 1}},
+            "this server does not offer the request parameter 'sequence_id': "
+            "known are binary_data_output, priority, timeout",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"priority": 4}},
+            "priority is 4: expected 0 (the default) or 1 (the highest) to 3",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"timeout": 1.5}},
+            "'timeout' is 1.5: expected a whole number of 0 or more",
+        ),
+        (
+            {"inputs": [tensor(data=None, parameters={"shared_memory_region": "r"})]},
+            "'shared_memory_region', a name, and 'shared_memory_byte_size' go together: one of them is missing",
+        ),
+        (
+            {"inputs": [tensor(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 6})]},
+            "the input is in shared memory, and has 'data' or 'binary_data_size' as well",
+        ),
+        (
+            {"inputs": [tensor(data=[[[[[[[[[[[[[[6]]]]]]]]]]]]]])]},
+            "the request's JSON is nested more than 16 levels deep",
+        ),
+        (
+            {"inputs": [tensor()], "parameters": {"binary_data_output": 1}},
+            "'binary_data_output' is 1: expected true or false",
+        ),
+    ],
+)
+def test_refusals_say_what_was_given_and_what_was_expected(header: Any, text: str) -> None:
+    assert refusal(header) == (400, text)
+
+
+def test_binary_sizes_must_agree() -> None:
+    def given_size(size: Any) -> dict[str, Any]:
+        return {"inputs": [tensor(data=None, parameters={"binary_data_size": size})]}
+
+    assert refusal(given_size(6), b"12345") == (400, "'binary_data_size' is 6, but 5 bytes follow the JSON header")
+    assert refusal(given_size(5), b"12345") == (
+        400,
+        "input 'images' got unexpected byte size 5, expected 6 for shape [1, 1, 2, 3]",
+    )
+    assert refusal(given_size("6"), b"123456") == (400, "'binary_data_size' is '6': expected a number of bytes")
+    assert refusal({"inputs": [tensor()]}, b"1") == (
+        400,
+        "1 bytes follow the JSON header, but no input has 'binary_data_size'",
+    )
+
+
+def test_too_many_images_are_413() -> None:
+    header = {"inputs": [tensor(data=None, shape=[5, 1, 2, 3], parameters={"binary_data_size": 30})]}
+    assert refusal(header, bytes(30)) == (413, "5 images in one request: at most 4")
+
+
+@pytest.mark.parametrize("value", ["-1", "11", "1e3", "٣", "", "9" * 5000])
+def test_a_header_length_beyond_the_body_is_refused(value: str) -> None:
+    with pytest.raises(RequestError, match="expected 0 to 10, the body's length") as error:
+        header_length(value, 10)
+    assert error.value.status == 400
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["name", "shape", "data", "parameters", "binary_data_size"]), inner)
+    ),
+    max_leaves=12,
+)
+near_tensors = st.fixed_dictionaries(
+    {
+        "name": st.just("images") | json_values,
+        "datatype": st.just("UINT8") | json_values,
+        "shape": st.just([1, 1, 2, 3]) | json_values,
+    },
+    optional={"data": st.just(ROW) | json_values, "parameters": st.just({"binary_data_size": 6}) | json_values},
+)
+near_requests = st.fixed_dictionaries(
+    {"inputs": st.lists(near_tensors, max_size=2) | json_values},
+    optional={"id": json_values, "outputs": json_values, "parameters": json_values},
+)
+
+
+def decodes_or_refuses(body: bytes, length: int | None) -> None:
+    request, refused = None, None
+    try:
+        request = decode_infer_request(body, length, CONTRACT, LIMITS, NO_MEMORY)
+    except RequestError as error:
+        refused = error
+    if request is not None:
+        assert request.images.shape[1:] == CONTRACT.image_shape
+        assert request.images.dtype == np.uint8
+    if refused is not None:
+        assert refused.status in (400, 413)
+        assert len(json.dumps(str(refused))) < 1000
+
+
+@settings(max_examples=300, deadline=None)
+@given(near_requests, st.none() | st.binary(max_size=7))
+def test_any_json_decodes_or_is_refused_cleanly(header: Any, binary: bytes | None) -> None:
+    text = json.dumps(header).encode()
+    decodes_or_refuses(text + (binary or b""), None if binary is None else len(text))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=60), st.none() | st.integers(0, 60))
+@example(b"[" * 100_000, None)
+@example(b'{"inputs":' * 50_000, None)
+@example(b"9" * 10_000, None)
+@example(json.dumps({"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 1, 2, 3]}]}).encode()[:-3], None)
+@example(
+    b'{"inputs":[{"name":"images","datatype":"UINT8","shape":[1,1,2,3],"data":' + b"[" * 90 + b"]" * 90 + b"}]}", None
+)
+def test_any_bytes_decode_or_are_refused_cleanly(body: bytes, length: int | None) -> None:
+    decodes_or_refuses(body, length if length is None or length <= len(body) else None)
+
+
+TYPE = 'multipart/form-data; boundary="a b"'
+
+
+def form(*parts: bytes) -> bytes:
+    return b"".join(b"--a b\r\n" + part + b"\r\n" for part in parts) + b"--a b--\r\n"
+
+
+def test_multipart_parts_keep_their_order_and_bytes() -> None:
+    first = (
+        b'Content-Disposition: form-data; name="x"; filename="1.png"\r\nContent-Type: image/png\r\n\r\n\r\n--a\r\n\x00'
+    )
+    second = b"content-disposition:form-data; name=y\r\n\r\n"
+    assert parse_multipart(TYPE, form(first, second), 2) == [
+        Part("x", "1.png", b"\r\n--a\r\n\x00"),
+        Part("y", None, b""),
+    ]
+    assert parse_multipart(TYPE, b"--a b--", 2) == []
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "text"),
+    [
+        ("multipart/form-data", b"", "multipart/form-data has no valid boundary (1 to 70 ASCII characters)"),
+        (TYPE, b"", "multipart body does not begin with its boundary"),
+        (TYPE, b"--a bX", "multipart boundary is not followed by a line end"),
+        (TYPE, form(b"A: b\r\n\r\n")[:-9], "multipart body ends before its closing boundary: is it truncated?"),
+        (TYPE, form(b"no headers"), "a multipart part has no headers, or more than 8192 bytes of them"),
+        (TYPE, form(b"A: b\r\n\r\n"), "a multipart part has no Content-Disposition: form-data with a name"),
+        (TYPE, form(*[b"A: b\r\n\r\n"] * 3), "a multipart part has no Content-Disposition: form-data with a name"),
+    ],
+)
+def test_broken_multipart_is_refused(content_type: str, body: bytes, text: str) -> None:
+    with pytest.raises(RequestError) as error:
+        parse_multipart(content_type, body, 2)
+    assert (error.value.status, str(error.value)) == (400, text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.text(max_size=40),
+    st.lists(
+        st.sampled_from(
+            [
+                b"--a b",
+                b"--",
+                b"\r\n",
+                b"Content-Disposition: form-data;",
+                b" name=x",
+                b";",
+                b"\r\n\r\n",
+                b"\xff",
+                b"*=utf-8''%ff",
+            ]
+        )
+    ),
+)
+def test_any_multipart_parses_or_is_refused_cleanly(content_type: str, pieces: list[bytes]) -> None:
+    for kind in (TYPE, content_type):
+        with contextlib.suppress(RequestError):
+            assert len(parse_multipart(kind, b"".join(pieces), 4)) <= 4

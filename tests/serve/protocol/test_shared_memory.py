@@ -1,0 +1,207 @@
+"""Regions of POSIX shared memory: bounds, names, memory of others, and memory that changes under the server."""
+
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.serve.errors import RequestError
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
+
+
+@pytest.fixture
+def block() -> Iterator[shared_memory.SharedMemory]:
+    """4,096 bytes of POSIX shared memory, as `tritonclient.utils.shared_memory` creates it."""
+    made = shared_memory.SharedMemory(f"vitx-{uuid.uuid4().hex}", create=True, size=4096)
+    yield made
+    made.close()
+    made.unlink()
+
+
+@pytest.fixture
+def memory() -> Iterator[SharedMemory]:
+    made = SharedMemory(enabled=True, max_regions=3)
+    yield made
+    made.close()
+
+
+def content(block: shared_memory.SharedMemory) -> memoryview:
+    assert block.buf is not None
+    return block.buf
+
+
+def path_of(block: shared_memory.SharedMemory) -> Path:
+    return Path("/dev/shm", block.name)
+
+
+def refusal(call: Any, *arguments: object) -> tuple[int, str]:
+    with pytest.raises(RequestError) as error:
+        call(*arguments)
+    assert error.value.reason == "shared_memory"
+    return error.value.status, str(error.value)
+
+
+@linux_only
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_bytes_go_in_and_out(block: shared_memory.SharedMemory, memory: SharedMemory, slash: str) -> None:
+    content(block)[110:114] = b"abcd"
+    memory.register("input", slash + block.name, 100, 50)
+    assert memory.status() == memory.status("input")
+    assert memory.status() == [{"name": "input", "key": slash + block.name, "offset": 100, "byte_size": 50}]
+    assert bytes(memory.read("input", 10, 4)) == b"abcd"
+    memory.write("input", 46, b"wxyz")
+    assert bytes(content(block)[145:151]) == b"\0wxyz\0"
+
+
+@linux_only
+def test_what_was_read_stays_when_the_client_writes(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    memory.register("input", block.name, 0, 8)
+    copy = memory.read("input", 0, 8)
+    content(block)[:8] = b"changed!"
+    assert bytes(copy) == bytes(8)
+
+
+@linux_only
+def test_names_are_unique_and_can_be_given_back(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    memory.register("a", block.name, 0, 10)
+    assert refusal(memory.register, "a", block.name, 0, 10) == (409, "shared memory region 'a' already in manager")
+    memory.unregister("a")
+    memory.unregister("a")  # no error, as in Triton
+    memory.register("a", block.name, 0, 10)
+    memory.register("b", block.name, 10, 10)
+    memory.unregister()
+    assert memory.status() == []
+    assert refusal(memory.status, "a") == (404, "unable to find system shared memory region 'a'")
+    assert refusal(memory.read, "a", 0, 1)[0] == 404
+
+
+@linux_only
+def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for name in "abc":
+        memory.register(name, block.name, 0, 10)
+    status, text = refusal(memory.register, "d", block.name, 0, 10)
+    assert (status, text) == (429, "3 regions are registered, no more are allowed: unregister some")
+    memory.close()
+    assert refusal(memory.register, "d", block.name, 0, 4097)[0] == 400
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@linux_only
+@pytest.mark.parametrize(
+    ("offset", "byte_size"),
+    [(0, 4097), (4096, 1), (2**62, 2**62), (-1, 4), (0, 0), (0, -1), (2**64, 1), (True, 4), ("0", 4), (0, 4.0)],
+)
+def test_ranges_outside_the_memory_are_refused(
+    block: shared_memory.SharedMemory, memory: SharedMemory, offset: Any, byte_size: Any
+) -> None:
+    assert refusal(memory.register, "a", block.name, offset, byte_size)[0] == 400
+    memory.register("a", block.name, 0, 4096)
+    assert refusal(memory.read, "a", offset, byte_size)[0] == 400
+    assert refusal(memory.check, "a", offset, byte_size)[0] == 400
+
+
+@linux_only
+def test_a_range_ends_with_its_region(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    memory.register("a", block.name, 0, 100)
+    text = "bytes 96 to 101 are not all within shared memory region 'a', which has 100"
+    assert refusal(memory.read, "a", 96, 5) == (400, text)
+    assert refusal(memory.write, "a", 96, b"12345") == (400, text)
+
+
+@linux_only
+@pytest.mark.parametrize(
+    "key", ["", "/", ".", "..", "/..", "//etc/passwd", "../etc/passwd", "a/b", "/a/b", "a\0b", "x" * 300, 7, None]
+)
+def test_keys_that_are_no_names_are_refused(memory: SharedMemory, key: Any) -> None:
+    assert refusal(memory.register, "a", key, 0, 1)[0] == 400
+
+
+@linux_only
+@pytest.mark.parametrize("key", ["/vitx-missing", "\ud800"])
+def test_an_unknown_key_is_404(memory: SharedMemory, key: str) -> None:
+    assert refusal(memory.register, "a", key, 0, 1)[0] == 404
+
+
+@linux_only
+@pytest.mark.parametrize("kind", ["folder", "link", "pipe", "socket"])
+def test_what_is_no_shared_memory_is_refused(memory: SharedMemory, kind: str) -> None:
+    path = Path("/dev/shm", f"vitx-{uuid.uuid4().hex}")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("/etc/passwd")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    try:
+        assert refusal(memory.register, "a", path.name, 0, 1)[0] == 400
+    finally:
+        path.rmdir() if kind == "folder" else path.unlink()
+
+
+@linux_only
+def test_memory_of_another_user_is_refused(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    """To root the kernel refuses nothing, so the server itself must; to others the kernel refuses mode 0."""
+    if os.geteuid() == 0:
+        os.chown(path_of(block), 54321, 54321)
+    else:
+        path_of(block).chmod(0)
+    text = f"unable to open shared memory region '/{block.name}': it belongs to another user"
+    assert refusal(memory.register, "a", "/" + block.name, 0, 1) == (403, text)
+    if os.geteuid() == 0:
+        path_of(block).chmod(0o606)  # its owner has opened it to everyone
+        memory.register("a", block.name, 0, 1)
+
+
+@linux_only
+def test_memory_that_shrinks_is_an_error_and_no_crash(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    memory.register("a", block.name, 0, 4096)
+    os.truncate(path_of(block), 100)
+    text = "shared memory region 'a' was made smaller after it was registered"
+    assert refusal(memory.read, "a", 0, 4096) == (400, text)
+    assert refusal(memory.write, "a", 99, b"ab") == (400, text)
+    assert path_of(block).stat().st_size == 100  # the refused write did not make it grow
+    assert bytes(memory.read("a", 0, 100)) == bytes(100)
+    os.truncate(path_of(block), 4096)
+
+
+@linux_only
+def test_memory_that_was_unlinked_can_still_be_used(memory: SharedMemory) -> None:
+    made = shared_memory.SharedMemory(create=True, size=16)
+    memory.register("a", made.name, 0, 16)
+    made.unlink()
+    memory.write("a", 0, b"still")
+    assert bytes(content(made)[:5]) == b"still"
+    made.close()
+
+
+def test_it_is_off_unless_enabled() -> None:
+    memory = SharedMemory(enabled=False)
+    expected = (403, "shared memory is off: it needs a server started with --shared-memory")
+    for call, arguments in (
+        (memory.register, ("a", "/a", 0, 1)),
+        (memory.status, ()),
+        (memory.unregister, ()),
+        (memory.read, ("a", 0, 1)),
+    ):
+        assert refusal(call, *arguments) == expected
+    memory.close()
+
+
+def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "win32")
+    SharedMemory(enabled=False)
+    with pytest.raises(EnvironmentMissing, match="offered on Linux only, this is win32"):
+        SharedMemory(enabled=True)

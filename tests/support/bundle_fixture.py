@@ -1,0 +1,194 @@
+"""A small real bundle: an ONNX graph that ONNX Runtime executes, and the same function written independently in numpy.
+
+logits = mean over space of (x/255 − mean)/std, times W, plus b. Its four classes are colours, so that a test can draw
+images whose class is known.
+"""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+
+from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
+from vitx.core.files import sha256_bytes, sha256_file, staged_folder, write_json
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.run import ModelSpec
+from vitx.data.image_set import ImageSet
+
+# Sorted, as the classes of an image folder are.
+LABELS = ("blue", "green", "grey", "red")
+COLOURS = ((50, 70, 210), (60, 190, 70), (110, 110, 110), (200, 60, 50))
+IMAGE_SIZE = 16
+PREPROCESSING = Preprocessing(image_size=IMAGE_SIZE, mean=(0.40, 0.45, 0.50), std=(0.20, 0.25, 0.30))
+WEIGHT = np.array([[-1, -1, -0.5, 3], [-1, 3, -0.5, -1], [3, -1, -0.5, -1]], dtype=np.float32)  # (3, C)
+BIAS = np.array([0.05, -0.2, 1.5, 0.1], dtype=np.float32)
+
+Float32Array = npt.NDArray[np.float32]
+Fault = Literal["mean_std", "bgr", "class_off_by_one", "batch_mean", "position", "drift", "nan", "no_batch"]
+
+
+class NumpySession:
+    """The reference: the same function as the graph, in float64."""
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        pixels = images.astype(np.float64) / 255
+        normal = (pixels - PREPROCESSING.mean) / PREPROCESSING.std
+        return np.asarray(normal.mean(axis=(1, 2)) @ WEIGHT + BIAS, dtype=np.float32)
+
+    def describe(self) -> dict[str, Any]:
+        return {"runtime": "numpy", "version": np.__version__, "provider": "cpu", "precision": "fp64", "threads": 1}
+
+
+def tiny_graph(fault: Fault | None = None) -> onnx.ModelProto:
+    """The graph `images` uint8 [N,16,16,3] → `logits` float32 [N,4], honest or with one seeded fault."""
+    mean, std = PREPROCESSING.mean, PREPROCESSING.std
+    weight, bias = WEIGHT, BIAS
+    if fault == "mean_std":
+        mean, std = std, mean
+    if fault == "bgr":
+        weight = weight[::-1]
+    if fault == "class_off_by_one":
+        weight, bias = np.roll(weight, 1, axis=1), np.roll(bias, 1)
+    if fault == "drift":
+        bias = bias + np.float32(3e-4)
+    if fault == "nan":
+        bias = bias * np.float32("nan")
+    constants = {
+        "scale": np.float32(255),
+        "mean": np.array(mean, dtype=np.float32),
+        "std": np.array(std, dtype=np.float32),
+        "space": np.array([1, 2], dtype=np.int64),
+        "batch": np.array([0], dtype=np.int64),
+        "weight": weight.astype(np.float32),
+        "bias": bias.astype(np.float32),
+    }
+    nodes = [
+        helper.make_node("Cast", ["images"], ["pixels"], to=TensorProto.FLOAT),
+        helper.make_node("Div", ["pixels", "scale"], ["unit"]),
+        helper.make_node("Sub", ["unit", "mean"], ["centred"]),
+        helper.make_node("Div", ["centred", "std"], ["normal"]),
+        helper.make_node("ReduceMean", ["normal", "space"], ["features"], keepdims=0),
+        helper.make_node("Gemm", ["features", "weight", "bias"], ["logits" if _plain(fault) else "scores"]),
+    ]
+    if fault == "batch_mean":
+        nodes.append(helper.make_node("ReduceMean", ["scores", "batch"], ["shared"], keepdims=1))
+        nodes.append(helper.make_node("Sub", ["scores", "shared"], ["logits"]))
+    if fault == "position":  # a row leaks into those behind it, only a little
+        nodes.append(helper.make_node("CumSum", ["scores", "zero"], ["running"]))
+        nodes.append(helper.make_node("Mul", ["running", "small"], ["leak"]))
+        nodes.append(helper.make_node("Add", ["scores", "leak"], ["logits"]))
+        constants |= {"zero": np.array(0, dtype=np.int64), "small": np.float32(1e-5)}
+    batch: int | str = 1 if fault == "no_batch" else "N"
+    graph = helper.make_graph(
+        nodes,
+        "tiny",
+        [helper.make_tensor_value_info("images", TensorProto.UINT8, [batch, IMAGE_SIZE, IMAGE_SIZE, 3])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, [batch, len(LABELS)])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def _plain(fault: Fault | None) -> bool:
+    return fault not in ("batch_mean", "position")
+
+
+def write_bundle(path: Path, *, fault: Fault | None = None, data: str = "digits", name: str = "tiny") -> Bundle:
+    """Write an uncertified bundle whose evaluation data is `data`."""
+    with staged_folder(path) as stage:
+        onnx.save(tiny_graph(fault), stage / "model.onnx")
+        write_json(stage / MANIFEST, _manifest(stage / "model.onnx", data, name))
+    return Bundle.open(path)
+
+
+def _manifest(model: Path, data: str, name: str) -> Manifest:
+    return Manifest(
+        name=name,
+        model=ModelSpec(name="tiny", num_classes=len(LABELS)),
+        labels=LABELS,
+        preprocessing=PREPROCESSING,
+        input=TensorSpec(name="images", dtype="uint8", shape=("N", IMAGE_SIZE, IMAGE_SIZE, 3)),
+        output=TensorSpec(name="logits", dtype="float32", shape=("N", len(LABELS))),
+        precision="fp32",
+        rewrites=(),
+        opset=18,
+        data=data,
+        files={"model.onnx": FileEntry(sha256=sha256_file(model), size=model.stat().st_size)},
+        provenance=Provenance(source="tests", checkpoint="numpy", checkpoint_sha256="0" * 64, created=timestamp()),
+    )
+
+
+def add_files(bundle: Bundle, files: Mapping[str, bytes]) -> Bundle:
+    """Put files into a bundle and into its manifest."""
+    plain = bundle.manifest.model_dump(mode="json")
+    for name, content in files.items():
+        path = bundle.path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+        plain["files"][name] = {"sha256": sha256_file(path), "size": len(content)}
+    write_json(bundle.path / MANIFEST, plain)
+    return Bundle.open(bundle.path)
+
+
+def plan_files(plan: bytes, onnx_sha256: str) -> dict[str, bytes]:
+    """A TensorRT plan and its sidecar, which says: built from that graph, for batches of 1, 2..8 and 9..32."""
+    profiles = [{"minimum": low, "optimum": high, "maximum": high} for low, high in ((1, 1), (2, 8), (9, 32))]
+    options = {"builder_level": 3, "version_compatible": False, "hardware_compatible": False, "weight_stripped": False}
+    sidecar = {
+        "flavor": "tensorrt",
+        "version": "10.9.0.34",
+        "architectures": ["sm89"],
+        "profiles": profiles,
+        "precision": "fp32",
+        "options": options,
+        "onnx_sha256": onnx_sha256,
+        "sha256": sha256_bytes(plan),
+        "size": len(plan),
+        "build_seconds": 1.0,
+        "layers": 1,
+        "created": "2026-11-21",
+    }
+    return {"engines/tensorrt.plan": plan, "engines/tensorrt.plan.json": json.dumps(sidecar).encode()}
+
+
+def colour_image(label: int, rng: np.random.Generator, size: int = IMAGE_SIZE) -> UInt8Array:
+    """A noisy patch of the class's colour, uint8 (size, size, 3)."""
+    noise = rng.normal(0, 25, (size, size, 3)) + rng.normal(0, 12, 3)
+    return np.asarray(np.clip(np.asarray(COLOURS[label]) + noise, 0, 255), dtype=np.uint8)
+
+
+def png(pixels: UInt8Array) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def colour_images(count: int, seed: int = 0) -> ImageSet:
+    """A labelled set of `count` PNG images in memory."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, len(LABELS), count)
+    encoded = [png(colour_image(int(label), rng)) for label in labels]
+    keys = tuple(f"{index:05d}.png" for index in range(count))
+    read: Callable[[int], bytes] = encoded.__getitem__
+    return ImageSet("colours", LABELS, keys, labels.astype(np.int64), read)
+
+
+def write_image_folder(root: Path, val_count: int, train_count: int = len(LABELS)) -> Path:
+    """Write ROOT/train and ROOT/val, one folder a class."""
+    for split, count, seed in (("train", train_count, 1), ("val", val_count, 0)):
+        rng = np.random.default_rng(seed)
+        for index in range(count):
+            label = index % len(LABELS)
+            folder = root / split / LABELS[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{index:05d}.png").write_bytes(png(colour_image(label, rng)))
+    return root

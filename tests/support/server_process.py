@@ -1,0 +1,230 @@
+"""A real `vitx serve` in a process of its own: real sockets, real signals, readiness asked for and never slept for."""
+
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+COMMAND = (sys.executable, "-c", "from vitx.cli import main; main()", "serve")
+
+# One grey image for the bundles of bundle_fixture, when they are named tiny.
+INFER_PATH = "/v2/models/tiny/infer"
+INFER_BODY = json.dumps(
+    {"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [7] * 768}]}
+).encode()
+
+# A program whose model takes .2 s a batch, but for the zeros of the warm-up; for an image that begins with 13 it fails.
+SLOW_MODEL = """
+import time
+from vitx.serve.models import served_model
+load = served_model.load_session
+class Slow:
+    def __init__(self, session):
+        self.session, self.describe = session, session.describe
+    def infer(self, images):
+        if images.any():
+            time.sleep(0.2)
+        if (images[:, 0, 0, 0] == 13).any():
+            raise RuntimeError("unlucky")
+        return self.session.infer(images)
+served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
+from vitx.cli import main
+main()
+"""
+
+
+class ServerProcess:
+    """A started server; `url` is host:port."""
+
+    def __init__(self, process: "subprocess.Popen[str]", line: str) -> None:
+        self.process = process
+        self.line = line
+        self.host, _, port = line.rpartition("://")[2].rpartition(":")
+        self.port = int(port)
+        self.grpc_url = ""
+        self._connections: list[http.client.HTTPConnection] = []
+
+    @property
+    def url(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is closed at the latest with the server."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
+        self._connections.append(connection)
+        return connection
+
+    def close_connections(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def request(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request on a connection of its own: status, body, headers in lower case."""
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, dict(headers or {}))
+            reply = connection.getresponse()
+            return reply.status, reply.read(), {name.lower(): value for name, value in reply.getheaders()}
+        finally:
+            connection.close()
+
+    def json(self, path: str) -> Any:
+        return json.loads(self.request("GET", path)[1])
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric's samples whose line starts with `name`."""
+        text = self.request("GET", "/metrics")[1].decode()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+    def stop(self) -> int:
+        """End the server with one SIGTERM; return its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(20)
+
+
+def grpc_address(server: ServerProcess) -> str:
+    """host:port of a server's gRPC, which its second line says; ready when this returns."""
+    if not server.grpc_url:
+        assert server.process.stdout is not None
+        server.grpc_url = server.process.stdout.readline().split()[-1]
+    return server.grpc_url
+
+
+@contextmanager
+def running_server(
+    *arguments: str | Path, program: str | None = None, kind: type[ServerProcess] = ServerProcess
+) -> Iterator[ServerProcess]:
+    """Start `vitx serve ARGUMENTS` on a free port, wait until it is ready, and stop it at the end.
+
+    `program` is Python source to run instead of the command; it finds the arguments in sys.argv.
+    """
+    command = COMMAND if program is None else (sys.executable, "-c", program, "serve")
+    process = subprocess.Popen(
+        [*command, *map(str, arguments), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    server = None
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        if not line:
+            raise AssertionError(f"the server ended with {process.wait(20)}: {process.communicate()[1]}")
+        server = kind(process, line)
+        wait_until(lambda: server.request("GET", "/v2/health/ready")[0] == 200)
+        yield server
+    finally:
+        if server is not None:
+            server.close_connections()
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+
+
+def wait_until(condition: Any, seconds: float = 20) -> None:
+    """Ask every 10 ms until `condition()` is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.01)
+
+
+def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    """Run `vitx serve` to its end, for cases in which it must refuse."""
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+
+
+@contextmanager
+def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], int]]:
+    """Keep `clients` connections busy; yields how many were answered; at the end every answer must have been 200."""
+    stop, failures, answered = threading.Event(), list[str](), [0] * clients
+
+    def client(index: int) -> None:
+        connection = server.connect()
+        while not stop.is_set():
+            connection.request("POST", INFER_PATH, INFER_BODY)
+            reply = connection.getresponse()
+            text = reply.read()
+            if reply.status != 200:
+                failures.append(f"{reply.status} {text!r}")
+            answered[index] += 1
+
+    with ThreadPoolExecutor(clients) as pool:
+        jobs = [pool.submit(client, index) for index in range(clients)]
+        try:
+            yield lambda: sum(answered)
+        finally:
+            stop.set()
+            for job in jobs:
+                job.result(20)
+    assert failures == []
+
+
+def http_client(server: ServerProcess) -> Callable[[], str]:
+    """A client that asks once on each call: the status of the answer, or "closed" where there was none."""
+    connection = server.connect()
+
+    def ask() -> str:
+        try:
+            connection.request("POST", INFER_PATH, INFER_BODY)
+            reply = connection.getresponse()
+            reply.read()
+        except (OSError, http.client.HTTPException):
+            connection.close()  # the next call connects again
+            return "closed"
+        return str(reply.status)
+
+    return ask
+
+
+def end_under_load(
+    server: ServerProcess,
+    number: signal.Signals,
+    new_client: Callable[[], Callable[[], str]],
+    *,
+    good: str = "200",
+    refused: str | None = "503",
+    gone: str = "closed",
+    clients: int = 16,
+) -> None:
+    """Send a busy server a signal that ends it: it must exit with 0, and answer all that it had accepted.
+
+    Each client asks until it is not answered with `good`. It may be `refused`, and a request that began after the
+    signal may find the server `gone`; anything else is a lost request.
+    """
+    answered, lost, signalled = [0], list[str](), threading.Event()
+
+    def load(_: int) -> None:
+        ask = new_client()
+        while True:
+            late = signalled.is_set()
+            outcome = ask()
+            if outcome == good:
+                answered[0] += 1
+                continue
+            if outcome != refused and not (late and outcome == gone):
+                lost.append(outcome)
+            return
+
+    with ThreadPoolExecutor(clients) as pool:
+        jobs = [pool.submit(load, index) for index in range(clients)]
+        wait_until(lambda: answered[0] > 100)
+        signalled.set()
+        server.process.send_signal(number)
+        for job in jobs:
+            job.result(20)
+    assert server.process.wait(20) == 0
+    assert lost == []

@@ -1,0 +1,96 @@
+"""Bundles and runs of a second, the command line in this process, a PostgreSQL server: fixtures of every room."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from PIL import Image
+
+from bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
+from cli_fixture import Vitx, run_in_process
+from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.files import write_json
+from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
+from vitx.parity import certify
+from vitx.runtimes import load_session
+
+if TYPE_CHECKING:
+    from postgres_server import PostgresServer
+
+
+@pytest.fixture(scope="session")
+def colours() -> ImageSet:
+    """360 labelled images in memory: with no flip among them the bound is .008287."""
+    return colour_images(360)
+
+
+@pytest.fixture(scope="session")
+def colours_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ (360 images) with one folder a class."""
+    return write_image_folder(tmp_path_factory.mktemp("colours"), 360)
+
+
+@pytest.fixture(scope="session")
+def reference() -> NumpySession:
+    """What the graph of the bundles must compute."""
+    return NumpySession()
+
+
+@pytest.fixture(scope="session")
+def certified_original(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> Bundle:
+    bundle = write_bundle(tmp_path_factory.mktemp("bundle") / "tiny.vitx", data=str(colours_folder))
+    certificate = certify(
+        NumpySession(),
+        load_session(bundle, device="cpu", threads=1),
+        open_images(str(colours_folder), "val"),
+        bundle.manifest.preprocessing,
+        reference_name="numpy",
+        candidate_name=bundle.manifest.name,
+        subject=bundle.subject(),
+        quiet=True,
+    )
+    assert certificate.verdict == "pass", certificate.reasons
+    write_json(bundle.path / CERTIFICATE, certificate)
+    return bundle
+
+
+@pytest.fixture
+def tiny_bundle(tmp_path: Path, certified_original: Bundle) -> Bundle:
+    """A certified bundle, the test's own: labels blue, green, grey, red; input uint8 [N,16,16,3]."""
+    return Bundle.open(shutil.copytree(certified_original.path, tmp_path / "tiny.vitx"))
+
+
+@pytest.fixture
+def uncertified_bundle(tmp_path: Path, colours_folder: Path) -> Bundle:
+    return write_bundle(tmp_path / "uncertified.vitx", data=str(colours_folder))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> RunFolder:
+    """A run whose best checkpoint is the same function as the graph of the bundles."""
+    from run_fixture import write_run
+
+    return write_run(tmp_path_factory.mktemp("runs") / "colours", str(colours_folder))
+
+
+@pytest.fixture
+def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
+    """Call `vitx(verb, …)` as on the command line: (exit code, standard output, standard error)."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # put back: `vitx serve` lifts it
+    return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> "Iterator[PostgresServer]":
+    """A PostgreSQL server of these tests' own."""
+    from postgres_server import find_programs, postgres_server
+
+    programs = find_programs()
+    if programs is None:
+        pytest.skip("no PostgreSQL server here: no initdb on the path or under /usr/lib/postgresql")
+    with postgres_server(programs) as server:
+        yield server

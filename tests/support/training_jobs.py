@@ -1,0 +1,245 @@
+"""Training in processes of its own, forked from a server that has imported torch already."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+from vitx.train.recipes.recipe import Recipe, apply_overrides
+from vitx.train.recipes.registry import get_recipe
+
+TIMEOUT = 60.0
+
+
+def context() -> ForkServerContext:
+    """Processes forked from one that has the training code and the digits in memory and no threads: quick to start."""
+    chosen = multiprocessing.get_context("forkserver")
+    chosen.set_forkserver_preload(["training_preload"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # a module that the server does not find is left out silently
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return chosen
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_all(function: Callable[..., None], count: int, *arguments: Any) -> None:
+    """Run `function(rank, *arguments)` in `count` processes and wait; fail when one of them does."""
+    codes = exit_codes(function, count, *arguments)
+    assert codes == [0] * count, f"the processes ended with {codes}"
+
+
+def exit_codes(function: Callable[..., None], count: int, *arguments: Any) -> list[int | None]:
+    """Run `function(rank, *arguments)` in `count` processes and wait; how each ended."""
+    processes: list[ForkServerProcess] = [
+        context().Process(target=function, args=(rank, *arguments)) for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        for process in processes:
+            process.join(TIMEOUT)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def torchrun_environment(rank: int, count: int, port: int) -> Mapping[str, str]:
+    """What torchrun tells each of its processes."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume: bool = False) -> None:
+    """Train in this process, on one thread and without a word."""
+    import torch
+
+    from vitx.train import train
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)  # of the workers, as it is outside this server's children
+    os.environ.update(environment)
+    train(recipe, out, resume=resume, device="cpu", quiet=True)
+
+
+def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
+    """Train in this process; one signal to its group reaches its workers too."""
+    os.setpgid(0, 0)
+    train_one(recipe, out, {}, resume)
+
+
+def stop_in_a_group(recipe: Recipe, out: Path) -> None:
+    """The same; the exit code is the signal's that stopped it in order."""
+    from vitx.train.loop.interruption import TrainingStopped
+
+    try:
+        train_in_a_group(recipe, out, False)
+    except TrainingStopped as stopped:
+        sys.exit(stopped.signal)
+
+
+def train_one_of(rank: int, count: int, port: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
+    """Train as one of torchrun's processes."""
+    train_one(recipe, out, torchrun_environment(rank, count, port), resume)
+
+
+def die_at(rank: int, count: int, port: int, recipe: Recipe, out: Path, place: tuple[int, int]) -> None:
+    """Train; the last process is killed before it takes the step of (epoch, batch). An error's exit code is vitx's."""
+    from vitx.core.errors import VitxError
+    from vitx.train.loop.trainer import Trainer
+
+    step = Trainer.step
+
+    def fatal(self: Trainer, epoch: int, batch: Any) -> None:
+        if rank == count - 1 and (epoch, batch.number) == place:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step(self, epoch, batch)
+
+    Trainer.step = fatal  # type: ignore[method-assign]  # of this process alone
+    try:
+        train_one_of(rank, count, port, recipe, out)
+    except VitxError as error:
+        if "another process has died" not in str(error):
+            raise
+        sys.exit(error.exit_code)
+
+
+def refused_among_others(
+    rank: int, count: int, port: int, recipes: list[Recipe], outs: list[Path], places: list[Path], text: str
+) -> None:
+    """Train each with its own recipe, folder and working directory; all are told `text`."""
+    from vitx.core.errors import InputError
+    from vitx.train.loop import resuming
+
+    resuming.SECONDS_TO_BE_SEEN = 0.0  # here all is seen at once
+    os.chdir(places[rank])
+    try:
+        train_one_of(rank, count, port, recipes[rank], outs[rank], True)
+    except InputError as error:
+        if text not in str(error):
+            raise
+        return
+    raise AssertionError("nothing was refused")
+
+
+def hold_run(run: Path, ready: Any) -> None:
+    """Hold the lock of a run for a minute; something is sent to `ready` when it is held."""
+    from vitx.core.run import RunFolder
+    from vitx.train.loop.run_lock import RunLock
+
+    with RunLock(RunFolder(run)) as lock:
+        lock.take()
+        ready.send(True)
+        time.sleep(60)
+
+
+def restored_state(rank: int, count: int, port: int, recipe: Recipe, run: Path, out: Path) -> None:
+    """Take a run up in `count` processes, and gather again what each has of it into the file `out`."""
+    import torch
+    from safetensors.torch import save_file
+
+    from vitx.core.run import RunFolder
+    from vitx.train.loop.checkpoint import FILES
+    from vitx.train.loop.distributed.processes import joined
+    from vitx.train.loop.trainer import Trainer
+
+    torch.set_num_threads(1)
+    os.environ.update(torchrun_environment(rank, count, port))
+    device = torch.device("cpu")
+    with joined(device) as processes:
+        trainer = Trainer(recipe, RunFolder(run), device, processes, skip_bad=False, quiet=True)
+        trainer.open_run()
+        tensors, _ = trainer._state()
+        if processes.writes:
+            named = zip(FILES, tensors, strict=True)
+            save_file({f"{file}: {name}": value.clone() for file, part in named for name, value in part.items()}, out)
+
+
+def losses_of_ten_steps(rank: int, count: int, port: int, recipe: Recipe, out: Path) -> None:
+    """Take ten steps as one of torchrun's processes; `out`/rank.pt holds the total loss of each on its own part."""
+    import torch
+
+    from vitx.core.run import RunFolder
+    from vitx.train.loop.distributed.processes import joined
+    from vitx.train.loop.trainer import Trainer
+
+    torch.set_num_threads(1)
+    os.environ.update(torchrun_environment(rank, count, port))
+    device = torch.device("cpu")
+    with joined(device) as processes:
+        trainer = Trainer(recipe, RunFolder(out / "run"), device, processes, skip_bad=False, quiet=True)
+        for batch in trainer.prefetcher.batches(trainer.data.batches(1, shard=processes.shard), ahead=False):
+            if batch.number == 10:
+                break
+            trainer.step(1, batch)
+        torch.save(trainer.log.health[:10], out / f"{rank}.pt")
+
+
+def run_study(study: Any, variants: Any) -> None:
+    """Train the variants of a `Study`, whose runs are processes of their own."""
+    study.run(variants)
+
+
+def recipe_of(*overrides: str) -> Recipe:
+    return apply_overrides(get_recipe("digits-deepvit"), overrides)
+
+
+def outcome_of_two(rank: int, make: Callable[[], Any], x: Any, weight: Any, folder: Path) -> None:
+    """Half of a batch through a module with synchronised BatchNorm; the outcome goes into `folder`."""
+    import torch
+    import torch.distributed as dist
+
+    from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    half = len(x) // 2
+    rows = slice(rank * half, rank * half + half)
+    module = synchronize_batch_norm(make(), torch.device("cpu"))
+    torch.save(forward_backward(module, x[rows], weight[rows]), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def forward_backward(module: Any, x: Any, weight: Any) -> dict[str, Any]:
+    """The output of `module` at `x`, the gradients of Σ weight·output, and the buffers afterwards."""
+    x = x.clone().requires_grad_()
+    y = module(x)
+    (y * weight).sum().backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients, **dict(module.named_buffers())}
+
+
+def small_re_attention() -> Any:
+    """Re-Attention in float64 whose norm is no identity."""
+    import torch
+
+    from vitx.models import ReAttention
+
+    torch.manual_seed(0)
+    module = ReAttention(8, 2, device="cpu", dtype=torch.float64)
+    with torch.no_grad():
+        module.var_norm.weight.copy_(torch.tensor([1.5, 0.8]))  # type: ignore[operator]  # a Parameter
+        module.var_norm.bias.copy_(torch.tensor([0.05, -0.1]))  # type: ignore[operator]
+    return module

@@ -1,0 +1,117 @@
+"""A checkpoint is whole, whatever number of processes wrote it: any other number goes on from the same bits."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from train_fixture import TINY, metrics_of
+from training_jobs import (
+    die_at,
+    exit_codes,
+    free_port,
+    recipe_of,
+    refused_among_others,
+    restored_state,
+    start_all,
+    train_one,
+    train_one_of,
+)
+from vitx.core.errors import InputError
+from vitx.train.loop.checkpoint import FILES
+from vitx.train.loop.step import mean_losses, sums_for
+
+# Matrices of 10 and 16 rows and norms of 2 values: over 3 and 4 processes parts are unequal, and some are empty.
+SMALL = (*TINY, "epochs=2", "batch_size=240", "checkpoint_steps=2", "workers=0")
+FSDP, DDP = "execution.parallel=fsdp", "execution.parallel=ddp"
+
+
+def checkpoint_of(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, by file and name."""
+    folder = run / "checkpoints"
+    folder = folder / ("resume" if (folder / "resume").is_symlink() else "last")
+    return {f"{name}: {key}": value for name in FILES for key, value in load_file(folder / name).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process that nothing stopped."""
+    run = tmp_path_factory.mktemp("alone") / "run"
+    train_one(recipe_of(*SMALL), run, {})
+    return run
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of one process and of two, whose last process was killed after a checkpoint within the second epoch."""
+    folder = tmp_path_factory.mktemp("killed")
+    for name, count, parallel in (("one", 1, DDP), ("two", 2, FSDP)):
+        codes = exit_codes(die_at, count, count, free_port(), recipe_of(*SMALL, parallel), folder / name, (2, 3))
+        assert codes == [3] * (count - 1) + [-9]
+        state = json.loads((folder / name / "checkpoints" / "resume" / "state.json").read_text())
+        assert (state["epoch"], state["trainer"]["batches"], len(state["trainer"]["losses"])) == (1, 2, count)
+    return {"one": folder / "one", "two": folder / "two"}
+
+
+@pytest.mark.parametrize(
+    ("begun", "count", "parallel"),
+    [("two", 1, DDP), ("two", 3, FSDP), ("two", 4, FSDP), ("one", 2, FSDP), ("one", 3, DDP)],
+)
+def test_another_number_of_processes_begins_from_the_same_bits(
+    tmp_path: Path, killed: dict[str, Path], begun: str, count: int, parallel: str
+) -> None:
+    out = tmp_path / "state"
+    start_all(restored_state, count, count, free_port(), recipe_of(*SMALL, parallel), killed[begun], out)
+    expected, found = checkpoint_of(killed[begun]), load_file(out)
+    assert any("exp_avg_sq/" in name for name in expected)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize(("begun", "count", "parallel"), [("two", 3, FSDP), ("one", 2, FSDP), ("two", 1, FSDP)])
+def test_another_number_of_processes_ends_where_one_does(
+    tmp_path: Path, alone: Path, killed: dict[str, Path], begun: str, count: int, parallel: str
+) -> None:
+    """Order, augmentation and CutMix do not depend on the number; neither do the losses, but for rounding."""
+    run = tmp_path / "run"
+    shutil.copytree(killed[begun], run, symlinks=True)
+    start_all(train_one_of, count, count, free_port(), recipe_of(*SMALL, parallel), run, True)
+    expected, found = metrics_of(alone), metrics_of(run)
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for before, after in zip(expected, found, strict=True):
+        assert after["losses"] == pytest.approx(before["losses"], rel=1e-4)
+        assert after["nll"] == pytest.approx(before["nll"], rel=1e-4)
+
+
+def test_sums_of_an_epoch_keep_their_mean() -> None:
+    sums = [{"total": 3.0}, {"total": 5.0}]
+    assert [sums_for(rank, 2, sums) for rank in range(2)] == sums
+    for count in (1, 3, 4):
+        assert mean_losses([sums_for(rank, count, sums) for rank in range(count)], 2) == mean_losses(sums, 2)
+
+
+def test_processes_that_mean_different_runs_are_refused(tmp_path: Path, image_folder: Path, alone: Path) -> None:
+    """Another recipe, a run folder that only one of them sees, other images at the same path."""
+    recipe, new, here = recipe_of(*SMALL), tmp_path / "new", tmp_path / "here"
+    shutil.copytree(image_folder, here / "images")
+    (here / "images" / "train" / "class-0" / "0.png").unlink()
+    relative = recipe.model_copy(update={"data": "images", "batch_size": 12})
+    for recipes, outs, text in (
+        ([recipe, recipe_of(*SMALL, "seed=1")], [new, new], "started with different recipes"),
+        ([recipe, recipe], [alone, new], "--out must be on storage that all nodes share"),
+        ([relative, relative], [new, new], "the processes see other images than each other"),
+    ):
+        places = [image_folder.parent, here]
+        start_all(refused_among_others, 2, 2, free_port(), recipes, outs, places, text)
+    assert not new.exists()
+
+
+def test_how_a_run_is_spread_may_change_and_nothing_else(tmp_path: Path, killed: dict[str, Path]) -> None:
+    with pytest.raises(InputError, match=r"execution\.parallel=fsdp .* start them with torchrun, or go on in one with"):
+        train_one(recipe_of(*SMALL, FSDP), killed["two"], {}, resume=True)
+    with pytest.raises(InputError, match=r"cannot resume .*: batch_size is 240 in the run but 120 was asked for"):
+        train_one(recipe_of(*SMALL, DDP, "batch_size=120"), killed["two"], {}, resume=True)

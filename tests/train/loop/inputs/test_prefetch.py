@@ -1,0 +1,110 @@
+"""Batches on the device: the same as those of the host, one ahead, and no thread left behind."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from vitx.core.preprocess import Preprocessing
+from vitx.models import image_tensor
+from vitx.train.loop.distributed.process_share import Shard
+from vitx.train.loop.inputs.prefetch import Prefetcher, one_ahead
+from vitx.train.loop.inputs.training_data import Batch
+
+CPU = torch.device("cpu")
+PREPROCESSING = Preprocessing(image_size=8, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+# Each channel has all 256 values, so equal bits here are equal bits everywhere.
+PIXELS = (
+    np.random.default_rng(0).permuted(np.tile(np.arange(256, dtype=np.uint8), (3, 2)), axis=1).T.reshape(8, 8, 8, 3)
+)
+LABELS = np.arange(8)
+
+
+def batch(number: int = 0) -> Batch:
+    return Batch(number, PIXELS + np.uint8(number), LABELS)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_is_normalised_as_everywhere_else(ahead: bool, channels_last: bool) -> None:
+    prefetcher = Prefetcher(PREPROCESSING, CPU, channels_last=channels_last)
+    found = list(prefetcher.batches(iter([batch(0), batch(1), batch(2)]), ahead=ahead))
+    assert [each.number for each in found] == [0, 1, 2]
+    for number, each in enumerate(found):
+        images = prefetcher.normalized(each.images)
+        assert torch.equal(images, image_tensor(batch(number).images, PREPROCESSING.mean, PREPROCESSING.std))
+        assert images.is_contiguous(memory_format=torch.channels_last) is channels_last
+        assert each.labels.tolist() == LABELS.tolist()
+
+
+def test_normalisation_is_by_its_formula() -> None:
+    x = torch.from_numpy(PIXELS).permute(0, 3, 1, 2).double()
+    mean, std = (torch.tensor(each).double().view(1, 3, 1, 1) for each in (PREPROCESSING.mean, PREPROCESSING.std))
+    found = Prefetcher(PREPROCESSING, CPU).normalized(torch.from_numpy(PIXELS))
+    torch.testing.assert_close(found, ((x / 255 - mean) / std).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_parts_are_those_of_the_shards() -> None:
+    (whole,) = Prefetcher(PREPROCESSING, CPU).batches(iter([batch()]), ahead=True)
+    for index in range(2):
+        rows = Shard(index, 2).of(np.arange(8))
+        images, labels = whole.part(index, 2)
+        assert labels.tolist() == rows.tolist()
+        assert torch.equal(images, whole.images[rows])
+    assert whole.part(0, 1)[0].data_ptr() == whole.images.data_ptr(), "a whole batch is not copied"
+
+
+def test_evaluation_gets_images_alone() -> None:
+    found = list(Prefetcher(PREPROCESSING, CPU).images([PIXELS, PIXELS[:3]]))
+    assert [len(images) for images in found] == [8, 3]
+    assert torch.equal(found[0][:3], found[1])
+
+
+def test_the_next_result_is_made_while_one_is_used() -> None:
+    taken = [threading.Event() for _ in range(3)]
+
+    def items() -> Iterator[int]:
+        for number, event in enumerate(taken):
+            assert threading.current_thread() is not threading.main_thread()
+            event.set()
+            yield number
+
+    results = one_ahead(lambda number: number * 10, items())
+    assert not taken[0].is_set(), "nothing is begun before it is asked for"
+    assert next(results) == 0
+    assert taken[1].wait(10)
+    assert not taken[2].is_set(), "no more than one ahead"
+    assert list(results) == [10, 20]
+
+
+def test_breaking_off_and_errors_leave_no_thread() -> None:
+    before = threading.active_count()
+    results = one_ahead(str, iter(range(5)))
+    next(results)
+    results.close()  # type: ignore[attr-defined]  # a generator
+    assert threading.active_count() == before
+
+    def items() -> Iterator[int]:
+        yield 1
+        raise OSError("gone")
+
+    results = one_ahead(str, items())
+    assert next(results) == "1"
+    with pytest.raises(OSError, match="gone"):
+        next(results)
+    assert threading.active_count() == before
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_a_gpu_gets_bytes_and_normalises_to_the_same_bits() -> None:
+    device = torch.device("cuda")
+    prefetcher = Prefetcher(PREPROCESSING, device)
+    many = [Batch(number, np.roll(PIXELS, number, axis=0), LABELS) for number in range(50)]
+    for sent, there in zip(many, prefetcher.batches(iter(many), ahead=True), strict=True):
+        assert there.images.dtype == torch.uint8
+        assert there.images.device.type == "cuda"
+        expected = image_tensor(sent.images, PREPROCESSING.mean, PREPROCESSING.std)
+        assert torch.equal(prefetcher.normalized(there.images).cpu(), expected)
+        assert there.labels.tolist() == LABELS.tolist()

@@ -1,0 +1,133 @@
+"""`execution.deterministic`: what it switches on is put back, and what it cannot have is refused by name."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cli_fixture import Vitx
+from train_fixture import TINY, TINY_SETTINGS, metrics_of
+from training_jobs import recipe_of
+from vitx.core.errors import InputError
+from vitx.train import train
+from vitx.train.loop.determinism import FIXED, WORKSPACE, deterministic_algorithms
+from vitx.train.losses import objective
+
+ON = "execution.deterministic=true"
+
+
+def switches() -> tuple[bool, bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+
+
+def switch(mode: bool, warn_only: bool, benchmark: bool) -> None:
+    torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.fixture(params=[(False, False, False), (True, True, True)], ids=["as torch starts", "as a caller set them"])
+def before(request: pytest.FixtureRequest) -> Iterator[tuple[bool, bool, bool]]:
+    found = switches()
+    switch(*request.param)
+    yield request.param
+    switch(*found)
+
+
+def test_the_switches_are_put_back(before: tuple[bool, bool, bool]) -> None:
+    with deterministic_algorithms("cpu", on=False):
+        assert switches() == before
+    with deterministic_algorithms("cpu", on=True):
+        assert switches() == (True, False, False)
+    assert switches() == before
+    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms("cpu", on=True):
+        raise RuntimeError("another error")
+    assert switches() == before
+
+
+def test_training_puts_them_back_and_two_runs_have_the_same_bits(tmp_path: Path, image_folder: Path) -> None:
+    recipe = recipe_of(*TINY, "workers=2", "epochs=1", "batch_size=6", ON).on_data(str(image_folder))
+    before = switches()
+    seen = []
+    for name in ("one", "other"):
+        train(recipe, tmp_path / name, device="cpu", after_epoch=lambda *_: seen.append(switches()), quiet=True)
+    assert seen == [(True, False, False)] * 2
+    assert switches() == before
+    one, other = (tmp_path / name / "checkpoints" / "last" / "model.safetensors" for name in ("one", "other"))
+    assert one.read_bytes() == other.read_bytes()
+    assert metrics_of(tmp_path / "one") == metrics_of(tmp_path / "other")
+
+
+def test_an_operator_without_a_deterministic_form_is_named(
+    vitx: Vitx, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = objective.image_targets
+
+    def with_put(*arguments: Any) -> Tensor:
+        torch.zeros(2).put_(torch.tensor([0]), torch.ones(1))  # of two writes to one place either may come last
+        return targets(*arguments)
+
+    monkeypatch.setattr(objective, "image_targets", with_put)
+    settings = ("--data", image_folder, "--set", "epochs=1", *TINY_SETTINGS, "-q", "--device", "cpu", "--out")
+    code, _, err = vitx("train", "digits-deepvit", "--set", ON, *settings, tmp_path / "run")
+    assert code == 2
+    assert "execution.deterministic: torch's operator 'put_' has no deterministic form: leave out what uses it" in err
+    assert "--set execution.deterministic=false" in err
+    again = (*settings, tmp_path / "run", "--resume", "--set", "execution.deterministic=false")
+    assert vitx("train", "digits-deepvit", *again)[0] == 0, "the remedy that was named"
+
+
+def started(monkeypatch: pytest.MonkeyPatch, workspace: str | None, *, cuda: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda)
+    monkeypatch.setenv(WORKSPACE, workspace or "")  # so that it is put back, whatever the block leaves
+    if workspace is None:
+        monkeypatch.delenv(WORKSPACE)
+
+
+@pytest.mark.parametrize(("workspace", "cuda"), [(None, False), *((each, True) for each in FIXED)])
+def test_the_workspace_of_cublas_is_fixed_before_cuda_starts(
+    monkeypatch: pytest.MonkeyPatch, workspace: str | None, cuda: bool
+) -> None:
+    started(monkeypatch, workspace, cuda=cuda)
+    with deterministic_algorithms("auto", on=True):
+        assert os.environ[WORKSPACE] == (workspace or FIXED[0])
+    assert os.environ[WORKSPACE] == (workspace or FIXED[0]), "what has started with it keeps it"
+
+
+@pytest.mark.parametrize(
+    ("workspace", "cuda", "text"),
+    [(None, True, "is not set, and CUDA has started"), (":0:0", False, "is ':0:0'")],
+)
+def test_another_workspace_is_refused(
+    monkeypatch: pytest.MonkeyPatch, workspace: str | None, cuda: bool, text: str
+) -> None:
+    started(monkeypatch, workspace, cuda=cuda)
+    before = switches()
+    with pytest.raises(InputError) as caught, deterministic_algorithms("auto", on=True):
+        pass
+    assert str(caught.value) == (
+        "execution.deterministic needs CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8 before CUDA starts, and it "
+        f"{text}: start with CUBLAS_WORKSPACE_CONFIG=:4096:8"
+    )
+    assert switches() == before
+
+
+def test_torchs_own_complaint_about_the_workspace_is_told() -> None:
+    complaint = "this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 or …"
+    refused = pytest.raises(InputError, match="CUDA has started without CUBLAS_WORKSPACE_CONFIG: start with")
+    with refused, deterministic_algorithms("cpu", on=True):
+        raise RuntimeError(complaint)
+
+
+def test_a_cpu_needs_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    started(monkeypatch, None, cuda=True)
+    with deterministic_algorithms("cpu", on=True):
+        assert WORKSPACE not in os.environ

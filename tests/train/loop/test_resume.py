@@ -1,0 +1,208 @@
+"""A run that is killed, however often, ends in the same bits as one that was left alone."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_fixture import Vitx
+from train_fixture import TINY, TINY_SETTINGS, metrics_of
+from training_jobs import context, recipe_of, stop_in_a_group, train_in_a_group
+from vitx.core.errors import InputError
+from vitx.core.run import RunFolder
+from vitx.train.loop.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save
+
+Start = Callable[..., subprocess.Popen[str]]
+EPOCHS = 4
+RUN = ("train", "digits-deepvit", "--set", f"epochs={EPOCHS}", *TINY_SETTINGS)
+
+
+def epochs_done(run: Path) -> int:
+    last = run / "checkpoints" / "last"
+    return int(last.readlink().name.removeprefix("epoch-")) if last.is_symlink() else 0
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest checkpoint, 0 before the first."""
+    steps = [0]
+    for link in ("last", "resume"):
+        with suppress(OSError):  # between two looks the links move and old folders go
+            state = run / "checkpoints" / link / "state.json"
+            steps.append(json.loads(state.read_text())["step"])
+    return max(steps)
+
+
+def names_in(run: Path) -> set[str]:
+    """Of all files but TensorBoard's, which every process begins anew."""
+    paths = (path.relative_to(run) for path in run.rglob("*"))
+    return {str(path) for path in paths if path.parent.name != "tensorboard"}
+
+
+@pytest.mark.parametrize(("kills", "deterministic"), [(20, "false"), (2, "true")])
+def test_kills_at_random_moments_end_in_the_same_bits(
+    tmp_path: Path, image_folder: Path, kills: int, deterministic: str
+) -> None:
+    """Workers, bfloat16 autocast, averaged weights, dropout, CutMix, checkpoints every other step."""
+    recipe = recipe_of(
+        *TINY,
+        f"epochs={kills // 2 + 1}",
+        "batch_size=4",
+        "checkpoint_steps=2",
+        f"execution.deterministic={deterministic}",
+        "execution.precision=bfloat16",
+        "model.kwargs.drop_path_rate=0.2",
+        "model.kwargs.proj_drop_rate=0.1",
+    ).on_data(str(image_folder))
+    alone = context().Process(target=train_in_a_group, args=(recipe, tmp_path / "alone", False))
+    alone.start()
+    moments, run = random.Random(3), tmp_path / "killed"
+    for kill in range(kills):
+        process = context().Process(target=train_in_a_group, args=(recipe, run, run.is_dir()))
+        process.start()
+        deadline = time.monotonic() + 60
+        while not run.is_dir() or newest_step(run) < 2 * kill:
+            assert process.is_alive(), "the run ended before it was killed"
+            assert time.monotonic() < deadline, f"step {2 * kill} was not reached"
+            time.sleep(0.005)
+        time.sleep(moments.uniform(0, 0.1))
+        assert process.pid is not None
+        while os.getpgid(process.pid) != process.pid:  # it goes into a group of its own first
+            assert process.is_alive(), "the run ended before it was killed"
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGKILL)  # the workers too: none is left behind
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed"
+    final = context().Process(target=train_in_a_group, args=(recipe, run, True))
+    final.start()
+    for process in (alone, final):
+        process.join(60)
+        assert process.exitcode == 0
+    for name in FILES:
+        expected, found = (tmp_path / each / "checkpoints" / "last" / name for each in ("alone", "killed"))
+        assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
+    assert metrics_of(tmp_path / "alone") == metrics_of(run)
+    assert names_in(run) == names_in(tmp_path / "alone")
+
+
+def test_a_signal_to_the_workers_too_stops_in_order(tmp_path: Path, image_folder: Path) -> None:
+    """torchrun and schedulers send SIGTERM to the whole group."""
+    settings = (*TINY, "epochs=500", "batch_size=4", "checkpoint_steps=1", "workers=2")
+    run = tmp_path / "run"
+    process = context().Process(target=stop_in_a_group, args=(recipe_of(*settings).on_data(str(image_folder)), run))
+    process.start()
+    deadline = time.monotonic() + 60
+    while not run.is_dir() or newest_step(run) < 6:
+        assert process.is_alive(), "the run ended before it was stopped"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.pid is not None
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == signal.SIGTERM
+
+
+def test_an_interrupt_says_how_to_resume(start_vitx: Start, tmp_path: Path) -> None:
+    process = start_vitx(*RUN, "--out", "run")
+    while not (tmp_path / "run").is_dir():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 130, err
+    assert "resume with `vitx train digits-deepvit --out run --resume`" in err
+    assert "Traceback" not in err
+
+
+def test_resume_begins_where_nothing_was_written_yet(vitx: Vitx, tmp_path: Path) -> None:
+    settings = ("--set", "epochs=1", *TINY_SETTINGS)
+    for _ in range(2):
+        code, _, err = vitx("train", "digits-deepvit", *settings, "--out", tmp_path / "run", "--resume", "-q")
+        assert code == 0, err
+        shutil.rmtree(tmp_path / "run" / "checkpoints")  # as if killed in the first epoch
+    code, _, _ = vitx("train", "digits-deepvit", "--out", tmp_path / "run", "--resume", "-q")
+    assert code == 0
+    assert epochs_done(tmp_path / "run") == 1
+
+
+def test_what_killed_writers_left_is_removed(vitx: Vitx, tmp_path: Path) -> None:
+    run = ("train", "digits-deepvit", *TINY_SETTINGS, "--out", tmp_path / "run", "-q", "--set")
+    code, _, err = vitx(*run, "epochs=1")
+    assert code == 0, err
+    before = names_in(tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    (tmp_path / "run" / ".metrics.jsonl.x1").touch()
+    (checkpoints / ".last.123").symlink_to("epoch-0002")
+    (checkpoints / ".epoch-0002.x1").mkdir()
+    kept = tmp_path / "run" / ".notes"
+    kept.touch()
+    code, _, err = vitx(*run, "epochs=1", "--resume")
+    assert code == 0, err
+    assert names_in(tmp_path / "run") == before | {kept.name}
+
+
+def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, float | int]:
+    return {"epoch": epoch, "step": 10 * epoch, "top1": top1, "nll": nll}
+
+
+def tensors(value: float) -> Tensors:
+    return Tensors(*({"weight": torch.full((2, 3), value)} for _ in FILES))
+
+
+def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    history = [row(1, 0.5)]
+    save(run, tensors(1), history, {})
+    history.append(row(2, 0.4))
+    save(run, tensors(2), history, {})
+    folder = tmp_path / "checkpoints"
+    assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
+    # Killed after the third epoch's folder and metrics, before the link; and once in the middle of writing a folder.
+    shutil.copytree(folder / "epoch-0002", folder / "epoch-0003")
+    (folder / ".epoch-0003.x1").mkdir()
+    with run.metrics_path.open("a") as file:
+        file.write('{"epoch": 3, "step": 30, "top1": 0.9, "nll": 1.0}\n')
+    loaded = load_last(run)
+    assert loaded is not None
+    found, state = loaded
+    assert state.epoch == 2
+    assert found.model["weight"][0, 0] == 2
+    assert read_metrics(run.metrics_path, state.epoch) == history
+    publish(run, state)
+    assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
+    assert (folder / "best").readlink() == Path("epoch-0001")
+
+
+def test_a_kill_between_the_links_is_mended(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    history = [row(1, 0.5)]
+    save(run, tensors(1), history, {})
+    save(run, tensors(2), [*history, row(2, 0.8)], {})
+    best = tmp_path / "checkpoints" / "best"
+    best.unlink()
+    best.symlink_to("epoch-0001")
+    loaded = load_last(run)
+    assert loaded is not None
+    publish(run, loaded[1])
+    assert best.readlink() == Path("epoch-0002")
+
+
+def test_the_best_epoch_is_of_highest_top1_then_lowest_nll_then_first() -> None:
+    history = [row(1, 0.9, 0.5), row(2, 0.95, 0.6), row(3, 0.95, 0.4), row(4, 0.95, 0.4), row(5, 0.9, 0.1)]
+    assert best_of(history)["epoch"] == 3
+
+
+@pytest.mark.parametrize("text", ["not json\n", '{"epoch": 1}\n{"epoch": 1}\n', "[]\n", ""])
+def test_damaged_metrics_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"metrics\.jsonl (holds a line|does not hold)"):
+        read_metrics(path, 1)

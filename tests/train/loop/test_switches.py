@@ -1,0 +1,251 @@
+"""The switches of the trainer: each does what it says, and what a network or machine does not offer is refused."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cli_fixture import Vitx
+from train_fixture import TINY, TINY_SETTINGS, metrics_of
+from training_jobs import recipe_of, train_one
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.run import RunFolder
+from vitx.train.loop.checkpoint import best_of, load_last
+from vitx.train.loop.distributed.processes import ALONE
+from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
+from vitx.train.loop.trainer import Trainer
+from vitx.train.recipes.recipe import Recipe
+
+PLAIN = 'model.kwargs.attention=["plain","talking-heads"]'  # no BatchNorm, whose statistics are a pass's
+
+
+def small(image_folder: Path, *overrides: str) -> Recipe:
+    return recipe_of(*TINY, "workers=0", "epochs=2", "batch_size=12", *overrides).on_data(str(image_folder))
+
+
+def trainer_of(recipe: Recipe, folder: Path) -> Trainer:
+    return Trainer(recipe, RunFolder(folder), torch.device("cpu"), ALONE, skip_bad=False, quiet=True)
+
+
+def weights_after_a_step(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
+    trainer = trainer_of(recipe, folder)
+    trainer.step(1, next(trainer.batches(1)))
+    return trainer.model.state_dict()
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["optimizer.accumulate=3", "execution.grad_checkpointing=true", "execution.channels_last=true"],
+)
+def test_the_same_mathematics_in_another_way(image_folder: Path, tmp_path: Path, override: str) -> None:
+    recipe = small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup=0")
+    expected = weights_after_a_step(recipe, tmp_path)
+    start = trainer_of(recipe, tmp_path).model.state_dict()
+    found = weights_after_a_step(
+        small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup=0", override), tmp_path
+    )
+    assert any(not torch.equal(value, start[name]) for name, value in expected.items())
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision_trains_and_resumes_with_its_loss_scale(
+    image_folder: Path, tmp_path: Path, precision: str
+) -> None:
+    recipe = small(image_folder, f"execution.precision={precision}")
+    train_one(recipe, tmp_path / "run", {})
+    loaded = load_last(RunFolder(tmp_path / "run"))
+    assert loaded is not None
+    assert ("scaler" in loaded[1].trainer) is (precision == "float16")
+    if precision == "float16":
+        trainer = trainer_of(recipe, tmp_path / "run")
+        trainer.open_run()
+        assert trainer.stepper.scaler.state_dict() == loaded[1].trainer["scaler"]
+    assert all(row["losses"]["total"] < 20 for row in metrics_of(tmp_path / "run"))
+
+
+def test_sam_takes_the_gradient_at_the_point_uphill() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    curvature = torch.tensor([1.0, 10.0], dtype=torch.float64)
+    weight.grad = (curvature * weight).detach()  # of curvature·w²/2: (3, 40)
+    uphill = weight.detach() + 0.5 * weight.grad / weight.grad.norm()
+    before = weight.detach().clone()
+    with perturbed([weight], 0.5):
+        torch.testing.assert_close(weight.detach(), uphill, rtol=0, atol=1e-9)
+    assert torch.equal(weight.detach(), before)
+
+
+def test_sam_moves_the_running_statistics_once(image_folder: Path, tmp_path: Path) -> None:
+    found = weights_after_a_step(small(image_folder, "optimizer.sam_rho=0.05"), tmp_path)
+    plain = weights_after_a_step(small(image_folder), tmp_path)
+    for name, value in plain.items():
+        if "running" in name or "tracked" in name:
+            assert torch.equal(found[name], value), name
+    assert any(not torch.equal(found[name], value) for name, value in plain.items())
+    norm = nn.BatchNorm1d(2)
+    with untracked_batch_norm(norm):
+        norm(torch.rand(4, 2))
+    assert norm.num_batches_tracked == 0
+
+
+# torch's compiler looks at the .grad of every tensor it is given, and warns of that itself.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_blocks_train_as_they_do_without(
+    image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Traced by the compiler's front end; its code generator takes half a minute.
+    compiled = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
+    settings = ("model.kwargs.depth=1", 'model.kwargs.attention="re-attention"', "schedule.warmup=0")
+    expected = weights_after_a_step(small(image_folder, *settings), tmp_path)
+    found = weights_after_a_step(small(image_folder, *settings, "execution.compile=true"), tmp_path)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=3e-4)
+
+
+def test_drop_path_rises_linearly_with_depth(image_folder: Path, tmp_path: Path) -> None:
+    recipe = recipe_of("model.kwargs.drop_path_rate=0.5", "model.kwargs.depth=6").on_data(str(image_folder))
+    blocks: Any = trainer_of(recipe, tmp_path).model.blocks
+    rates = [getattr(block.drop_path1, "drop_prob", 0.0) for block in blocks]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_patience_stops_and_stays_stopped(image_folder: Path, tmp_path: Path) -> None:
+    # At this rate nothing changes but the averaged weights, for some steps.
+    recipe = small(image_folder, "epochs=20", "optimizer.lr=1e-30", "schedule.min_lr=0", "selection.patience=2")
+    train_one(recipe, tmp_path / "run", {})
+    history = metrics_of(tmp_path / "run")
+    assert len(history) == best_of(history)["epoch"] + 2
+    assert len(history) < 20
+    train_one(recipe, tmp_path / "run", {}, resume=True)
+    assert metrics_of(tmp_path / "run") == history
+
+
+def test_the_best_epoch_is_that_of_the_metric() -> None:
+    history = [
+        {"epoch": 1, "top1": 0.9, "nll": 0.7, "ece": 0.1},
+        {"epoch": 2, "top1": 0.8, "nll": 0.5, "ece": 0.3},
+        {"epoch": 3, "top1": 0.7, "nll": 0.6, "ece": 0.1},
+    ]
+    assert [best_of(history, metric)["epoch"] for metric in ("top1", "nll", "ece")] == [1, 2, 3]
+
+
+def test_sigterm_saves_the_step_and_resuming_ends_in_the_same_bits(
+    start_vitx: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    run = ("train", "digits-deepvit", "--set", "epochs=1", *TINY_SETTINGS)
+    stopped = start_vitx(*run, "--out", "stopped", "--set", "checkpoint_steps=2")
+    resume = tmp_path / "stopped" / "checkpoints" / "resume"
+    while not resume.is_symlink():
+        assert stopped.poll() is None, stopped.communicate()[1]
+        time.sleep(0.01)
+    stopped.send_signal(signal.SIGTERM)
+    _, err = stopped.communicate(timeout=60)
+    assert stopped.returncode == 0, err
+    assert "stopped by SIGTERM, all is saved: resume with `vitx train digits-deepvit --out stopped --resume`" in err
+    state = json.loads((resume / "state.json").read_text())
+    assert 0 < state["step"] < 11
+    assert state["rng"] == {"seed": 0, "next_epoch": 1, "next_batch": state["step"]}
+    both = [
+        start_vitx(*run, "--out", "alone", "--set", "checkpoint_steps=2"),
+        start_vitx(*run, "--out", "stopped", "--resume"),
+    ]
+    for process in both:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    last = Path("checkpoints") / "last" / "ema.safetensors"
+    assert (tmp_path / "alone" / last).read_bytes() == (tmp_path / "stopped" / last).read_bytes()
+    assert not resume.exists()
+
+
+def test_the_batch_of_a_loss_that_is_not_finite_is_kept(image_folder: Path, tmp_path: Path) -> None:
+    recipe = small(image_folder, "batch_size=6", "epochs=3", "optimizer.clip=0")
+    trainer = trainer_of(recipe, tmp_path / "run")
+    trainer.open_run()
+    good = trainer.step
+
+    def step(epoch: int, batch: Any) -> None:
+        if (epoch, batch.number) == (2, 1):
+            with torch.no_grad():
+                next(trainer.model.parameters()).fill_(float("nan"))
+        good(epoch, batch)
+
+    trainer.step = step  # type: ignore[method-assign]
+    with pytest.raises(CheckFailed, match=r"not finite at batch 1 in epoch 2: .* its images are in '.*failed-batch'"):
+        trainer.train()
+    kept = json.loads((tmp_path / "run" / "failed-batch" / "batch.json").read_text())
+    batch = list(trainer.data.batches(2))[1]
+    assert [row["label"] for row in kept["images"]] == batch.labels.tolist()
+    assert (tmp_path / "run" / "failed-batch" / "images.png").is_file()
+    loaded = load_last(RunFolder(tmp_path / "run"))
+    assert loaded is not None
+    assert loaded[1].epoch == 1
+    assert all(torch.isfinite(value).all() for value in loaded[0].model.values() if value.is_floating_point())
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(image_folder: Path, tmp_path: Path) -> None:
+    """A limit on the size of a file is what a test can have of a full disk: the same call fails in the same place."""
+    import resource
+
+    recipe = small(image_folder, "epochs=3", "checkpoint_steps=1", "batch_size=6")
+    trainer = trainer_of(recipe, tmp_path / "run")
+    trainer.open_run()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    good = trainer.step
+
+    def step(epoch: int, batch: Any) -> None:
+        if (epoch, batch.number) == (2, 1):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        good(epoch, batch)
+
+    trainer.step = step  # type: ignore[method-assign]
+    try:
+        from vitx.train.loop.failures import naming_a_full_disk
+
+        with (
+            pytest.raises(EnvironmentMissing, match=r"cannot write '.*safetensors': File too large; .* --resume"),
+            naming_a_full_disk(trainer.run),
+        ):
+            trainer.train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    loaded = load_last(trainer.run)
+    assert loaded is not None
+    assert (loaded[1].epoch, loaded[1].step) == (1, 4)
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"last", "best", "resume", "epoch-0001", "step-00000004"}
+    train_one(recipe, tmp_path / "run", {}, True)
+    train_one(recipe, tmp_path / "alone", {})
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "alone")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("execution.precision=float16", "optimizer.sam_rho=0.1"), "sam_rho needs unscaled gradients"),
+        (("execution.parallel=fsdp", "optimizer.sam_rho=0.1"), r"execution\.parallel=fsdp goes without"),
+        (("model.kwargs.pretrained=true",), r"it follows from model\.initial_checkpoint=timm"),
+    ],
+)
+def test_contradictions_are_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        recipe_of(*overrides)
+
+
+def test_weights_and_biases_that_is_not_installed_is_named(
+    vitx: Vitx, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)  # what Python keeps for a module that cannot be imported
+    arguments = ("--data", image_folder, "--out", tmp_path / "run", "--set", "epochs=1", *TINY_SETTINGS)
+    code, _, err = vitx("train", "digits-deepvit", *arguments, "--wandb", "project")
+    assert code == 3
+    assert "this needs the package 'wandb', which is not installed" in err

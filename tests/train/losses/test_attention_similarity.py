@@ -1,0 +1,153 @@
+"""DeepViT's regulariser: reference numbers, and two attention maps alive at most."""
+
+import weakref
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import vitx.models  # noqa: F401  # registers deit_digits
+from reference import seq
+from vitx.core.errors import InputError
+from vitx.models import attention_maps
+from vitx.models.similarity import Over, map_similarity
+from vitx.train.losses.attention_similarity import attention_similarity_loss, projected_similarity, queries_and_keys
+
+MAPS = [seq(k, 2, 2, 3, 3).softmax(-1) for k in range(3)]
+
+
+def test_reference_numbers() -> None:
+    assert map_similarity(MAPS[0], MAPS[1], "rows").item() == pytest.approx(0.955407, abs=1e-6)
+    assert map_similarity(MAPS[0], MAPS[1], "heads").item() == pytest.approx(0.999994, abs=1e-6)
+    first, second = (seq(k, 2, 3, 4, 4).softmax(-1) for k in (0, 1))
+    assert map_similarity(first, second, "rows").item() == pytest.approx(0.929152, abs=1e-6)
+    targets = torch.tensor([[0.9, 0.05, 0.05], [0.05, 0.9, 0.05]], dtype=torch.float64)
+    classification = F.cross_entropy(seq(4, 2, 3), targets)
+    assert classification.item() == pytest.approx(1.081803, abs=1e-6)
+    total = classification + 0.1 * attention_similarity_loss(MAPS, over="heads", pairs=2)
+    assert total.item() == pytest.approx(1.181803, abs=1e-6)
+
+
+@pytest.mark.parametrize("over", ["rows", "heads"])
+def test_value_and_gradient_equal_the_slow_formula(over: Over) -> None:
+    def slow(logits: Tensor) -> Tensor:
+        first, second = logits.softmax(-1)
+        B, H, N, _ = first.shape
+        terms = [
+            F.cosine_similarity(first[b, h, :, t], second[b, h, :, t], dim=0)
+            if over == "rows"
+            else F.cosine_similarity(first[b, :, h, t], second[b, :, h, t], dim=0)
+            for b in range(B)
+            for h in range(H if over == "rows" else N)
+            for t in range(N)
+        ]
+        return torch.stack(terms).mean()
+
+    def fast(logits: Tensor) -> Tensor:
+        return attention_similarity_loss(logits.softmax(-1), over=over)
+
+    ours, theirs = seq(2, 2, 2, 3, 4, 4).requires_grad_(), seq(2, 2, 2, 3, 4, 4).requires_grad_()
+    loss, reference = fast(ours), slow(theirs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    reference.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, reference, rtol=0, atol=1e-12)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-12)
+    assert torch.autograd.gradcheck(fast, (seq(2, 2, 2, 3, 4, 4).requires_grad_(),))
+
+
+def test_only_the_first_pairs_are_read() -> None:
+    def maps() -> Iterator[Tensor]:
+        yield from MAPS[:2]
+        raise AssertionError("a third map was made")
+
+    expected = map_similarity(MAPS[0], MAPS[1], "heads")
+    assert attention_similarity_loss(maps(), pairs=1) == expected
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    attention = ["plain", "talking-heads", "re-attention", "plain", "re-attention"]
+    return timm.create_model("deepvit_digits", depth=5, attention=attention).double().train()
+
+
+@pytest.mark.parametrize("over", ["rows", "heads"])
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_the_networks_maps_are_compared_and_its_weights_get_their_gradient(model: Any, over: Over, pairs: int) -> None:
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    with queries_and_keys(model) as blocks:
+        model(images)
+    loss = projected_similarity(blocks, over=over, pairs=pairs)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert not any(module._forward_hooks for module in model.modules())
+    model.zero_grad(set_to_none=True)
+    with attention_maps(model, of=lambda maps: maps) as maps:
+        model(images)
+        expected = attention_similarity_loss(maps.values(), over=over, pairs=pairs)
+        expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-14, msg=name)
+
+
+class LiveMaps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """The largest number of softmax results of one shape that were alive at one moment."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.shape, self.alive, self.most, self.made = shape, 0, 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._softmax.default and tuple(out.shape) == self.shape:
+            self.alive += 1
+            self.made += 1
+            self.most = max(self.most, self.alive)
+            weakref.finalize(out.untyped_storage(), self.forget)
+        return out
+
+    def forget(self) -> None:
+        self.alive -= 1
+
+
+def test_two_maps_are_alive_at_most() -> None:
+    torch.manual_seed(0)
+    model: Any = timm.create_model("deit_digits", depth=6)
+    with queries_and_keys(model) as blocks:
+        model(torch.randn(2, 3, 32, 32))
+    with LiveMaps((2, 4, 65, 65)) as maps:
+        loss = projected_similarity(blocks)
+        assert (maps.made, maps.most, maps.alive) == (10, 2, 0)
+        loss.backward()  # type: ignore[no-untyped-call]
+    assert (maps.made, maps.most, maps.alive) == (20, 2, 0)
+
+
+def test_it_is_float32_inside_autocast(model: Any) -> None:
+    model = model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        with queries_and_keys(model) as blocks:
+            model(torch.randn(2, 3, 32, 32))
+        assert projected_similarity(blocks, over="rows").dtype == torch.float32
+    assert all(first.qkv_BN3D.dtype == torch.bfloat16 for first, _ in pairwise(blocks))
+
+
+def test_what_cannot_be_compared_is_refused(model: Any) -> None:
+    with pytest.raises(InputError, match="3 adjacent pairs of attention maps were asked for, but there are 2"):
+        attention_similarity_loss(MAPS, pairs=3)
+    with pytest.raises(InputError, match="unknown axis of the attention similarity 'columns'"):
+        map_similarity(MAPS[0], MAPS[1], "columns")  # type: ignore[arg-type]
+    resnet = timm.create_model("resnet10t")
+    with (
+        pytest.raises(InputError, match=r"ResNet has 0 attention layers to compare: set losses\.attention=0"),
+        queries_and_keys(resnet),
+    ):
+        pass

@@ -1,0 +1,137 @@
+"""Recipes: overrides typed and refused by name, contradictions, what follows from what."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+
+from vitx.core.errors import InputError
+from vitx.core.files import read_record, write_json
+from vitx.train.recipes.recipe import Recipe, apply_overrides, first_difference, setting_names
+from vitx.train.recipes.registry import RECIPES, describe, get_recipe, resolve_recipe
+
+RECIPE = get_recipe("digits-deepvit")
+
+
+def test_overrides_are_typed() -> None:
+    changed = apply_overrides(
+        RECIPE,
+        [
+            "optimizer.lr=3e-4",
+            "optimizer.betas=[0.8, 0.95]",
+            "epochs=2",
+            "model.name=deit_digits",
+            "model.kwargs.depth=4",
+            'model.kwargs.attention=["plain","plain","plain","re-attention"]',
+        ],
+    )
+    assert changed.optimizer.lr == 3e-4
+    assert changed.optimizer.betas == (0.8, 0.95)
+    assert changed.epochs == 2
+    assert changed.model.name == "deit_digits"
+    assert changed.model.kwargs["depth"] == 4
+    assert changed.model.kwargs["attention"][-1] == "re-attention"
+    assert RECIPE.epochs != 2, "the recipe itself must not change"
+
+
+def test_a_text_that_looks_like_a_number_stays_text_where_text_is_wanted() -> None:
+    assert apply_overrides(RECIPE, ["model.name=123"]).model.name == "123"
+
+
+def test_another_network_drops_the_arguments_of_the_first() -> None:
+    changed = apply_overrides(RECIPE, ["model.kwargs.depth=4", "model.name=vit_tiny_patch16_224"])
+    assert changed.model.kwargs == {"depth": 4}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "optimizer.lrr=1",
+            "unknown setting 'optimizer.lrr': did you mean optimizer.lr .*known: .*batch_size.*workers",
+        ),
+        ("epoch=1", "unknown setting 'epoch': did you mean epochs"),
+        ("name=other", "unknown setting 'name'"),
+        ("optimizer.lr=fast", "--set optimizer.lr: given 'fast', expected: a valid number"),
+        ("optimizer.lr=-1", "--set optimizer.lr: given '-1', expected: greater than 0"),
+        ("optimizer.lr=NaN", "--set optimizer.lr: given 'NaN', expected: a finite number"),
+        ("epochs=2.5", "--set epochs: given '2.5', expected: a valid integer"),
+        ("epochs=true", "--set epochs: given 'true', expected: a valid integer"),
+        ("epochs=0", "--set epochs: given '0', expected: greater than 0"),
+        ("preprocessing.interpolation=area", "given 'area', expected: 'nearest', 'bilinear', 'bicubic' or 'lanczos'"),
+        ("optimizer=1", "--set optimizer is a group of settings: set one of optimizer.name, optimizer.lr, "),
+        ("data=elsewhere", "--set data: pass --data PATH instead"),
+        ("epochs", "--set epochs: expected KEY=VALUE"),
+        (
+            "cutmix.probability=0",
+            "losses.mixing needs images of mixed patches: set cutmix.probability above 0, or losses",
+        ),
+        ("schedule.min_lr=1", "schedule.min_lr 1 is above optimizer.lr"),
+        ("model.kwargs.patch_head=true", "model.kwargs.patch_head cannot be given: it follows from losses.mixing"),
+    ],
+)
+def test_a_wrong_override_is_named(override: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        apply_overrides(RECIPE, [override])
+
+
+def test_contradictions_are_judged_after_all_overrides() -> None:
+    changed = apply_overrides(RECIPE, ["cutmix.probability=0", "losses.mixing=0"])
+    assert changed.cutmix.probability == changed.losses.mixing == 0
+
+
+def test_every_setting_name_that_is_listed_is_accepted() -> None:
+    plain = RECIPE.model_dump(mode="json")
+    for name in setting_names(RECIPE):
+        if not name.endswith(".NAME"):
+            value = plain
+            for part in name.split("."):
+                value = value[part]
+            assert apply_overrides(RECIPE, [f"{name}={json.dumps(value)}"]) == RECIPE
+
+
+def test_recipes_survive_json(tmp_path: Path) -> None:
+    for name in RECIPES:
+        write_json(tmp_path / "recipe.json", get_recipe(name))
+        assert read_record(tmp_path / "recipe.json", Recipe) == get_recipe(name)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_docstring_carries_command_hardware_time_and_result(name: str) -> None:
+    text = inspect.getdoc(RECIPES[name]) or ""
+    assert f"vitx train {name}" in text
+    for word in ("Hardware:", "Time:", "Result:"):
+        assert word in text
+    assert describe(name) in text
+    assert get_recipe(name).name == name
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="unknown recipe 'digit-deepvit': did you mean digits-deepvit"):
+        get_recipe("digit-deepvit")
+
+
+def test_the_first_difference_is_named() -> None:
+    changed = apply_overrides(RECIPE, ["optimizer.lr=1e-4", "epochs=7"])
+    assert first_difference(RECIPE, RECIPE) is None
+    difference = first_difference(changed, RECIPE)
+    assert difference == f"optimizer.lr is {RECIPE.optimizer.lr} in the run but 0.0001 was asked for"
+    added = apply_overrides(RECIPE, ["model.kwargs.mlp_ratio=2"])
+    assert first_difference(added, RECIPE) == "model.kwargs.mlp_ratio is absent in the run but 2 was asked for"
+
+
+def test_a_folder_of_images_gets_its_own_augmentation() -> None:
+    recipe = resolve_recipe("digits-deit", data="photos", overrides=["augmentation.flip=0"])
+    assert Path(recipe.data).is_absolute()
+    assert recipe.augmentation.smallest_crop < 1
+    assert recipe.augmentation.rotation == recipe.augmentation.flip == 0
+
+
+def test_resuming_starts_from_the_settings_of_the_run(tmp_path: Path) -> None:
+    started = resolve_recipe("digits-deit", data="photos", overrides=["epochs=3", "augmentation.flip=0.1"])
+    write_json(tmp_path / "recipe.json", started)
+    assert resolve_recipe("digits-deit", resumed=tmp_path) == started
+    assert resolve_recipe("digits-deit", data="photos", resumed=tmp_path) == started
+    assert resolve_recipe("digits-deit", data="others", resumed=tmp_path).data.endswith("others")
+    assert resolve_recipe("digits-deepvit", resumed=tmp_path).name == "digits-deepvit"

@@ -1,0 +1,139 @@
+"""One pass over the images that every metric of activations shares: memory is that of one batch."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitx.analyze.spectrum import square_map
+from vitx.analyze.units import Kind, Unit, first_block, residual_units
+from vitx.core.preprocess import Preprocessing
+from vitx.data.image_set import ImageSet
+from vitx.models import image_tensor
+from vitx.models.attention_maps import attention_layers, attention_maps
+
+EMBEDDING = "embedding"
+
+
+class Layout(NamedTuple):
+    """How a network's tensors are laid out."""
+
+    prefix_tokens: int
+    channels_last: bool
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Layout":
+        if hasattr(model, "blocks_token_only"):  # CaiT's class token joins in its last two blocks only
+            prefix = 0
+        else:  # PiT counts them as num_tokens
+            prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))
+        return cls(prefix, getattr(model, "output_fmt", "NCHW") == "NHWC")
+
+    def feature_map(self, stream: Tensor) -> Tensor | None:
+        return square_map(stream, self.prefix_tokens, channels_last=self.channels_last)
+
+    def patches(self, stream: Tensor) -> Tensor | None:
+        """(B, n, D) of a stream of tokens or of a channels-last map; None for fewer than two, and for a NCHW map."""
+        if stream.ndim == 4:
+            return stream.flatten(1, 2) if self.channels_last else None
+        if stream.ndim != 3 or stream.shape[1] < self.prefix_tokens + 2:
+            return None
+        return stream[:, self.prefix_tokens :]
+
+
+class Activations(NamedTuple):
+    """Of one batch: what each unit hands on, softmax maps (B, H, N, N) by attention layer, and the logits (B, C)."""
+
+    images: int
+    streams: dict[str, Tensor]
+    maps: dict[str, Tensor]
+    logits: Tensor
+
+
+def stream_activations(
+    model: nn.Module,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    batch_size: int = 16,
+    streams: bool = True,
+    maps: bool = True,
+) -> Iterator[Activations]:
+    """Run `model` over `images` in evaluation mode without gradients and yield each batch's float32 activations.
+
+    The tensors are those the network goes on with: they are read, never written. Modes and hooks are as before
+    afterwards, also when the loop is left early.
+    """
+    device = next(model.parameters()).device
+    found: dict[str, Tensor] = {}
+    with ExitStack() as restore:
+        restore.enter_context(in_evaluation_mode(model))
+        if streams:
+            _watch_streams(model, found, restore)
+        watched = restore.enter_context(attention_maps(model)) if maps and attention_layers(model) else {}
+        for pixels in images.batches(preprocessing, batch_size):
+            found.clear()
+            with torch.inference_mode():
+                logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
+            yield Activations(len(pixels), _as_float(found), _as_float(watched), logits.float())
+
+
+@contextmanager
+def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block; afterwards every module's mode is what it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def stream_order(model: nn.Module) -> list[str]:
+    """The names of `Activations.streams`, in the order of the network."""
+    return [EMBEDDING, *(unit.name for unit in residual_units(model) if unit.at is not None)]
+
+
+def _watch_streams(model: nn.Module, found: dict[str, Tensor], restore: ExitStack) -> None:
+    block = first_block(model)
+    if block is None:
+        return
+
+    def keep_embedding(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[EMBEDDING] = inputs[0]
+
+    restore.callback(block.register_forward_pre_hook(keep_embedding).remove)
+    for unit in residual_units(model):
+        if unit.at is None:
+            continue
+        keep = _keeper(unit, found)
+        if unit.read == "input":
+            restore.callback(unit.at.register_forward_pre_hook(keep).remove)
+        else:
+            restore.callback(unit.at.register_forward_hook(keep).remove)
+
+
+def _keeper(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
+    def keep(_module: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
+        stream = inputs[0] if unit.read == "input" else output
+        found[unit.name] = stream if unit.scale == 1.0 else stream / unit.scale
+
+    return keep
+
+
+def _as_float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.float() for name, value in tensors.items()}
+
+
+def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor]]:
+    for name, stream in batch.streams.items():
+        features = layout.feature_map(stream)
+        if features is not None:
+            yield name, features
+
+
+def kinds_of(model: nn.Module) -> dict[str, Kind | None]:
+    return {EMBEDDING: None, **{unit.name: unit.kind for unit in residual_units(model)}}

@@ -1,0 +1,1 @@
+"""The fifteen common corruptions (Hendrycks & Dietterich, arXiv 1903.12261), computed or read from copies."""

@@ -1,0 +1,113 @@
+"""Copies of CIFAR-10-C, CIFAR-100-C, Tiny-ImageNet-C and ImageNet-C, as their authors distribute them, unpacked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.analyze.corruption.constants import CORRUPTIONS
+from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
+from vitx.core.errors import InputError
+from vitx.data.cifar import Pixels
+from vitx.data.folder import list_images
+from vitx.data.image_set import ImageSet, evenly_spaced
+
+
+@dataclass(frozen=True)
+class CorruptedCopies:
+    """Copies in a folder: which of the fifteen corruptions it has, and where. Without class names they are numbered."""
+
+    places: dict[str, Path]
+    class_names: tuple[str, ...] | None = None
+
+    @property
+    def corruptions(self) -> tuple[str, ...]:
+        """Those that are there, in the order of the benchmark."""
+        return tuple(self.places)
+
+    def open(self, corruption: str, severity: int, *, limit: int | None = None) -> ImageSet:
+        """The labelled images of one corruption at severity 1 to 5, at most `limit`, evenly spaced.
+
+        Raises InputError for a corruption or severity that is not there, damaged files, or classes that are not ours.
+        """
+        check_corruption(corruption, severity)
+        if corruption not in self.places:
+            raise InputError(f"no copies of '{corruption}': the folder has {', '.join(self.places)}")
+        place = self.places[corruption]
+        images = _from_array(place, severity, self.class_names) if place.is_file() else self._folder(place, severity)
+        return images if limit is None else images.subset(evenly_spaced(len(images), limit))
+
+    def _folder(self, place: Path, severity: int) -> ImageSet:
+        folder = place / str(severity)
+        found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+        if not found:
+            raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
+        names = self.class_names or tuple(found)
+        unknown = [name for name in found if name not in names]
+        if unknown:
+            raise InputError(f"{folder} has the class '{unknown[0]}', which the network does not know")
+        items = [(path, names.index(name)) for name in found for path in list_images(folder / name)]
+        if not items:
+            raise InputError(f"{folder} has no images: unpack the copies again")
+        paths = [path for path, _ in items]
+        return ImageSet(
+            name=str(folder),
+            class_names=names,
+            keys=tuple(str(path.relative_to(folder)) for path in paths),
+            labels=np.array([label for _, label in items], dtype=np.int64),
+            read=lambda index: paths[index].read_bytes(),
+        )
+
+
+def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None) -> CorruptedCopies:
+    """Find CORRUPTION.npy with labels.npy (CIFAR-C), or CORRUPTION/SEVERITY/CLASS/image (ImageNet-C), in `folder`.
+
+    ImageNet-C's corruptions may lie in folders of their groups (noise, blur, …). class_names: the network's, in its
+    order; class folders are matched by name. Raises InputError when none of the fifteen corruptions is there.
+    """
+    places = {}
+    for name in CORRUPTIONS:
+        candidates = [folder / f"{name}.npy", folder / name, *sorted(folder.glob(f"*/{name}"))]
+        place = next((path for path in candidates if (path.is_file() if path.suffix else path.is_dir())), None)
+        if place is not None:
+            places[name] = place
+    if not places:
+        raise InputError(
+            f"no corrupted copies in '{folder}': expected files such as gaussian_noise.npy (CIFAR-C), or folders such "
+            "as gaussian_noise/1/CLASS (ImageNet-C)"
+        )
+    return CorruptedCopies(places, tuple(class_names) if class_names is not None else None)
+
+
+def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) -> ImageSet:
+    """CIFAR-C: the five severities lie behind one another; only the part that is read is loaded."""
+    images, labels = _load(path), _load(path.with_name("labels.npy"))
+    if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or len(images) % len(SEVERITIES):
+        raise InputError(f"{path} has shape {images.shape} and type {images.dtype}: expected uint8 (5·N, S, S, 3)")
+    if labels.shape != images.shape[:1]:
+        raise InputError(f"{path} has {len(images)} images, but labels.npy {labels.size} labels: expected as many")
+    count = len(images) // len(SEVERITIES)
+    part = slice(count * (severity - 1), count * severity)
+    numbers = np.asarray(labels[part], dtype=np.int64)
+    names = class_names or tuple(str(number) for number in range(int(labels.max()) + 1))
+    if numbers.max() >= len(names) or numbers.min() < 0:
+        raise InputError(f"labels.npy has the label {numbers.max()}, but the network knows {len(names)} classes")
+    return ImageSet(
+        name=f"{path}:{severity}",
+        class_names=names,
+        keys=tuple(f"{path.stem}/{severity}/{number:05d}" for number in range(count)),
+        labels=numbers,
+        read=Pixels(images[part]),
+    )
+
+
+def _load(path: Path) -> npt.NDArray[Any]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: unpack the whole archive of CIFAR-C")
+    try:
+        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError(f"{path} is not an array of numpy: {error}") from None

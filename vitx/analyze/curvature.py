@@ -1,0 +1,168 @@
+"""The Hessian of NLL + ½·λ·‖w‖² in the weights, by its products with vectors (Park & Kim, arXiv 2202.06709)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from vitx.analyze.accuracy import numbered
+from vitx.analyze.activations import in_evaluation_mode
+from vitx.analyze.lanczos import Eigenvalues, Product, top_eigenvalues
+from vitx.analyze.metric import Measured
+from vitx.core.errors import InputError, unknown_name
+from vitx.models import image_tensor
+
+# Normalised images (B, 3, S, S), and labels: classes int64 (B,) or probabilities (B, C) where augmentation mixes them.
+LabelledBatch = tuple[Tensor, Tensor]
+
+
+class Hessian(NamedTuple):
+    """The products v → Hv of one batch over flat vectors (size,) of `dtype` on `device`."""
+
+    product: Product
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def hessian_eigenvalues(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    k: int = 5,
+    *,
+    weight_decay: float = 0.0,
+    module: str = "",
+    tolerance: float = 1e-3,
+    max_products: int = 300,
+    repeated: bool = False,
+    seed: int = 0,
+) -> Eigenvalues:
+    """The k eigenvalues of largest magnitude of the Hessian of one batch; see `hessian` and `top_eigenvalues`.
+
+    Those of a network's Hessian are simple unless two of its weights do the same, so they are not looked for twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with hessian(model, images, labels, weight_decay=weight_decay, module=module) as operator:
+        return top_eigenvalues(
+            operator.product,
+            operator.size,
+            k,
+            tolerance=tolerance,
+            max_products=max_products,
+            repeated=repeated,
+            generator=generator,
+            dtype=operator.dtype,
+            device=operator.device,
+        )
+
+
+@contextmanager
+def hessian(
+    model: nn.Module, images: Tensor, labels: Tensor, *, weight_decay: float = 0.0, module: str = ""
+) -> Iterator[Hessian]:
+    """The Hessian of the batch's mean NLL + ½·weight_decay·‖w‖² in all parameters, or in those of one module.
+
+    In evaluation mode. The graph of the gradient is built once and every product reuses it, with attention as plain
+    products: fused kernels have no second derivative. The second term's part, weight_decay·v, is added exactly. Modes,
+    `requires_grad` and gradients are as before afterwards. Raises InputError for a module that is unknown, has no
+    parameters or no part in the loss, for labels that do not fit, and for a loss that is not finite.
+    """
+    chosen = chosen_parameters(model, module)
+    with in_evaluation_mode(model), _only_differentiated(model, chosen), torch.enable_grad():
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = mean_nll(model, images, labels)
+            if not loss.requires_grad:
+                raise InputError(
+                    f"the loss does not depend on module '{module}': choose another, or '' for all of them"
+                )
+            gradients = torch.autograd.grad(loss, chosen, create_graph=True, materialize_grads=True)
+        # What the loss does not reach, such as a head for training alone, has no second derivative either.
+        reached = [gradient for gradient in gradients if gradient.requires_grad]
+        if not torch.isfinite(loss):
+            raise InputError(f"the loss of the batch is {loss.item()}: its weights or images are not finite")
+
+        def product(vector: Tensor) -> Tensor:
+            parts = torch.split(vector, [parameter.numel() for parameter in chosen])
+            directions = [
+                part.view_as(gradient)
+                for part, gradient in zip(parts, gradients, strict=True)
+                if gradient.requires_grad
+            ]
+            rows = torch.autograd.grad(reached, chosen, directions, retain_graph=True, materialize_grads=True)
+            return torch.cat([row.reshape(-1) for row in rows]).add_(vector, alpha=weight_decay)
+
+        yield Hessian(product, size_of(chosen), chosen[0].dtype, chosen[0].device)
+
+
+def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """The mean negative log-likelihood (nats) of a batch, a scalar; raise InputError for labels that do not fit."""
+    parameter = next(model.parameters())
+    logits = model(images.to(parameter))
+    classes = logits.shape[-1]
+    of_classes = labels.ndim == 1 and not labels.is_floating_point()
+    if len(labels) != len(images) or not (of_classes or labels.shape == logits.shape):
+        raise InputError(
+            f"labels {tuple(labels.shape)} {labels.dtype} of {len(images)} images and {classes} classes: expected "
+            f"({len(images)},) classes or ({len(images)}, {classes}) probabilities"
+        )
+    if of_classes and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise InputError(f"labels reach from {labels.min()} to {labels.max()}, but the network has {classes} classes")
+    target = labels.to(parameter.device) if of_classes else labels.to(logits)
+    return F.cross_entropy(logits, target)
+
+
+def chosen_parameters(model: nn.Module, module: str) -> list[nn.Parameter]:
+    modules = dict(model.named_modules())
+    if module not in modules:
+        raise unknown_name("module", module, (name for name in modules if name))
+    chosen = list(modules[module].parameters())
+    if not chosen:
+        raise InputError(f"module '{module}' has no parameters: choose one that has, or '' for the whole network")
+    return chosen
+
+
+@contextmanager
+def _only_differentiated(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in before:
+            parameter.requires_grad_(False)
+        for parameter in chosen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter, required in before:
+            parameter.requires_grad_(required)
+
+
+def size_of(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def augmented_batches(measured: Measured) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `loss_batches` batches, normalised and shifted by up to an eighth of the side, with their labels.
+
+    Shifts are drawn from the seed, the border is mirrored: what all recipes have in common. Images are evenly spaced
+    over the set already, so the first ones are of all classes.
+    """
+    source, images, options, _ = measured
+    size = options.batch_size * options.loss_batches
+    chosen = images.subset(np.linspace(0, len(images) - 1, min(size, len(images))).astype(np.int64))
+    generator = torch.Generator().manual_seed(options.seed)
+    device = next(source.model.parameters()).device
+    reach = max(1, source.preprocessing.image_size // 8)
+    batches = chosen.batches(source.preprocessing, options.batch_size)
+    for _, pixels, labels in numbered(batches, chosen.labels):
+        inputs = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
+        padded, side = F.pad(inputs, (reach,) * 4, mode="reflect"), inputs.shape[-1]
+        offsets = torch.randint(0, 2 * reach + 1, (len(pixels), 2), generator=generator).tolist()
+        shifted = [
+            image[:, top : top + side, left : left + side] for image, (top, left) in zip(padded, offsets, strict=True)
+        ]
+        yield torch.stack(shifted).to(device), torch.as_tensor(labels).to(device)

@@ -1,0 +1,37 @@
+"""The images of an analysis: an evaluation split, or a plain folder without labels."""
+
+from pathlib import Path
+
+import numpy as np
+
+from vitx.core.errors import InputError
+from vitx.data.folder import list_images
+from vitx.data.image_set import ImageSet, evenly_spaced
+from vitx.data.open import open_images
+
+
+def open_analysis_images(data: str, limit: int | None = None, *, skip_bad: bool = False) -> ImageSet:
+    """The evaluation split of `data` (a named set, or a folder with train/ and val/), or all images below a folder.
+
+    Without train/ and val/ there are no labels: `class_names` is empty and every label -1. At most `limit` images,
+    evenly spaced. Raises InputError when there are none.
+    """
+    root = Path(data)
+    if root.is_dir() and not any((root / split).is_dir() for split in ("train", "val")):
+        images = _without_labels(root)
+    else:
+        images = open_images(data, "val", skip_bad=skip_bad)
+    return images if limit is None else images.subset(evenly_spaced(len(images), limit))
+
+
+def _without_labels(root: Path) -> ImageSet:
+    paths = list_images(root)
+    if not paths:
+        raise InputError(f"no image below '{root}': expected image files, or train/ and val/ with a folder a class")
+    return ImageSet(
+        name=str(root),
+        class_names=(),
+        keys=tuple(str(path.relative_to(root)) for path in paths),
+        labels=np.full(len(paths), -1),
+        read=lambda index: paths[index].read_bytes(),
+    )

@@ -1,0 +1,129 @@
+"""Centred kernel alignment: how alike two layers represent the same images, whatever their widths.
+
+Kornblith et al. (arXiv 1905.00414); over mini-batches with the unbiased HSIC₁ of Song et al., after Nguyen et al.
+(arXiv 2010.15327, eq. 3): the result does not depend on the batch size in expectation.
+Shape letters: B batch, L layers, P, Q features of an image.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from vitx.analyze.activations import Activations, stream_order
+from vitx.analyze.figures import draw_matrices
+from vitx.analyze.metric import Metric, NotApplicable
+from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
+from vitx.core.errors import InputError
+
+# HSIC₁ divides by n − 3.
+SMALLEST_BATCH = 4
+
+
+def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
+    """CKA of two representations of the same B images; a scalar. 1: the same up to rotation and scale.
+
+    `unbiased` uses HSIC₁, whose diagonal is left out, and may be negative; without it HSIC₀ of centred kernels.
+    Raises InputError for another number of images, or fewer than 4 with `unbiased`.
+    """
+    if len(x_BP) != len(y_BQ):
+        raise InputError(f"CKA of {len(x_BP)} and {len(y_BQ)} images: both sides must be of the same images")
+    grams = grams_of([x_BP, y_BQ]) if unbiased else _centred([x_BP, y_BQ])
+    hsic = hsic_1(grams, grams) if unbiased else torch.einsum("lij,mij->lm", grams, grams)
+    return hsic[0, 1] / (hsic[0, 0] * hsic[1, 1]).sqrt()
+
+
+def grams_of(features: Sequence[Tensor]) -> Tensor:
+    """x·xᵀ of each layer's features (B, …), flattened, without the diagonal: (L, B, B), float64.
+
+    Raises InputError for fewer than 4 images.
+    """
+    if len(features[0]) < SMALLEST_BATCH:
+        raise InputError(f"CKA of {len(features[0])} images: the unbiased estimator needs {SMALLEST_BATCH} or more")
+    grams = torch.stack([_gram(layer) for layer in features])
+    grams.diagonal(dim1=-2, dim2=-1).zero_()
+    return grams
+
+
+def hsic_1(k_LBB: Tensor, l_MBB: Tensor) -> Tensor:
+    """The unbiased HSIC of every pair of kernels with zero diagonals: (L, M)."""
+    n = k_LBB.shape[-1]
+    rows_k, rows_l = k_LBB.sum(dim=-1), l_MBB.sum(dim=-1)
+    trace = k_LBB.flatten(1) @ l_MBB.flatten(1).T
+    totals = torch.outer(rows_k.sum(dim=-1), rows_l.sum(dim=-1))
+    return (trace + totals / ((n - 1) * (n - 2)) - 2 / (n - 2) * rows_k @ rows_l.T) / (n * (n - 3))
+
+
+class MinibatchCKA:
+    """CKA between all layers of one network, or of two, from one batch at a time."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+
+    def add(self, first: Sequence[Tensor], second: Sequence[Tensor] | None = None) -> None:
+        """Add a batch of at least 4 images: each layer's features (B, …); `second`: another network's on the same."""
+        k = grams_of(first)
+        l = k if second is None else grams_of(second)  # noqa: E741 - the letters of the literature
+        found = [hsic_1(k, l), _own(k), _own(l)]
+        self._sums = [before + new for before, new in zip(self._sums, found, strict=True)] if self._sums else found
+
+    def result(self) -> Tensor:
+        """(L, M), float64; nan where a layer is the same for all images."""
+        if not self._sums:
+            raise InputError(f"CKA saw no batch of {SMALLEST_BATCH} images or more: give more images")
+        cross, own_k, own_l = self._sums
+        return cross / (own_k[:, None] * own_l).sqrt()
+
+
+def _own(grams: Tensor) -> Tensor:
+    return torch.stack([hsic_1(gram[None], gram[None])[0, 0] for gram in grams])
+
+
+def _gram(features: Tensor) -> Tensor:
+    flat = features.flatten(1)
+    flat = flat if flat.dtype == torch.float64 else flat.float()
+    # Products of centred features differ from those of raw ones by rows and columns that HSIC takes off; centred first,
+    # float32 keeps the digits that count.
+    flat = flat - flat.mean(dim=0)
+    return (flat @ flat.T).double()
+
+
+def _centred(features: Sequence[Tensor]) -> Tensor:
+    return torch.stack([_gram(layer) for layer in features])
+
+
+class CKAMetric:
+    """CKA between all units of one network (arXiv 2010.15327); the last batch counts if it has 4 images or more."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._order, self._cka = stream_order(model), MinibatchCKA()
+
+    def add(self, batch: Activations) -> None:
+        if batch.images >= SMALLEST_BATCH and batch.streams:
+            self._cka.add([batch.streams[name] for name in self._order])
+
+    def result(self) -> SimilarityMatrix:
+        if len(self._order) < 2:
+            raise NotApplicable("the network has no residual units that are known")
+        return cka_matrix(self._cka, self._order, self._order)
+
+
+def cka_matrix(cka: MinibatchCKA, layers: Sequence[str], columns: Sequence[str]) -> SimilarityMatrix:
+    matrix = tuple(tuple(_number(value) for value in row) for row in cka.result().tolist())
+    return SimilarityMatrix(layers=tuple(layers), columns=tuple(columns), matrix=matrix)
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+CKA_METRIC = Metric(
+    title="CKA between units",
+    reading="Whether two layers tell images apart in the same way (1), whatever their widths and rotations.",
+    record=SimilarityMatrix,
+    line=matrix_line,
+    activation=lambda measured: CKAMetric(measured.source.model),
+    streams=True,
+    figure=draw_matrices,
+)

@@ -1,0 +1,187 @@
+"""Accuracy under the fifteen common corruptions (Hendrycks & Dietterich, arXiv 1903.12261)."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vitx.analyze.accuracy import Labels, Predict, Tally, numbered
+from vitx.analyze.corruption.constants import CORRUPTIONS
+from vitx.analyze.corruption.copies import CorruptedCopies, open_corrupted_copies
+from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption, corrupt
+from vitx.analyze.figures import ACCURACY, whole_numbers
+from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.predictor import predictor
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.panels import LINES, WIDTH, Results, panels
+from vitx.core.preprocess import Preprocessing, UInt8Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# AlexNet's error on ImageNet-C, mean over the five severities: the baseline of the published mCE, and of that alone.
+ALEXNET_ERRORS = dict(
+    zip(
+        CORRUPTIONS,
+        (
+            *(0.886428, 0.894468, 0.922640, 0.819880, 0.826268, 0.785948, 0.798360, 0.866816),
+            *(0.826572, 0.819324, 0.564592, 0.853204, 0.646056, 0.717840, 0.606500),
+        ),
+        strict=True,
+    )
+)
+
+
+class CorruptionRobustness(Record):
+    """`accuracy[corruption][i]` is at `severities[i]`; `clean` on the images as they are, None where there are none.
+
+    `mean_accuracy` is over corruptions and severities; `mce` the mean corruption error, 1 for the baseline itself.
+    """
+
+    images: int
+    severities: tuple[int, ...]
+    clean: float | None
+    accuracy: dict[str, tuple[float, ...]]
+    mean_accuracy: float
+    mce: float | None
+
+
+def corruption_robustness(
+    predict: Predict,
+    images: Iterable[UInt8Array],
+    labels: Labels,
+    corruptions: Sequence[str] = CORRUPTIONS,
+    severities: Sequence[int] = SEVERITIES,
+    *,
+    seed: int = 0,
+    baseline_errors: Mapping[str, float] | None = None,
+) -> CorruptionRobustness:
+    """Classify every image clean and under each corruption at each severity, which are computed on the way.
+
+    images: batches uint8 (B, S, S, 3), as `ImageSet.batches` yields them, read once; labels (N,). The mean over 15
+    corruptions and 5 severities is the number to compare networks by: how much of `clean` is left.
+
+    baseline_errors: by corruption, another classifier's error, mean over the same severities of the same images; then
+    `mce = mean_c (Σ_s E_{c,s} / Σ_s E^baseline_{c,s})`, below 1 where this network errs less. Raises InputError for
+    unknown names, and for a baseline that lacks a corruption or has no error.
+    """
+    conditions = _conditions(corruptions, severities, baseline_errors)
+    tally = Tally()
+    for first, pixels, truth in numbered(images, labels):
+        tally.add(None, predict(pixels), truth)
+        for condition in conditions:
+            tally.add(condition, predict(corrupt(pixels, *condition, seed=seed, first=first)), truth)
+    return _result(tally, tally.accuracy(None), corruptions, severities, baseline_errors)
+
+
+def copies_robustness(
+    predict: Predict,
+    copies: CorruptedCopies,
+    preprocessing: Preprocessing,
+    corruptions: Sequence[str] | None = None,
+    severities: Sequence[int] = SEVERITIES,
+    *,
+    batch_size: int = 64,
+    limit: int | None = None,
+    baseline_errors: Mapping[str, float] | None = None,
+) -> CorruptionRobustness:
+    """The same on copies of CIFAR-C or ImageNet-C, by default on all corruptions that are there.
+
+    The copies are cropped already: they are resized to the network's size where they have another, and no border is cut
+    off. limit: of each folder, this many images, evenly spaced. mCE: see `corruption_robustness`; on ImageNet-C with
+    `ALEXNET_ERRORS` it is the published measure.
+    """
+    corruptions = copies.corruptions if corruptions is None else corruptions
+    whole = preprocessing.model_copy(update={"crop_fraction": 1.0})
+    tally = Tally()
+    for corruption, severity in _conditions(corruptions, severities, baseline_errors):
+        images = copies.open(corruption, severity, limit=limit)
+        for _, pixels, truth in numbered(images.batches(whole, batch_size), images.labels):
+            tally.add((corruption, severity), predict(pixels), truth)
+    return _result(tally, None, corruptions, severities, baseline_errors)
+
+
+def mean_corruption_error(errors: Mapping[str, float], baseline_errors: Mapping[str, float]) -> float:
+    """mCE of the mean errors by corruption, in units of the baseline's."""
+    return float(np.mean([error / baseline_errors[corruption] for corruption, error in errors.items()]))
+
+
+def _conditions(
+    corruptions: Sequence[str], severities: Sequence[int], baseline_errors: Mapping[str, float] | None
+) -> list[tuple[str, int]]:
+    if not corruptions or not severities:
+        raise InputError("no corruption or no severity to measure: expected at least one of each")
+    conditions = [(corruption, severity) for corruption in corruptions for severity in severities]
+    for condition in conditions:
+        check_corruption(*condition)
+    if baseline_errors is not None:
+        lacking = [name for name in corruptions if not baseline_errors.get(name)]
+        if lacking:
+            raise InputError(f"the baseline has no error above 0 for {', '.join(lacking)}: mCE divides by it")
+    return conditions
+
+
+def _result(
+    tally: Tally,
+    clean: float | None,
+    corruptions: Sequence[str],
+    severities: Sequence[int],
+    baseline_errors: Mapping[str, float] | None,
+) -> CorruptionRobustness:
+    accuracy = {name: tuple(tally.accuracy((name, severity)) for severity in severities) for name in corruptions}
+    errors = {name: 1 - float(np.mean(values)) for name, values in accuracy.items()}
+    return CorruptionRobustness(
+        images=tally.images((corruptions[0], severities[0])),
+        severities=tuple(severities),
+        clean=clean,
+        accuracy=accuracy,
+        mean_accuracy=1 - float(np.mean(list(errors.values()))),
+        mce=None if baseline_errors is None else mean_corruption_error(errors, baseline_errors),
+    )
+
+
+def measure_corruptions(measured: Measured) -> CorruptionRobustness:
+    source, images, options, _ = measured
+    predict = predictor(source.model, source.preprocessing)
+    if options.corrupted is None:
+        return corruption_robustness(predict, measured.batches(), images.labels, seed=options.seed)
+    copies = open_corrupted_copies(options.corrupted, source.class_names)
+    return copies_robustness(predict, copies, source.preprocessing, batch_size=options.batch_size, limit=len(images))
+
+
+def draw_corruptions(results: Results) -> "Figure":
+    records: Mapping[str, CorruptionRobustness] = results
+    figure, (left, right) = panels(2, width=1.2 * WIDTH, height=4.2)
+    for (network, record), style in zip(records.items(), LINES, strict=False):
+        by_severity = 100 * np.mean(list(record.accuracy.values()), axis=0)
+        left.plot(record.severities, by_severity, label=network, markersize=4, **style)
+        means = [100 * float(np.mean(values)) for values in record.accuracy.values()]
+        right.plot(list(record.accuracy), means, markersize=4, **{**style, "linestyle": "none"})
+        if record.clean is not None:
+            left.axhline(100 * record.clean, color=style["color"], linewidth=0.8, linestyle=":")
+    left.set(xlabel="severity (dotted: clean)", ylabel=f"{ACCURACY}, mean of corruptions")
+    whole_numbers(left.xaxis)
+    left.legend(fontsize="small")
+    right.set(xlabel="corruption", ylabel=f"{ACCURACY}, mean of severities")
+    right.tick_params(axis="x", rotation=90)
+    return figure
+
+
+def _corruptions_line(found: CorruptionRobustness) -> str:
+    name = min(found.accuracy, key=lambda key: sum(found.accuracy[key]))
+    worst = sum(found.accuracy[name]) / len(found.accuracy[name])
+    return f"{percent(found.clean)} → {percent(found.mean_accuracy)} on average, {percent(worst)} under {name}"
+
+
+CORRUPTIONS_METRIC = Metric(
+    title="Corruptions",
+    reading="Accuracy under 15 corruptions at 5 severities. The mean over the 75 is the number to compare.",
+    record=CorruptionRobustness,
+    line=_corruptions_line,
+    measure=measure_corruptions,
+    labels=True,
+    options=("seed", "corrupted"),
+    default=False,
+    figure=draw_corruptions,
+)

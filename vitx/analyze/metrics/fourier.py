@@ -1,0 +1,98 @@
+"""Log amplitude by frequency of what each unit hands on (Park & Kim, arXiv 2202.06709, §2)."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from vitx.analyze.activations import Activations, Layout, feature_maps_of, kinds_of
+from vitx.analyze.figures import draw_by_kind
+from vitx.analyze.metric import Metric, NotApplicable, ends
+from vitx.analyze.spectrum import frequencies, log_amplitudes
+from vitx.analyze.units import Kind
+from vitx.core.files import Record
+from vitx.core.panels import Results, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Spectrum(Record):
+    """Of one unit: log amplitude relative to DC at `frequencies` (radians a pixel over π)."""
+
+    kind: Kind | None
+    frequencies: tuple[float, ...]
+    log_amplitude: tuple[float, ...]
+
+
+class Fourier(Record):
+    """By unit, in the order of the network; `kind` is None for the embedding."""
+
+    units: dict[str, Spectrum]
+
+
+class FourierMetric:
+    """Log amplitudes of what each unit hands on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layout, self._kinds = Layout.of(model), kinds_of(model)
+        self._sums: dict[str, Tensor] = {}
+        self._sides: dict[str, int] = {}
+        self._images = 0
+
+    def add(self, batch: Activations) -> None:
+        self._images += batch.images
+        for name, features in feature_maps_of(self._layout, batch):
+            found = log_amplitudes(features).double() * batch.images
+            self._sums[name] = self._sums[name] + found if name in self._sums else found
+            self._sides[name] = features.shape[-1]
+
+    def result(self) -> Fourier:
+        if not self._sums:
+            raise NotApplicable("no unit hands on square feature maps")
+        units = {}
+        for name, kind in self._kinds.items():
+            if name in self._sums:
+                amplitudes = self._sums[name] / self._images
+                units[name] = Spectrum(
+                    kind=kind,
+                    frequencies=tuple(frequencies(self._sides[name])),
+                    log_amplitude=tuple((amplitudes - amplitudes[0]).tolist()),
+                )
+        return Fourier(units=units)
+
+
+def draw_fourier(results: Results) -> "Figure":
+    records: Mapping[str, Fourier] = results
+    figure, axes_of = panels(len(records) + 1)
+    for axes, (network, record) in zip(axes_of, records.items(), strict=False):
+        last = max(1, len(record.units) - 1)
+        for index, spectrum in enumerate(record.units.values()):
+            axes.plot(spectrum.frequencies, spectrum.log_amplitude, color=str(0.8 * (1 - index / last)), linewidth=1)
+        axes.set(
+            title=network,
+            xlabel="frequency (π rad / pixel)",
+            ylabel="Δ log amplitude to DC\n(light: early, dark: late)",
+        )
+    heights = {
+        network: [(spectrum.kind, spectrum.log_amplitude[-1]) for spectrum in record.units.values()]
+        for network, record in records.items()
+    }
+    draw_by_kind(axes_of[-1], heights, "Δ log amplitude, highest frequency")
+    return figure
+
+
+def _fourier_line(found: Fourier) -> str:
+    return f"highest frequency {ends(unit.log_amplitude[-1] for unit in found.units.values())}"
+
+
+FOURIER_METRIC = Metric(
+    title="Fourier analysis",
+    reading="Log amplitude of feature maps relative to the constant part. A falling curve along the network means "
+    "that high frequencies are lost: attention is a low-pass filter, MLPs and convolutions are not.",
+    record=Fourier,
+    line=_fourier_line,
+    activation=lambda measured: FourierMetric(measured.source.model),
+    streams=True,
+    figure=draw_fourier,
+)

@@ -1,0 +1,146 @@
+"""Accuracy under noise of one frequency band (Park & Kim, arXiv 2202.06709, fig. 2)."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.analyze.accuracy import Labels, Predict, Tally, numbered
+from vitx.analyze.figures import ACCURACY
+from vitx.analyze.metric import Measured, Metric, ends, percent
+from vitx.analyze.predictor import predictor
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.panels import LINES, Results, panels
+from vitx.core.preprocess import UInt8Array
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Float64Array = npt.NDArray[np.float64]
+Complex128Array = npt.NDArray[np.complex128]
+
+
+class FrequencyRobustness(Record):
+    """`accuracy[i]` under noise of the band (`edges[i]`, `edges[i+1]`], in units of π a pixel; `clean` without noise.
+
+    `std` is the noise's root mean square, on the scale 0 to 1, before rounding to uint8 and clipping to it;
+    `applied_std[i]` what was left after them.
+    """
+
+    images: int
+    std: float
+    edges: tuple[float, ...]
+    clean: float
+    accuracy: tuple[float, ...]
+    applied_std: tuple[float, ...]
+
+
+def frequency_robustness(
+    predict: Predict,
+    images: Iterable[UInt8Array],
+    labels: Labels,
+    *,
+    bands: int = 10,
+    std: float = 0.1,
+    seed: int = 0,
+) -> FrequencyRobustness:
+    """Classify every image with noise of each band: `x + F⁻¹(F(δ) ⊙ M_f)`, δ white and M_f the ring |k|∞ around f.
+
+    Every band has the same power, `std²` a value, in pixels before normalisation, so that bands can be compared; an
+    image's bands are cut from one δ. A network that loses accuracy at low frequencies and keeps it at high ones reads
+    shapes; convolutions are hurt by high frequencies more than attention is (the paper's fig. 2b). images: batches
+    uint8 (B, S, S, 3), read once. Raises InputError for more bands than S/2, or a std outside (0, 1].
+    """
+    if not 0 < std <= 1:
+        raise InputError(f"std {std}: expected a value above 0 and at most 1, on the scale 0 to 1")
+    tally = Tally()
+    squares = np.zeros(bands)
+    values = 0
+    for first, pixels, truth in numbered(images, labels):
+        tally.add(None, predict(pixels), truth)
+        side = pixels.shape[1]
+        spectra = white_spectra(side, range(first, first + len(pixels)), seed)
+        for band, mask in enumerate(band_masks(side, bands)):
+            noise = 255 * std * band_noise(spectra, mask)
+            noisy = np.rint(pixels + noise).clip(0, 255).astype(np.uint8)
+            tally.add(band, predict(noisy), truth)
+            squares[band] += np.square((noisy.astype(np.float64) - pixels) / 255).sum()
+        values += pixels.size
+    return FrequencyRobustness(
+        images=tally.images(None),
+        std=std,
+        edges=tuple(band / bands for band in range(bands + 1)),
+        clean=tally.accuracy(None),
+        accuracy=tuple(tally.accuracy(band) for band in range(bands)),
+        applied_std=tuple(np.sqrt(squares / values).tolist()),
+    )
+
+
+def band_masks(side: int, bands: int) -> npt.NDArray[np.bool_]:
+    """(bands, S, ⌊S/2⌋+1) over rfft2's frequencies: |k|∞·2/S in (i/bands, (i+1)/bands], the first with 0.
+
+    |k|∞ is the same at k and −k, so the half that rfft2 leaves out is masked alike, for even and odd S. Raises
+    InputError for more bands than ⌊S/2⌋, for some would be empty.
+    """
+    if not 1 <= bands <= side // 2:
+        raise InputError(f"{bands} frequency bands of an image {side} pixels wide: expected 1 to {side // 2}")
+    rows = np.abs(np.rint(np.fft.fftfreq(side) * side)).astype(int)
+    farthest = np.maximum(rows[:, None], np.arange(side // 2 + 1))
+    # ⌈2k·bands/S⌉ − 1 in whole numbers, so that a frequency on an edge belongs to the band below it.
+    band = np.maximum(-(-2 * farthest * bands // side) - 1, 0)
+    return np.asarray(band == np.arange(bands)[:, None, None])
+
+
+def white_spectra(side: int, numbers: Iterable[int], seed: int) -> Complex128Array:
+    """rfft2 of white noise, (B, 3, S, ⌊S/2⌋+1): image `number` of all has its own, whatever the batches."""
+    white = [np.random.default_rng((seed, number)).standard_normal((3, side, side)) for number in numbers]
+    return np.asarray(np.fft.rfft2(np.stack(white)))
+
+
+def band_noise(spectra: Complex128Array, mask: npt.NDArray[np.bool_]) -> Float64Array:
+    """Noise (B, S, S, 3) of one band, real, each image's of root mean square 1."""
+    side = spectra.shape[2]
+    noise = np.fft.irfft2(spectra * mask, s=(side, side))
+    noise /= np.sqrt(np.square(noise).mean(axis=(1, 2, 3), keepdims=True))
+    return np.moveaxis(noise, 1, -1)
+
+
+def measure_frequency_noise(measured: Measured) -> FrequencyRobustness:
+    source = measured.source
+    predict = predictor(source.model, source.preprocessing)
+    bands = min(10, source.preprocessing.image_size // 2)
+    return frequency_robustness(
+        predict, measured.batches(), measured.images.labels, bands=bands, seed=measured.options.seed
+    )
+
+
+def draw_frequency_noise(results: Results) -> "Figure":
+    records: Mapping[str, FrequencyRobustness] = results
+    figure, (axes,) = panels(1)
+    for (network, record), style in zip(records.items(), LINES, strict=False):
+        middles = [(low + high) / 2 for low, high in zip(record.edges, record.edges[1:], strict=False)]
+        values = [100 * value for value in record.accuracy]
+        axes.plot(middles, values, label=f"{network}, clean {100 * record.clean:.1f} %", markersize=4, **style)
+    axes.set(xlabel="frequency of the noise (π rad / pixel)", ylabel=ACCURACY, ylim=(0, 102))
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _noise_line(found: FrequencyRobustness) -> str:
+    return f"clean {percent(found.clean)}; lowest to highest band {ends(100 * value for value in found.accuracy)} %"
+
+
+FREQUENCY_NOISE_METRIC = Metric(
+    title="Noise by frequency",
+    reading="Accuracy under noise of one band of frequencies and equal power: convolutions suffer from high "
+    "frequencies, attention from low ones.",
+    record=FrequencyRobustness,
+    line=_noise_line,
+    measure=measure_frequency_noise,
+    labels=True,
+    options=("seed",),
+    default=False,
+    figure=draw_frequency_noise,
+)

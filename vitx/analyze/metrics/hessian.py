@@ -1,0 +1,136 @@
+"""The largest eigenvalues of the Hessian, batch by batch (Park & Kim, arXiv 2202.06709, §2)."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import nn
+
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, chosen_parameters, hessian_eigenvalues, size_of
+from vitx.analyze.lanczos import Eigenvalues
+from vitx.analyze.metric import Measured, Metric, percent
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.panels import Results, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class HessianSpectrum(Record):
+    """The eigenvalues of largest magnitude of the Hessian of each batch (its `values` in descending magnitude).
+
+    `negative_share`: the share of them below 0 (NEP). `mean_positive`: the mean of those above 0 (APE); None where
+    there are none. `module` is "" for the whole network, `parameters` the number of weights in the Hessian.
+    """
+
+    module: str
+    parameters: int
+    weight_decay: float
+    images: int
+    batches: list[Eigenvalues]
+    negative_share: float
+    mean_positive: float | None
+
+
+def hessian_spectrum(
+    model: nn.Module,
+    batches: Iterable[LabelledBatch],
+    k: int = 5,
+    *,
+    weight_decay: float = 0.0,
+    module: str = "",
+    tolerance: float = 1e-3,
+    max_products: int = 300,
+    seed: int = 0,
+) -> HessianSpectrum:
+    """The max-eigenvalue spectrum: `hessian_eigenvalues` of every batch.
+
+    batches: of augmented images, as training sees them. Raises InputError for no batch, and what `hessian` and
+    `top_eigenvalues` raise.
+    """
+    found, images = [], 0
+    for pixels, labels in batches:
+        images += len(pixels)
+        found.append(
+            hessian_eigenvalues(
+                model,
+                pixels,
+                labels,
+                k,
+                weight_decay=weight_decay,
+                module=module,
+                tolerance=tolerance,
+                max_products=max_products,
+                seed=seed,
+            )
+        )
+    if not found:
+        raise InputError("the Hessian needs at least one batch of labelled images")
+    values = [value for batch in found for value in batch.values]
+    positive = [value for value in values if value > 0]
+    return HessianSpectrum(
+        module=module,
+        parameters=size_of(chosen_parameters(model, module)),
+        weight_decay=weight_decay,
+        images=images,
+        batches=found,
+        negative_share=sum(value < 0 for value in values) / len(values),
+        mean_positive=sum(positive) / len(positive) if positive else None,
+    )
+
+
+def measure_hessian(measured: Measured) -> HessianSpectrum:
+    options = measured.options
+    return hessian_spectrum(
+        measured.source.model,
+        augmented_batches(measured),
+        options.eigenvalues,
+        weight_decay=options.weight_decay,
+        module=options.module,
+        seed=options.seed,
+    )
+
+
+def draw_hessian(results: Results) -> "Figure":
+    records: Mapping[str, HessianSpectrum] = results
+    figure, (axes,) = panels(1)
+    values = {
+        network: [value for batch in record.batches for value in batch.values] for network, record in records.items()
+    }
+    edges = np.histogram_bin_edges(np.concatenate([np.array(part) for part in values.values()]), bins=20)
+    for (network, part), hatch in zip(values.items(), ("", "///"), strict=False):
+        axes.hist(
+            part,
+            bins=edges.tolist(),
+            histtype="stepfilled",
+            alpha=0.6,
+            color="0.7",
+            edgecolor="black",
+            hatch=hatch,
+            label=network,
+        )
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="largest eigenvalues of each batch", ylabel="count")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _hessian_line(found: HessianSpectrum) -> str:
+    largest = max(value for batch in found.batches for value in batch.values)
+    mean = "–" if found.mean_positive is None else f"{found.mean_positive:.3g}"
+    return f"largest {largest:.3g}, mean of the positive {mean}, negative {percent(found.negative_share)}"
+
+
+HESSIAN_METRIC = Metric(
+    title="Largest eigenvalues of the Hessian",
+    reading="Of the loss of each batch. Large ones mean a sharp loss, negative ones that it is not convex there; "
+    "attention makes fewer large and more negative ones than convolutions.",
+    record=HessianSpectrum,
+    line=_hessian_line,
+    measure=measure_hessian,
+    labels=True,
+    options=("seed", "eigenvalues", "loss_batches", "weight_decay", "module"),
+    default=False,
+    figure=draw_hessian,
+)

@@ -1,0 +1,116 @@
+"""The density of all eigenvalues of the Hessian, by stochastic Lanczos quadrature."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, chosen_parameters, hessian, size_of
+from vitx.analyze.lanczos import Density, lanczos_quadrature, smoothed_density
+from vitx.analyze.metric import Measured, Metric
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.panels import LINES, WIDTH, Results, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class HessianDensity(Record):
+    """The density of all eigenvalues, the mean over batches; `nodes` and `weights` as they were before smoothing."""
+
+    module: str
+    parameters: int
+    weight_decay: float
+    images: int
+    products: int
+    nodes: list[float]
+    weights: list[float]
+    smoothed: Density
+
+
+def hessian_density(
+    model: nn.Module,
+    batches: Iterable[LabelledBatch],
+    *,
+    weight_decay: float = 0.0,
+    module: str = "",
+    steps: int = 64,
+    probes: int = 1,
+    sigma: float | None = None,
+    seed: int = 0,
+) -> HessianDensity:
+    """The density of all eigenvalues by stochastic Lanczos quadrature, `steps`·`probes` products a batch.
+
+    Every batch has probes of its own. Raises what `hessian_spectrum` does.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found, images = [], 0
+    for pixels, labels in batches:
+        images += len(pixels)
+        with hessian(model, pixels, labels, weight_decay=weight_decay, module=module) as operator:
+            quadrature = lanczos_quadrature(
+                operator.product,
+                operator.size,
+                steps=steps,
+                probes=probes,
+                generator=generator,
+                dtype=operator.dtype,
+                device=operator.device,
+            )
+        found.append(quadrature)
+    if not found:
+        raise InputError("the Hessian needs at least one batch of labelled images")
+    pairs = sorted(pair for batch in found for pair in zip(batch.nodes, batch.weights, strict=True))
+    nodes, weights = [node for node, _ in pairs], [weight / len(found) for _, weight in pairs]
+    return HessianDensity(
+        module=module,
+        parameters=size_of(chosen_parameters(model, module)),
+        weight_decay=weight_decay,
+        images=images,
+        products=sum(batch.products for batch in found),
+        nodes=nodes,
+        weights=weights,
+        smoothed=smoothed_density(nodes, weights, sigma=sigma),
+    )
+
+
+def measure_hessian_density(measured: Measured) -> HessianDensity:
+    options = measured.options
+    return hessian_density(
+        measured.source.model,
+        augmented_batches(measured),
+        weight_decay=options.weight_decay,
+        module=options.module,
+        seed=options.seed,
+    )
+
+
+def draw_hessian_density(results: Results) -> "Figure":
+    records: Mapping[str, HessianDensity] = results
+    figure, (axes,) = panels(1, width=1.2 * WIDTH)
+    for (network, record), style in zip(records.items(), LINES, strict=False):
+        density = np.maximum(record.smoothed.density, 1e-12)
+        axes.plot(record.smoothed.grid, density, label=network, linewidth=1.2, **{**style, "marker": ""})
+    axes.set(xlabel="eigenvalue", ylabel="density", yscale="log", ylim=(1e-9, None))
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _density_line(found: HessianDensity) -> str:
+    return f"nodes from {min(found.nodes):.3g} to {max(found.nodes):.3g}, {found.products} products"
+
+
+HESSIAN_DENSITY_METRIC = Metric(
+    title="Density of all eigenvalues",
+    reading="By stochastic Lanczos quadrature: the bulk near zero, and the outliers that decide the step size.",
+    record=HessianDensity,
+    line=_density_line,
+    measure=measure_hessian_density,
+    labels=True,
+    options=("seed", "loss_batches", "weight_decay", "module"),
+    default=False,
+    figure=draw_hessian_density,
+)

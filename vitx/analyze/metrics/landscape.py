@@ -1,0 +1,183 @@
+"""The loss around the weights, along two random filter-normalised directions (Li et al., arXiv 1712.09913, §4)."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitx.analyze.activations import in_evaluation_mode
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
+from vitx.analyze.metric import Measured, Metric
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.panels import Results, panels
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class LossLandscape(Record):
+    """Over a grid, row i at axis[i] along the first direction, column j at axis[j] along the second.
+
+    `nll`: mean over the images (nats), None where it is not finite; `l2`: ½·weight_decay·‖w‖². At 1 a filter has been
+    moved by its own length.
+    """
+
+    axis: list[float]
+    nll: list[list[float | None]]
+    l2: list[list[float]]
+    weight_decay: float
+    images: int
+    seed: int
+
+
+def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
+    """Scale each output filter `direction[i]` to the length of `weight[i]`: the shape of both, two axes or more.
+
+    Tensors of one axis or none (biases, norms) are not moved: zeros. So is a filter whose direction is zero.
+    """
+    if weight.shape != direction.shape:
+        raise InputError(f"a direction {tuple(direction.shape)} for a weight {tuple(weight.shape)}: shapes must agree")
+    if weight.ndim < 2:
+        return torch.zeros_like(direction)
+    filters = direction.flatten(1)
+    lengths, drawn = (torch.linalg.vector_norm(rows, dim=1, keepdim=True) for rows in (weight.flatten(1), filters))
+    scale = lengths / drawn.clamp_min(torch.finfo(direction.dtype).tiny)
+    scaled: Tensor = (filters * scale).view_as(direction)
+    return scaled
+
+
+def moved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights of layers, which a direction moves: not biases, norms, positions, nor class and other tokens."""
+    return {
+        f"{path}.{name}".removeprefix("."): parameter
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1 and name.endswith("weight") and not isinstance(module, nn.Embedding | nn.LayerNorm)
+    }
+
+
+def loss_landscape(
+    model: nn.Module,
+    batches: Sequence[LabelledBatch],
+    *,
+    radius: float = 1.0,
+    points: int = 11,
+    weight_decay: float = 0.0,
+    seed: int = 0,
+) -> LossLandscape:
+    """Evaluate the loss in evaluation mode at `points`² places, `radius` at most from the weights along each direction.
+
+    batches: gone through once a place. The directions follow from `seed` and are drawn again for each place, so beside
+    the model one copy of its weights is held. The weights are the same bits afterwards. Raises InputError for no batch,
+    a count of points that is even (the middle is the network itself) or below 3, a radius that is not above 0, and a
+    network without weights to move.
+    """
+    if points < 3 or points % 2 == 0 or not 0 < radius < math.inf:
+        raise InputError(f"{points} points within {radius:g}: expected an odd number from 3, and a radius above 0")
+    if not len(batches):
+        raise InputError("the loss landscape needs at least one batch of labelled images")
+    moved = list(moved_parameters(model).values())
+    if not moved:
+        raise InputError(f"{type(model).__name__} has no weights of two or more axes: there is nothing to move")
+    half = points // 2
+    axis = [radius * (index - half) / half for index in range(points)]
+    nll = np.empty((points, points))
+    l2 = np.empty((points, points))
+    with torch.no_grad(), in_evaluation_mode(model), _kept(moved) as weights:
+        for place in np.ndindex(points, points):
+            _move(moved, weights, [axis[index] for index in place], seed)
+            nll[place] = _mean_over(model, batches)
+            l2[place] = 0.5 * weight_decay * sum(float(part.double().square().sum()) for part in model.parameters())
+    return LossLandscape(
+        axis=axis,
+        nll=[[value if math.isfinite(value) else None for value in row] for row in nll.tolist()],
+        l2=l2.tolist(),
+        weight_decay=weight_decay,
+        images=sum(len(images) for images, _ in batches),
+        seed=seed,
+    )
+
+
+def random_direction(weight: Tensor, seed: int, *place: int) -> Tensor:
+    """A filter-normalised normal direction for `weight`; drawn on the CPU in float32, the same on every device."""
+    state = int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0])
+    normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(state))
+    return filter_normalized_direction(weight, normal.to(weight))
+
+
+def _move(moved: list[nn.Parameter], weights: list[Tensor], place: list[float], seed: int) -> None:
+    """Put the weights at weights + Σ place[d]·direction d."""
+    for index, (parameter, weight) in enumerate(zip(moved, weights, strict=True)):
+        parameter.copy_(weight)
+        for number, distance in enumerate(place):
+            if distance:
+                parameter.add_(random_direction(weight, seed, number, index), alpha=distance)
+
+
+def _mean_over(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
+    """The mean NLL over all images, which may be infinite or NaN far from the weights."""
+    total, count = 0.0, 0
+    for images, labels in batches:
+        total += float(mean_nll(model, images, labels)) * len(images)
+        count += len(images)
+    return total / count
+
+
+@contextmanager
+def _kept(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Copies of the parameters, which are put back whatever happens."""
+    copies = [parameter.detach().clone() for parameter in parameters]
+    try:
+        yield copies
+    finally:
+        with torch.no_grad():
+            for parameter, copy in zip(parameters, copies, strict=True):
+                parameter.copy_(copy)
+
+
+def measure_landscape(measured: Measured) -> LossLandscape:
+    options = measured.options
+    return loss_landscape(
+        measured.source.model,
+        list(augmented_batches(measured)),
+        points=options.landscape_points | 1,  # odd: the middle is the network itself
+        weight_decay=options.weight_decay,
+        seed=options.seed,
+    )
+
+
+def draw_landscape(results: Results) -> "Figure":
+    records: Mapping[str, LossLandscape] = results
+    figure, axes_of = panels(len(records), height=3.6)
+    for axes, (network, record) in zip(axes_of, records.items(), strict=True):
+        nll = np.array([[np.nan if value is None else value for value in row] for row in record.nll])
+        drawn = axes.contourf(record.axis, record.axis, nll, levels=12, cmap="gray_r")
+        lines = axes.contour(record.axis, record.axis, nll, levels=12, colors="black", linewidths=0.5)
+        axes.clabel(lines, fontsize="x-small")
+        axes.set(title=network, xlabel="second direction (filter norms)", ylabel="first direction (filter norms)")
+        figure.colorbar(drawn, ax=axes, label="NLL (nats)")
+    return figure
+
+
+def _landscape_line(found: LossLandscape) -> str:
+    middle = len(found.axis) // 2
+    edge = [value for row in (found.nll[0], found.nll[-1]) for value in row if value is not None]
+    return f"NLL {found.nll[middle][middle]:.3f} at the weights, {min(edge):.3g} to {max(edge):.3g} at the edge"
+
+
+LANDSCAPE_METRIC = Metric(
+    title="Loss landscape",
+    reading="NLL around the weights along two random directions whose filters have the norms of the network's.",
+    record=LossLandscape,
+    line=_landscape_line,
+    measure=measure_landscape,
+    labels=True,
+    options=("seed", "loss_batches", "weight_decay", "landscape_points"),
+    default=False,
+    figure=draw_landscape,
+)

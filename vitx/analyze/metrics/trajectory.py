@@ -1,0 +1,159 @@
+"""The way training took through the space of weights, in polar coordinates (Park & Kim, arXiv 2202.06709, §2)."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vitx.analyze.metric import Measured, Metric, NotApplicable, ends
+from vitx.core.errors import InputError
+from vitx.core.files import Record, read_record
+from vitx.core.panels import LINES, WIDTH, Results
+from vitx.core.run import CheckpointState, RunFolder, verify_digests
+from vitx.models import build_model
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+State = Mapping[str, Tensor]
+
+
+class Trajectory(Record):
+    """Of each checkpoint t = 0 … T: `radius` = ‖w_t−w_0‖/‖w_T−w_0‖, and `angle` between w_t−w_0 and w_T−w_0 in radians.
+
+    The angle is None where w_t = w_0. `steps` are the optimizer's.
+    """
+
+    steps: list[int]
+    radius: list[float]
+    angle: list[float | None]
+
+
+def polar_trajectory(
+    states: Sequence[State], *, names: Collection[str] | None = None, steps: Sequence[int] | None = None
+) -> Trajectory:
+    """Polar coordinates of state dictionaries, in the order of training; three are held at a time.
+
+    names: the entries that are weights; by default every entry of floating point, running statistics included. steps:
+    0, 1, … by default. Raises InputError for fewer than two states, for states of different networks, and when the
+    first and the last are equal.
+    """
+    if len(states) < 2:
+        raise InputError(f"{len(states)} checkpoint of a training: a trajectory needs the first and the last at least")
+    first, last = states[0], states[-1]
+    chosen = [name for name in first if first[name].is_floating_point() and (names is None or name in names)]
+    whole = _distance(first, last, chosen)
+    if whole == 0.0:
+        raise InputError(
+            "the first and the last checkpoint hold the same weights: there is no direction to compare with"
+        )
+    radius: list[float] = []
+    angle: list[float | None] = []
+    for number in range(len(states)):
+        state = states[number]
+        length = _distance(first, state, chosen)
+        radius.append(length / whole)
+        angle.append(_angle(first, state, last, chosen, length, whole) if length else None)
+    return Trajectory(steps=list(range(len(states)) if steps is None else steps), radius=radius, angle=angle)
+
+
+def run_trajectory(
+    run: RunFolder, initial: State | None = None, *, weights: Literal["model", "ema"] = "model"
+) -> Trajectory:
+    """The trajectory of the checkpoints that a run folder holds, from `initial`, the weights training began with.
+
+    A run keeps its best and its last checkpoint; `steps` tells which are there. Without `initial` the earliest of them
+    stands for w_0. Every file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is
+    corrupt or of another network.
+    """
+    found = sorted(
+        ((read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")),
+        key=lambda pair: pair[0].step,
+    )
+    steps = [state.step for state, _ in found]
+    if len(found) + (initial is not None) < 2:
+        raise InputError(
+            f"run '{run.path}' holds {len(found)} checkpoint: a trajectory needs the weights it began with, or another"
+        )
+    for state, folder in found:
+        verify_digests(folder, state.sha256)
+    states = _Files([folder / f"{weights}.safetensors" for _, folder in found], initial)
+    names = {name for name, _ in build_model(run.info.model).named_parameters()}
+    return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
+
+
+class _Files(Sequence[State]):
+    """State dictionaries that are read when they are asked for."""
+
+    def __init__(self, paths: list[Path], initial: State | None) -> None:
+        self.entries: list[Path | State] = [*([initial] if initial is not None else []), *paths]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> State:  # type: ignore[override]  # never sliced
+        entry = self.entries[index]
+        return load_file(entry) if isinstance(entry, Path) else entry
+
+
+def _distance(first: State, state: State, names: list[str]) -> float:
+    return math.sqrt(sum(float(_step(first, state, name).square().sum()) for name in names))
+
+
+def _angle(first: State, state: State, last: State, names: list[str], length: float, whole: float) -> float:
+    """2·atan2(‖û−v̂‖, ‖û+v̂‖) of the unit vectors û and v̂: exact for small angles too, where arccos is not."""
+    apart = together = 0.0
+    for name in names:
+        here, there = _step(first, state, name) / length, _step(first, last, name) / whole
+        apart += float((here - there).square().sum())
+        together += float((here + there).square().sum())
+    return 2 * math.atan2(math.sqrt(apart), math.sqrt(together))
+
+
+def _step(first: State, state: State, name: str) -> Tensor:
+    """w_t − w_0 of one entry, float64."""
+    if name not in state or state[name].shape != first[name].shape:
+        raise InputError(f"the checkpoints are of different networks: '{name}' is not in all of them in the same shape")
+    return state[name].double() - first[name].double()
+
+
+def measure_trajectory(measured: Measured) -> Trajectory:
+    if measured.source.recipe is None:
+        raise NotApplicable("a network without a training run has no trajectory")
+    try:
+        return run_trajectory(RunFolder.open(measured.source.name))
+    except InputError as error:
+        raise NotApplicable(str(error)) from None
+
+
+def draw_trajectory(results: Results) -> "Figure":
+    from matplotlib.figure import Figure
+
+    records: Mapping[str, Trajectory] = results
+    figure = Figure(figsize=(WIDTH, WIDTH), layout="constrained")
+    axes: Axes = figure.add_subplot(projection="polar")
+    for (network, record), style in zip(records.items(), LINES, strict=False):
+        angles = [0.0 if angle is None else angle for angle in record.angle]
+        axes.plot(angles, record.radius, label=network, markersize=4, **style)
+    axes.set(xlabel="angle to the way to the last weights", ylabel="distance from the first weights")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def _trajectory_line(found: Trajectory) -> str:
+    return f"{len(found.steps)} checkpoints, radius {ends(found.radius)}"
+
+
+TRAJECTORY_METRIC = Metric(
+    title="Trajectory of training",
+    reading="Distance from the first weights over that of the last ones, and the angle between the two ways.",
+    record=Trajectory,
+    line=_trajectory_line,
+    measure=measure_trajectory,
+    default=False,
+    figure=draw_trajectory,
+)

@@ -1,0 +1,250 @@
+"""Closed-loop latency with the name of its limit: one caller, the next batch when the last one is back.
+
+How it is measured and what the numbers mean: docs/benchmarks.md.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vitx.bench.encoded import FromBytes
+from vitx.bench.energy import gpu_energy
+from vitx.bench.graph_cost import count_cost
+from vitx.bench.roofline import (
+    copy_probe,
+    empty_call,
+    fixed_seconds,
+    name_limit,
+    probe_dtype,
+    product_probe,
+    usable_cores,
+)
+from vitx.bench.timing import Lane, Probe, percentiles, take_turns, warm_up
+from vitx.core.bundle import Bundle, Precision, timestamp
+from vitx.core.errors import InputError
+from vitx.core.latency import Latency, LatencyPoint, Roof
+from vitx.core.machine import describe_machine
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.session import Session, image_shape
+
+BATCH_SIZES = (1, 8, 32)
+SECONDS = 2.0
+Loader = Callable[[Bundle], Session]
+
+
+def bench(
+    session: Session,
+    image_shape: Sequence[int],
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seconds: float = SECONDS,
+    quiet: bool = True,
+) -> tuple[LatencyPoint, ...]:
+    """Measure a session on images uint8 `image_shape` (S, S, 3), for `seconds` at each batch size.
+
+    The images are random: the time of a matrix product does not depend on what it multiplies. Times include the copy of
+    uint8 images into the runtime and of float32 logits out of it; decoding is not in them. Shares and limits need a
+    bundle: `bench_bundle`. Raises InputError for batch sizes below 1 or no time.
+    """
+    points = bench_together({"": session}, image_shape, batch_sizes=batch_sizes, seconds=seconds, quiet=quiet)
+    return points[""]
+
+
+def bench_together(
+    sessions: Mapping[str, Session],
+    image_shape: Sequence[int],
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seconds: float = SECONDS,
+    quiet: bool = True,
+) -> dict[str, tuple[LatencyPoint, ...]]:
+    """Measure several sessions in one run, in turns; the points by session name."""
+    sizes = checked_sizes(batch_sizes, seconds)
+    lanes = session_lanes(sessions, random_images(sizes[-1], image_shape), sizes)
+    warm_up(list(lanes.values()), quiet=quiet)
+    take_turns(list(lanes.values()), seconds, quiet=quiet)
+    return {name: tuple(point(lanes[name, size], size) for size in sizes) for name in sessions}
+
+
+def bench_bundle(
+    bundle: Bundle,
+    sessions: Mapping[str, Session],
+    loaders: Mapping[str, Loader] | None = None,
+    *,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    seconds: float = SECONDS,
+    image: bytes | None = None,
+    quiet: bool = False,
+) -> dict[str, Latency]:
+    """Measure sessions of one network in turns, between probes of the machine, and record the first in the bundle.
+
+    loaders: how to load another bundle into a session's runtime, for the empty call; by session name.
+    image: an encoded image; every call then starts with decoding it, once for each row of the batch.
+    Raises InputError for batch sizes below 1 or no time.
+    """
+    sizes = checked_sizes(batch_sizes, seconds)
+    # The part of a call that no image adds is found from two sizes; the second of one alone is not reported.
+    measured = sizes if len(sizes) > 1 else tuple(sorted({sizes[0], sizes[0] // 2 or 2}))
+    meter = _Meter(bundle, sessions, loaders or {}, measured, image)
+    warm_up(meter.lanes, quiet=quiet)
+    take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
+    machine, now, known = describe_machine(), timestamp(), bundle.latency()
+    latencies = {
+        name: Latency(
+            runtime=meter.sessions[name].describe(),
+            machine=machine,
+            cost=meter.cost,
+            roof=meter.roof(name),
+            points=tuple(meter.point(name, size) for size in sizes),
+            tuning=known.tuning if known else None,
+            created=now,
+        )
+        for name in sessions
+    }
+    bundle.record_latency(next(iter(latencies.values())))
+    return latencies
+
+
+def checked_sizes(batch_sizes: Sequence[int], seconds: float) -> tuple[int, ...]:
+    """The sizes in order, each once; raise InputError for none, one below 1, or no time to measure in."""
+    sizes = tuple(sorted(set(batch_sizes)))
+    if not sizes or sizes[0] < 1:
+        raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
+    if not seconds > 0:
+        raise InputError(f"seconds {seconds:g}: expected more than 0")
+    return sizes
+
+
+def random_images(count: int, shape: Sequence[int]) -> UInt8Array:
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+def session_lanes(
+    sessions: Mapping[str, Session], images: UInt8Array, sizes: Sequence[int]
+) -> dict[tuple[str, int], Lane]:
+    """A lane for every session and batch size; on a GPU it reads the energy."""
+    energy = {
+        name: gpu_energy() if device_of(session.describe()) != "cpu" else None for name, session in sessions.items()
+    }
+    return {
+        (name, size): Lane(f"{name} batch {size}".strip(), _call(session, images[:size]), energy[name])
+        for name, session in sessions.items()
+        for size in sizes
+    }
+
+
+def _call(session: Session, batch: UInt8Array) -> Callable[[], object]:
+    return lambda: session.infer(batch)
+
+
+def device_of(description: Mapping[str, Any]) -> str:
+    """'cuda' or 'cpu', from what a session says of itself."""
+    words = f"{description.get('provider')} {description.get('runtime')}".lower()
+    return "cuda" if any(word in words for word in ("cuda", "tensorrt", "gpu")) else "cpu"
+
+
+def point(lane: Lane, size: int) -> LatencyPoint:
+    """What a lane's times say without probes."""
+    found = percentiles(lane.times, (0.5, 0.9, 0.95, 0.99))
+    return LatencyPoint(
+        batch_size=size,
+        median_ms=1e3 * found[0.5],
+        p90_ms=1e3 * found[0.9],
+        p95_ms=1e3 * found[0.95],
+        p99_ms=1e3 * found[0.99],
+        images_per_second=size / found[0.5],
+        joules_per_image=lane.joules / len(lane.times) / size if lane.energy else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Roofs:
+    """The probes of one device."""
+
+    dtype: str
+    threads: int
+    product: Probe
+    copy: Probe
+
+    @classmethod
+    def of(cls, device: str, precision: Precision, threads: int) -> "_Roofs":
+        dtype = probe_dtype(precision, device)
+        return cls(dtype, threads, product_probe(device, dtype, threads), copy_probe(device, threads))
+
+
+class _Meter:
+    """The lanes of a run with the probes that belong to them."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        sessions: Mapping[str, Session],
+        loaders: Mapping[str, Loader],
+        sizes: Sequence[int],
+        image: bytes | None,
+    ) -> None:
+        preprocessing = bundle.manifest.preprocessing
+        if image is not None:
+            sessions = {name: FromBytes(session, preprocessing, image) for name, session in sessions.items()}
+        shape = image_shape(bundle)
+        self.sessions = sessions
+        self._times = {
+            name: session_lanes({name: session}, random_images(sizes[-1], shape), sizes)
+            for name, session in sessions.items()
+        }
+        self.cost = count_cost(bundle)
+        self._device = {name: device_of(session.describe()) for name, session in sessions.items()}
+        threads = max(_threads(session.describe()) for session in sessions.values())
+        devices = sorted(set(self._device.values()))
+        self._roofs = {device: _Roofs.of(device, bundle.manifest.precision, threads) for device in devices}
+        self._empty = {name: empty_call(bundle, loaders[name]) if name in loaders else None for name in sessions}
+        self._decode = Lane("probe: decode", lambda: preprocessing.from_bytes(image)) if image is not None else None
+
+    @property
+    def lanes(self) -> list[Lane]:
+        return [lane for lanes in self._times.values() for lane in lanes.values()]
+
+    @property
+    def probes(self) -> list[Probe]:
+        """In the order of their turns; a probe of a time has no work."""
+        machine = [probe for roofs in self._roofs.values() for probe in (roofs.product, roofs.copy)]
+        times = [*self._empty.values(), self._decode]
+        return machine + [Probe(lane.title, 0.0, lane) for lane in times if lane]
+
+    def roof(self, name: str) -> Roof:
+        roofs, empty = self._roofs[self._device[name]], self._empty[name]
+        return Roof(
+            dtype=roofs.dtype,
+            threads=roofs.threads,
+            flops_per_second=roofs.product.rate,
+            bytes_per_second=roofs.copy.rate,
+            call_ms=1e3 * empty.median if empty else None,
+            decode_ms=1e3 * self._decode.median if self._decode else None,
+        )
+
+    def point(self, name: str, size: int) -> LatencyPoint:
+        lane, roofs, empty = self._times[name][name, size], self._roofs[self._device[name]], self._empty[name]
+        moved = self.cost.weight_bytes + size * self.cost.activation_bytes
+        limit = name_limit(
+            lane.median,
+            fixed=fixed_seconds({other: lane.median for (_, other), lane in self._times[name].items()}),
+            call=empty.median if empty else 0.0,
+            decode=size * self._decode.median if self._decode else 0.0,
+            cost=self.cost,
+            batch_size=size,
+            flops_per_second=roofs.product.rate,
+            bytes_per_second=roofs.copy.rate,
+        )
+        shares = {
+            "compute_share": roofs.product.share(lane, size * self.cost.flops),
+            "memory_share": roofs.copy.share(lane, moved),
+            "limit": limit,
+        }
+        return point(lane, size).model_copy(update=shares)
+
+
+def _threads(description: Mapping[str, Any]) -> int:
+    threads = description.get("threads")
+    return threads if isinstance(threads, int) else usable_cores()

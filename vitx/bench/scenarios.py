@@ -1,0 +1,162 @@
+"""Offline, server and single stream: the questions of MLPerf Inference, asked of a bundle on this machine.
+
+They are asked in MLPerf's sense, not by its rules: no LoadGen, no fixed numbers of queries, no audit.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from vitx.bench.load import LoadResult, poisson_arrivals, run_open_loop
+from vitx.bench.timing import Lane, percentiles
+from vitx.core.errors import CheckFailed, unknown_name
+from vitx.core.files import Record
+from vitx.core.preprocess import UInt8Array
+from vitx.serve.batching.batcher import Batcher, Infer
+from vitx.serve.limits import Batching
+
+Scenario = Literal["offline", "server", "single-stream"]
+SCENARIOS: tuple[Scenario, ...] = get_args(Scenario)
+# The bisection ends when the rates that pass and fail are this near to each other.
+RATE_TOLERANCE = 0.02
+
+
+class ScenarioResult(Record):
+    """One answer. `value` is what the scenario is judged by; `unit` says of what."""
+
+    scenario: Scenario
+    value: float
+    unit: Literal["images/s", "ms"]
+    images: int
+    p50_ms: float | None = None
+    p90_ms: float | None = None
+    p95_ms: float | None = None
+    p99_ms: float | None = None
+    p99_bound_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class ScenarioSettings:
+    """p99: the bound of the server scenario in seconds. seconds: of each measurement."""
+
+    batching: Batching
+    seconds: float
+    p99: float
+    seed: int = 0
+
+
+def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
+    """Ask one scenario. images: uint8 (M, S, S, 3), taken in turn.
+
+    Raises CheckFailed when not even the slowest offered rate keeps the bound of the server scenario.
+    """
+    if scenario == "offline":
+        return offline(infer, images, settings)
+    if scenario == "server":
+        return server(infer, images, settings)
+    return single_stream(infer, images, settings.seconds)
+
+
+def parse_scenarios(text: str) -> tuple[Scenario, ...]:
+    """'offline,server' → the scenarios; raise InputError for another name."""
+    known = {name: name for name in SCENARIOS}
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise unknown_name("scenario", name, SCENARIOS)
+    return tuple(known[name] for name in SCENARIOS if name in names)
+
+
+def offline(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
+    """All images are there at once: images per second, through the batcher."""
+    batching, size = settings.batching, len(images)
+    pilot = asyncio.run(_all_at_once(infer, images, size, batching))
+    count = max(size, round(size / pilot * settings.seconds))
+    elapsed = asyncio.run(_all_at_once(infer, images, count, batching))
+    return ScenarioResult(scenario="offline", value=count / elapsed, unit="images/s", images=count)
+
+
+async def _all_at_once(infer: Infer, images: UInt8Array, count: int, batching: Batching) -> float:
+    """Seconds until `count` images, queued together, are answered."""
+    batcher = Batcher(infer, replace(batching, queue=count))
+    start = time.monotonic()
+    whole, rest = divmod(count, len(images))
+    queries = [images] * whole + ([images[:rest]] if rest else [])
+    await asyncio.gather(*(batcher.submit(query) for query in queries))
+    elapsed = time.monotonic() - start
+    await batcher.close()
+    return elapsed
+
+
+def single_stream(infer: Infer, images: UInt8Array, seconds: float) -> ScenarioResult:
+    """One caller, one image, the next when the last is back: its 90th percentile."""
+    lane = Lane("single stream", lambda: infer(images[:1]))
+    lane.warm_up()
+    lane.take_turn(seconds)
+    found = {share: 1e3 * value for share, value in percentiles(lane.times, (0.5, 0.9, 0.95, 0.99)).items()}
+    return ScenarioResult(
+        scenario="single-stream",
+        value=found[0.9],
+        unit="ms",
+        images=len(lane.times),
+        p50_ms=found[0.5],
+        p90_ms=found[0.9],
+        p95_ms=found[0.95],
+        p99_ms=found[0.99],
+    )
+
+
+def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
+    """The largest Poisson rate whose 99th percentile keeps the bound, by bisection below the offline rate."""
+    tried: dict[float, LoadResult] = {}
+
+    def keeps_bound(rate: float) -> bool:
+        tried[rate] = offer(infer, images, rate, settings)
+        return tried[rate].percentile(0.99) <= settings.p99
+
+    highest = offline(infer, images, settings).value
+    # Below this rate a run of `seconds` has too few arrivals for a 99th percentile.
+    lowest = min(100 / settings.seconds, highest / 2)
+    rate = largest_passing(keeps_bound, lowest, highest)
+    if rate is None:
+        found = tried[lowest].percentile(0.99)
+        raise CheckFailed(
+            f"server scenario: p99 is {1e3 * found:.3g} ms at {lowest:.3g} images/s, the lowest rate that was offered, "
+            f"and {1e3 * settings.p99:g} ms were asked for: give a larger --p99"
+        )
+    return ScenarioResult(
+        scenario="server",
+        value=rate,
+        unit="images/s",
+        images=len(tried[rate].latencies),
+        **{f"p{share}_ms": 1e3 * tried[rate].percentile(share / 100) for share in (50, 90, 95, 99)},
+        p99_bound_ms=1e3 * settings.p99,
+    )
+
+
+def offer(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> LoadResult:
+    """One open-loop run at `rate` images a second."""
+    arrivals = poisson_arrivals(rate, settings.seconds, settings.seed)
+    return run_open_loop(infer, images, list(map(float, np.asarray(arrivals))), settings.batching)
+
+
+def largest_passing(passes: Callable[[float], bool], low: float, high: float) -> float | None:
+    """The largest rate in [low, high] that passes, to RATE_TOLERANCE of it; None if `low` fails.
+
+    `passes` is taken to be true up to some rate and false above. The rate returned did pass.
+    """
+    if not passes(low):
+        return None
+    if passes(high):
+        return high
+    while high - low > RATE_TOLERANCE * high:
+        middle = (low + high) / 2
+        if passes(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,1 @@
+"""What every stage shares: errors, files, preprocessing, run folder, bundle, certificate. Imports no torch."""

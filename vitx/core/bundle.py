@@ -1,0 +1,135 @@
+"""The bundle: a plain folder NAME.vitx that travels to production. Specification: docs/bundle.md."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vitx.core.certificate import Certificate as Certificate  # part of this module, for those who read bundles
+from vitx.core.certificate import read_certificate
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import Record, read_record, sha256_file, write_json
+from vitx.core.latency import Latency, LatencyFile, machine_key
+from vitx.core.machine import describe_machine
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import ModelSpec, verify_digests
+from vitx.core.sealed import read_sealed
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+MANIFEST = "manifest.json"
+CERTIFICATE = "certificate.json"
+LATENCY = "latency.json"
+
+
+class FileEntry(Record):
+    sha256: str
+    size: int
+
+
+class TensorSpec(Record):
+    """A graph input or output; `N` in the shape stands for the batch."""
+
+    name: str
+    dtype: Literal["uint8", "float32"]
+    shape: tuple[int | Literal["N"], ...]
+
+
+class Provenance(Record):
+    """Where a bundle comes from."""
+
+    source: str
+    checkpoint: str
+    checkpoint_sha256: str
+    recipe: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    created: str
+
+
+class Manifest(Record):
+    """`manifest.json`: the bundle's model, its contract and the digest of every file it serves."""
+
+    format_version: Literal[1] = 1
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    model: ModelSpec
+    labels: tuple[str, ...]
+    preprocessing: Preprocessing
+    input: TensorSpec
+    output: TensorSpec
+    precision: Precision
+    islands: tuple[str, ...] = Field(default=(), description="nodes kept in float32 in a graph of lower precision")
+    lowering: dict[str, Any] = Field(default_factory=dict, description="how the lower precision was found")
+    rewrites: tuple[str, ...]
+    opset: int
+    data: str
+    files: dict[str, FileEntry]
+    provenance: Provenance
+    training_metrics: dict[str, Any] = Field(default_factory=dict)
+
+
+class Bundle:
+    """A bundle on disk whose manifest was read and whose files were verified."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def open(cls, path: Path | str) -> "Bundle":
+        """Open a bundle and verify every file; raise InputError naming what is missing or was changed."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`")
+        if not (folder / MANIFEST).is_file():
+            raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
+        manifest = read_record(folder / MANIFEST, Manifest)
+        verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
+        return cls(folder, manifest)
+
+    @property
+    def model_path(self) -> Path:
+        return self.path / "model.onnx"
+
+    def subject(self) -> dict[str, str]:
+        """What a certificate of this bundle is bound to: sha256 of the manifest and of every file it names."""
+        digests = {name: entry.sha256 for name, entry in self.manifest.files.items()}
+        return {MANIFEST: sha256_file(self.path / MANIFEST), **digests}
+
+    def certificate(self) -> Certificate | None:
+        path = self.path / CERTIFICATE
+        return read_record(path, Certificate) if path.is_file() else None
+
+    def latency(self) -> Latency | None:
+        """What was measured on this machine, if anything was."""
+        return self.latency_file().machines.get(machine_key(describe_machine()))
+
+    def latency_file(self) -> LatencyFile:
+        """What was measured on every machine; raise CheckFailed when the file was changed since."""
+        path = self.path / LATENCY
+        if not path.is_file():
+            return LatencyFile()
+        return read_sealed(path, LatencyFile, remedy="remove it, and run `vitx bench BUNDLE` again")
+
+    def record_latency(self, latency: Latency) -> None:
+        """Put what was measured on one machine into `latency.json`, beside the other machines'."""
+        write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
+
+    def require_certificate(self) -> Certificate:
+        """Return the certificate if it speaks of exactly these files and says pass; raise CheckFailed otherwise."""
+        remedy = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+        certificate = self.certificate()
+        if certificate is None:
+            raise CheckFailed(f"bundle '{self.path}' has no certificate: {remedy}")
+        if certificate.subject != self.subject():
+            changed = sorted(name for name, digest in self.subject().items() if certificate.subject.get(name) != digest)
+            raise CheckFailed(
+                f"the certificate of '{self.path}' is of other files ({', '.join(changed)} differ): {remedy}"
+            )
+        if certificate.verdict != "pass":
+            raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
+        return read_certificate(self.path / CERTIFICATE)
+
+
+def timestamp() -> str:
+    """Now, in UTC, ISO 8601 to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

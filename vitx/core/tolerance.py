@@ -1,0 +1,22 @@
+"""How far logits may differ, by precision. Semantics: docs/parity.md."""
+
+from vitx.core.bundle import Precision
+
+# The largest logit error allowed below float32, in standard deviations of the reference's logits (docs/parity.md).
+SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
+
+MAX_LOGIT_ERROR = 1e-4
+
+
+def allowed_logit_error(precision: Precision, logit_std: float) -> float:
+    """The largest logit error a precision may have: 1e-4 in float32, else a share of the reference logits' spread.
+
+    The shares are set by the format, not by what was observed: a few units in the last place of a half (2⁻¹¹) and of a
+    bfloat16 (2⁻⁸) per layer, and for 8 bits half a standard deviation, beyond which a classifier ranks other classes.
+    """
+    return MAX_LOGIT_ERROR if precision == "fp32" else SHARE_OF_STD[precision] * logit_std
+
+
+def coarser(first: Precision, second: Precision) -> Precision:
+    """The one of two precisions that allows more."""
+    return max(first, second, key=lambda precision: SHARE_OF_STD.get(precision, 0.0))

@@ -1,0 +1,1 @@
+"""Image sets: one record, one file a source."""

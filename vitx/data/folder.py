@@ -1,0 +1,94 @@
+"""A folder with train/ and val/, each with one folder of images a class."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from vitx.core.errors import InputError
+from vitx.core.preprocess import ImageError, decode
+from vitx.data.image_set import EXTENSIONS, ImageSet
+
+# A folder with more images than this is not read through before a run begins.
+CHECKED_IMAGES = 20_000
+
+
+def list_images(folder: Path) -> list[Path]:
+    """All image files under `folder`, recursively, in sorted order; hidden files and folders are left out."""
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in EXTENSIONS
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def class_names_in(root: Path) -> tuple[str, ...]:
+    """The classes of train/ and of val/, which must be the same."""
+    found: dict[str, set[str]] = {}
+    for split in ("train", "val"):
+        folder = root / split
+        if not folder.is_dir():
+            raise InputError(
+                f"{folder} does not exist: expected train/ and val/ in '{root}', each with a folder a class"
+            )
+        found[split] = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+        if not found[split]:
+            raise InputError(f"{folder} is empty: expected one folder of images a class")
+    for here, there in (("train", "val"), ("val", "train")):
+        missing = sorted(found[here] - found[there])
+        if missing:
+            raise InputError(f"{root / there} has no folder for {_quoted(missing)}, which {root / here} has")
+    return tuple(sorted(found["train"]))
+
+
+def _quoted(names: Sequence[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
+    found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
+    checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
+    with ThreadPoolExecutor() as pool:
+        problems = list(pool.map(_problem, checked)) or [None] * len(found)
+    bad = [f"{path}: {problem}" for (path, _), problem in zip(found, problems, strict=True) if problem]
+    if bad and not skip_bad:
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        raise InputError(f"unreadable image {bad[0]}{more}; repair or remove it, or pass --skip-bad to leave it out")
+    good = [item for item, problem in zip(found, problems, strict=True) if not problem]
+    counts = np.bincount([label for _, label in good], minlength=len(class_names))
+    empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
+    if empty:
+        raise InputError(f"{folder} has no readable image of {_quoted(empty)}")
+    paths = tuple(path for path, _ in good)
+    return ImageSet(
+        name=str(folder.parent),
+        class_names=class_names,
+        keys=tuple(str(path.relative_to(folder)) for path in paths),
+        labels=np.array([label for _, label in good], dtype=np.int64),
+        read=_Files(paths),
+        skipped=tuple(bad),
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Reads file i; unlike a lambda it can be sent to a process."""
+
+    paths: tuple[Path, ...]
+
+    def __call__(self, index: int) -> bytes:
+        return self.paths[index].read_bytes()
+
+
+def _problem(path: Path) -> str | None:
+    """Why an image cannot be read, or None."""
+    try:
+        decode(path)
+    except ImageError as error:
+        return str(error)
+    return None

@@ -1,0 +1,66 @@
+"""Hugging Face data sets that lie on the disk: `save_to_disk` folders, and repositories with Parquet files."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitx.core.errors import InputError, missing_package
+from vitx.data.image_set import SPLIT_NAMES, ImageSet, Split
+
+LABEL_COLUMNS = ("label", "labels", "fine_label")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Reads the encoded image of row i."""
+
+    dataset: Any
+    column: str
+
+    def __call__(self, index: int) -> bytes:
+        image = self.dataset[int(index)][self.column]
+        content: bytes = image["bytes"] if image["bytes"] is not None else Path(image["path"]).read_bytes()
+        return content
+
+
+def is_dataset(root: Path) -> bool:
+    return (root / "dataset_dict.json").is_file() or any(root.glob("*.parquet")) or any(root.glob("*/*.parquet"))
+
+
+def open_dataset(root: Path, split: Split) -> ImageSet:
+    """The images of one split, with the names of its ClassLabel; Parquet is converted into the library's cache once.
+
+    Raises EnvironmentMissing without the package `datasets`, InputError for a split or columns that are not there.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise missing_package("datasets", "huggingface")
+    import datasets
+
+    saved = (root / "dataset_dict.json").is_file()
+    splits = datasets.load_from_disk(str(root)) if saved else datasets.load_dataset(str(root))
+    name = next((name for name in SPLIT_NAMES[split] if name in splits), None)
+    if name is None:
+        raise InputError(
+            f"'{root}' has the splits {', '.join(splits)}: expected one of {', '.join(SPLIT_NAMES[split])}"
+        )
+    dataset = splits[name]
+    images = [column for column, feature in dataset.features.items() if isinstance(feature, datasets.Image)]
+    classes = {
+        column: feature for column, feature in dataset.features.items() if isinstance(feature, datasets.ClassLabel)
+    }
+    label = next((column for column in (*LABEL_COLUMNS, *classes) if column in classes), None)
+    if not images or label is None:
+        raise InputError(
+            f"'{root}' has the columns {', '.join(dataset.features)}: expected one of images and one of class labels"
+        )
+    dataset = dataset.cast_column(images[0], datasets.Image(decode=False))
+    return ImageSet(
+        name=str(root),
+        class_names=tuple(classes[label].names),
+        keys=tuple(f"{name}/{row:07d}" for row in range(len(dataset))),
+        labels=np.asarray(dataset.with_format("numpy")[label][:], dtype=np.int64),
+        read=Rows(dataset.select_columns(images[0]), images[0]),
+    )

@@ -1,0 +1,84 @@
+"""Labelled images: the record that every source makes and every stage reads."""
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
+
+Split = Literal["train", "val"]
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+# Beside the digits: found in the folder of their name in $VITX_DATA, or in ./data.
+NAMED_SETS = ("digits", "cifar10", "cifar100", "imagenet")
+# How others call the two splits; the first found is taken.
+SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid", "test")}
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Labelled images, read one at a time: `read(i)` returns the encoded bytes of image i."""
+
+    name: str
+    class_names: tuple[str, ...]
+    keys: tuple[str, ...]
+    labels: npt.NDArray[np.int64]
+    read: Callable[[int], bytes]
+    skipped: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def digest(self) -> str:
+        """sha256 over keys, labels and bytes of all images, in order."""
+        hasher = hashlib.sha256()
+        for index, key in enumerate(self.keys):
+            data = self.read(index)
+            hasher.update(f"{key}\0{self.labels[index]}\0{len(data)}\0".encode())
+            hasher.update(data)
+        return hasher.hexdigest()
+
+    def batches(self, preprocessing: Preprocessing, batch_size: int, threads: int = 2) -> Iterator[UInt8Array]:
+        """Yield uint8 (B, image_size, image_size, 3) in order; the last batch may be smaller."""
+        with ThreadPoolExecutor(threads) as pool:
+            for start in range(0, len(self), batch_size):
+                indices = range(start, min(start + batch_size, len(self)))
+                yield np.stack(list(pool.map(lambda i: self._prepared(i, preprocessing), indices)))
+
+    def _prepared(self, index: int, preprocessing: Preprocessing) -> UInt8Array:
+        try:
+            return preprocessing.from_bytes(self.read(index))
+        except ImageError as error:
+            raise ImageError(f"{self.keys[index]}: {error}") from None
+
+    def first(self, count: int | None) -> "ImageSet":
+        """The first `count` images (all of them for None)."""
+        return self if count is None or count >= len(self) else self.subset(np.arange(count))
+
+    def subset(self, indices: npt.NDArray[np.int64]) -> "ImageSet":
+        """The images of `indices`, in that order."""
+        keys = tuple(self.keys[index] for index in indices)
+        read = self.read
+        return ImageSet(
+            *(self.name, self.class_names, keys, self.labels[indices]),
+            read=lambda index: read(int(indices[index])),
+            skipped=self.skipped,
+        )
+
+
+def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
+    """Ascending indices of at most `limit` of `count` images: the head of a folder is of one class."""
+    return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
+
+
+def encode_png(pixels: UInt8Array) -> bytes:
+    buffer = io.BytesIO()
+    # Stored, not compressed: the bytes, and so the digest, do not depend on the version of a compressor.
+    Image.fromarray(pixels).save(buffer, format="PNG", compress_level=0)
+    return buffer.getvalue()

@@ -1,0 +1,125 @@
+"""WebDataset shards: tar files whose members 000123.jpg and 000123.cls (or .json) are one sample.
+
+Shards are indexed, not streamed: an image is read at its place in the file, so a shuffle is over the whole set and does
+not depend on the number of workers. Only uncompressed tars have such places.
+"""
+
+import json
+import tarfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.core.errors import InputError
+from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
+
+CLASS_NAMES_FILE = "classnames.txt"
+
+
+@dataclass(frozen=True)
+class Slices:
+    """Reads image i, bytes `start` to `start + size` of a file."""
+
+    files: tuple[Path, ...]
+    file_index: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    size: npt.NDArray[np.int64]
+
+    def __call__(self, index: int) -> bytes:
+        with self.files[int(self.file_index[index])].open("rb") as file:
+            file.seek(int(self.start[index]))
+            return file.read(int(self.size[index]))
+
+
+class _Sample(NamedTuple):
+    key: str
+    label: int
+    shard: int
+    start: int
+    size: int
+
+
+def find_shards(data: str, split: Split) -> tuple[Path, ...]:
+    """The shards of a split: of a pattern with {split} in it, or in the folder `data`, by name or in a folder each."""
+    for name in SPLIT_NAMES[split]:
+        if "{split}" in data:
+            pattern = Path(data.replace("{split}", name))
+            found = sorted(pattern.parent.glob(pattern.name))
+        else:
+            found = sorted([*Path(data).glob(f"{name}/*.tar"), *Path(data).glob(f"*{name}*.tar")])
+        if found:
+            return tuple(found)
+    return ()
+
+
+def open_shards(data: str, split: Split) -> ImageSet:
+    """The images of `find_shards`.
+
+    Labels are class numbers, in .cls or as "label" in .json; the names are the lines of classnames.txt beside the
+    shards, or else the numbers up to the largest of both splits. Raises InputError for a split without shards, a shard
+    that is damaged or compressed, and a sample without image or label.
+    """
+    shards = find_shards(data, split)
+    if not shards:
+        raise InputError(f"no {split} shards at '{data}': expected names such as {split}-000.tar, or a pattern")
+    samples = _index(shards)
+    names = _class_names(data, shards[0].parent)
+    labels = np.array([sample.label for sample in samples], dtype=np.int64)
+    if labels.min() < 0 or labels.max() >= len(names):
+        raise InputError(f"'{data}' has labels from {labels.min()} to {labels.max()} but {len(names)} class names")
+    places = np.array([(sample.shard, sample.start, sample.size) for sample in samples], dtype=np.int64)
+    return ImageSet(
+        name=data,
+        class_names=names,
+        keys=tuple(f"{shards[sample.shard].name}/{sample.key}" for sample in samples),
+        labels=labels,
+        read=Slices(shards, *places.T),
+    )
+
+
+@lru_cache(maxsize=4)
+def _index(shards: tuple[Path, ...]) -> tuple[_Sample, ...]:
+    return tuple(sample for number, path in enumerate(shards) for sample in _samples(path, number))
+
+
+def _samples(path: Path, shard: int) -> list[_Sample]:
+    places: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                folder, _, file = member.name.rpartition("/")
+                stem, _, kind = file.partition(".")
+                key = f"{folder}/{stem}" if folder else stem
+                if f".{kind.lower()}" in EXTENSIONS:
+                    places[key] = (member.offset_data, member.size)
+                elif kind in ("cls", "json") and (content := archive.extractfile(member)) is not None:
+                    labels.setdefault(key, _label(content.read(), kind, f"{path}: {member.name}"))
+    except tarfile.TarError as error:
+        raise InputError(
+            f"{path} is not a plain tar file ({error}): repair it, or unpack it where it is compressed"
+        ) from None
+    if places.keys() != labels.keys() or not places:
+        lone = min(places.keys() ^ labels.keys(), default="nothing")
+        raise InputError(f"{path}: expected an image and a .cls or .json label for each sample, got '{lone}'")
+    return [_Sample(key, labels[key], shard, *place) for key, place in places.items()]
+
+
+def _label(content: bytes, kind: str, where: str) -> int:
+    try:
+        return int(content) if kind == "cls" else int(json.loads(content)["label"])
+    except (ValueError, KeyError, TypeError):
+        raise InputError(f'{where} holds no class number: expected digits in .cls, or "label" in .json') from None
+
+
+def _class_names(data: str, folder: Path) -> tuple[str, ...]:
+    for place in (folder, folder.parent):
+        if (place / CLASS_NAMES_FILE).is_file():
+            return tuple((place / CLASS_NAMES_FILE).read_text().splitlines())
+    splits: tuple[Split, ...] = ("train", "val")
+    largest = max(sample.label for split in splits for sample in _index(find_shards(data, split)))
+    return tuple(str(number) for number in range(largest + 1))

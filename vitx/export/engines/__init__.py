@@ -1,0 +1,1 @@
+"""Compiled forms of a graph: TensorRT, TensorRT for RTX, OpenVINO."""

@@ -1,0 +1,147 @@
+"""Flash Re-Attention compiled ahead of time, by Triton, for a GPU that need not be here: PTX and how it is launched.
+
+An engine launches a kernel by position: the inputs, the integers, the outputs. The two kernels made for that
+(vitx.models.flash.kernels) read and write (B, N, H, K) as the Linears make it, so nothing is transposed.
+"""
+
+import functools
+import importlib.util
+import re
+from typing import Any, Literal, NamedTuple
+
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
+from vitx.models.flash.reattention import Tiles, beyond_limits, group_of, options_of, sizes
+
+Operator = Literal["Reattention", "TalkingHeads"]
+Half = Literal["fp16", "bf16"]
+KERNELS: dict[Operator, str] = {"Reattention": "reattention_kernel", "TalkingHeads": "talking_heads_kernel"}
+HALVES: tuple[Half, ...] = ("fp16", "bf16")
+
+# The builder times them on its GPU and keeps the fastest. The last fits the 48 KiB that a kernel gets unasked; whether
+# TensorRT asks for more on behalf of the others is not documented.
+TILES = (Tiles(heads=3), Tiles(32, 16, 2, 1, 3), Tiles(16, 16, 1, 1, 2))
+
+OLDEST = 80  # tensor cores that multiply bfloat16
+# The first PTX that knows a GPU. The others get 8.0, which every driver since CUDA 12.0 reads: a driver refuses PTX
+# that is newer than itself, and by default Triton writes the newest.
+_PTX_VERSIONS = {100: 86, 103: 88, 110: 90, 120: 87, 121: 88}
+_PTX_VERSION = 80
+# KiB of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities); 99 elsewhere.
+_SHARED_KIB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+_SHARED_KIB_ELSEWHERE = 99
+
+
+class FlashKernel(NamedTuple):
+    """A compiled kernel: its entry point in `ptx`, threads of a block, and bytes of dynamic shared memory of a block.
+
+    Its grid is (`grid_x(tokens)`, images).
+    """
+
+    name: str
+    ptx: str
+    tiles: Tiles
+    threads: int
+    shared: int
+    groups: int
+
+    def grid_x(self, tokens: int) -> int:
+        return -(-tokens // self.tiles.queries) * self.groups
+
+
+def why_not_compiled(heads: int, tokens: int, width: int) -> str | None:
+    """What stands against the kernels for attention of this size; None when nothing does."""
+    beyond = beyond_limits(heads, tokens, width)
+    return None if beyond is None else "{} {}, above {}".format(*beyond)
+
+
+def compiled_kernels(operator: Operator, architecture: str, heads: int, width: int, half: Half) -> list[FlashKernel]:
+    """The kernels with each of TILES whose shared memory an `architecture` ("sm89", …) has, in that order.
+
+    Raises InputError for an architecture before sm80 or a size that the kernels do not take, EnvironmentMissing without
+    Triton.
+    """
+    capability = _capability(architecture)
+    limit = _SHARED_KIB.get(capability, _SHARED_KIB_ELSEWHERE) * 1024
+    compiled = [compiled_kernel(operator, architecture, heads, width, half, tiles) for tiles in TILES]
+    return [kernel for kernel in compiled if kernel.shared <= limit]
+
+
+@functools.cache
+def compiled_kernel(
+    operator: Operator, architecture: str, heads: int, width: int, half: Half, tiles: Tiles
+) -> FlashKernel:
+    """Compile the kernel of an operator; see `compiled_kernels` for what is raised."""
+    capability = _capability(architecture)
+    if operator not in KERNELS:
+        raise unknown_name("operator", operator, KERNELS)
+    if half not in HALVES:
+        raise unknown_name("precision of the flash kernels", half, HALVES)
+    against = why_not_compiled(heads, 1, width)
+    if against is not None:
+        raise InputError(f"the flash kernels do not take {against}: leave the plugin out")
+    if importlib.util.find_spec("triton") is None:
+        raise EnvironmentMissing(
+            "the flash plugin is compiled by Triton, which is not installed: on Linux it comes with PyTorch; elsewhere "
+            "leave the plugin out"
+        )
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vitx.models.flash import kernels
+
+    function: Any = getattr(kernels, KERNELS[operator])
+    constants = sizes(heads, width, tiles)
+    signature = {name: _type_of(name, half, constants) for name in function.arg_names}
+    # TensorRT's buffers are aligned to 256 bytes; 16 is what the widest loads need.
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name.endswith("_base")}
+    with knobs.compilation.scope():
+        knobs.compilation.disable_line_info = True  # paths of this machine
+        compiled = triton.compile(
+            ASTSource(function, signature, constexprs=constants, attrs=aligned),
+            target=GPUTarget("cuda", capability, 32),
+            options={**options_of(tiles), "ptx_version": _PTX_VERSIONS.get(capability, _PTX_VERSION)},
+        )
+    metadata = compiled.metadata
+    if metadata.global_scratch_size or metadata.profile_scratch_size:
+        raise CheckFailed(f"{metadata.name} for {architecture} needs scratch memory, which an engine does not give it")
+    parameters = sum(kind != "constexpr" for kind in signature.values())
+    ptx = without_scratch(compiled.asm["ptx"], metadata.name, parameters)
+    return FlashKernel(
+        metadata.name,
+        ptx,
+        tiles,
+        metadata.num_warps * metadata.warp_size,
+        metadata.shared,
+        heads // group_of(heads, tiles),
+    )
+
+
+def without_scratch(ptx: str, kernel: str, parameters: int) -> str:
+    """PTX whose `kernel` declares its first `parameters` and no more.
+
+    Triton adds pointers to scratch memory. An engine passes what the plugin names, and a driver reads as many arguments
+    as are declared, so those that nothing uses must go. Raises CheckFailed if something does.
+    """
+    declared = re.findall(rf"^\s*\.param\s.*\b({kernel}_param_\d+)\b", ptx, re.MULTILINE)
+    for extra in declared[parameters:]:
+        ptx, dropped = re.subn(rf",\s*\.param\s[^,\n]*\b{extra}\b", "", ptx)
+        if dropped != 1 or re.search(rf"\b{extra}\b", ptx):
+            raise CheckFailed(f"{kernel} uses {extra}, which an engine does not pass: this Triton is not known")
+    return ptx
+
+
+def _capability(architecture: str) -> int:
+    number = architecture.removeprefix("sm")
+    if not number.isdecimal() or int(number) < OLDEST:
+        raise InputError(f"the flash kernels need sm{OLDEST} or newer, not '{architecture}': leave the plugin out")
+    return int(number)
+
+
+def _type_of(name: str, half: Half, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in ("q_base", "k_base", "v_base", "out_base"):
+        return f"*{half}"
+    return "*fp32" if name.endswith("_base") else "i32"

@@ -1,0 +1,258 @@
+"""The calls into TensorRT, all of them: one library object for the classic TensorRT 10 and 11 and TensorRT for RTX.
+
+Checked against the typing stubs of each (typings/README.md): a name that one of them lacks is behind a `hasattr`.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import onnx
+
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
+from vitx.core.machine import local_architectures
+from vitx.core.tensorrt_plan import EXTRAS, FLAVORS, MODULES, Flavor, PlanOptions, Profile
+from vitx.export.engines.architectures import parse_architectures
+from vitx.export.engines.build_log import BuildLog, BuildSteps
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+# 10.9 is the oldest whose parser we rely on; 1.4 is the first TensorRT for RTX that pip installs whole.
+_OLDEST: dict[Flavor, tuple[int, int]] = {"tensorrt": (10, 9), "tensorrt-rtx": (1, 4)}
+# Releases that compute attention wrongly: in the maintainers' words, their bug tracker, or release notes.
+_REFUSED: tuple[tuple[Flavor, str, str], ...] = (
+    ("tensorrt", "10.0.0", "its fused fp16 attention differs from PyTorch's (github.com/NVIDIA/TensorRT/issues/3777)"),
+    ("tensorrt", "10.3", "transformers with a dynamic batch come out wrong (github.com/NVIDIA/TensorRT/issues/4419)"),
+    ("tensorrt", "10.7", "scaled dot-product attention comes out wrong (github.com/NVIDIA/TensorRT/issues/4333)"),
+)
+# A layer: its name, kind, and the type and shape (N is the batch) of its first output.
+LayerRow = tuple[str, str, str, str]
+
+
+@dataclass(frozen=True)
+class Built:
+    """What the builder made."""
+
+    plan: bytes
+    timing_cache: bytes | None
+    layers: tuple[LayerRow, ...]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One build: everything the library is told."""
+
+    model: onnx.ModelProto
+    profiles: tuple[Profile, ...]
+    options: PlanOptions
+    architectures: tuple[str, ...]
+    timing_cache: bytes | None
+    keep_timing_cache: bool
+    log: BuildLog
+    steps: BuildSteps
+
+
+class Library:
+    """One TensorRT library.
+
+    Every call into it is a method's, through `self.trt`: mypy knows the module's names there, and loses them elsewhere.
+    """
+
+    def __init__(self, flavor: Flavor, module: Any) -> None:
+        self.flavor: Flavor = flavor
+        self.version: str = module.__version__
+        if TYPE_CHECKING:
+            self.trt = trt
+        else:
+            self.trt = module
+
+    def architectures(self) -> tuple[str, ...]:
+        """The GPUs that this library compiles for: all it knows, or this machine's if it needs the GPU to build."""
+        if hasattr(self.trt, "ComputeCapability"):  # TensorRT for RTX alone
+            members: dict[str, Any] = self.trt.ComputeCapability.__members__
+            return tuple(name.lower() for name in members if name.startswith("SM"))
+        return local_architectures()[:1]
+
+    def targets(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """What to compile for when `asked` for these."""
+        known = self.architectures()
+        if self.flavor == "tensorrt":
+            if not known:
+                raise EnvironmentMissing(
+                    "TensorRT builds for the GPU of the machine it runs on, and the NVIDIA driver offers none here: "
+                    "build on that machine, or with --trt-rtx, which needs no GPU"
+                )
+            if asked and tuple(asked) != known:
+                raise InputError(
+                    f"TensorRT builds for this machine's {known[0]} only, not for {', '.join(asked)}: "
+                    "leave --arch out, or use --trt-rtx"
+                )
+            return known
+        # Turing (sm75) makes the plan slower for the others: it is built when it is asked for.
+        return parse_architectures(asked, known) or parse_architectures([n for n in known if n != "sm75"], known)
+
+    def build(self, job: Job) -> Built:
+        """Parse, configure, build. Raises InputError for a graph it cannot parse, CheckFailed if the build fails."""
+        logger = self._logger(job.log)
+        builder = self.trt.Builder(logger)
+        network = self._parse(builder, logger, job)
+        config = self._configure(builder, network, job)
+        monitor = self._monitor(job.steps)
+        config.progress_monitor = monitor
+        memory = builder.build_serialized_network(network, config)
+        if job.steps.interrupted:
+            raise KeyboardInterrupt
+        if memory is None:
+            raise CheckFailed(f"{self.flavor} {self.version} could not build the plan: {job.log.errors()}")
+        kept = bytes(config.get_timing_cache().serialize()) if job.keep_timing_cache else None
+        return Built(bytes(memory), kept, self.layers(network))
+
+    def _parse(self, builder: "trt.Builder", logger: "trt.ILogger", job: Job) -> "trt.INetworkDefinition":
+        # TensorRT 11 knows no other kind of network, and still takes the flag.
+        kinds = self.trt.NetworkDefinitionCreationFlag
+        flags = 1 << int(kinds.STRONGLY_TYPED)
+        if job.options.plugin is not None and hasattr(kinds, "PREFER_AOT_PYTHON_PLUGINS"):
+            flags |= 1 << int(kinds.PREFER_AOT_PYTHON_PLUGINS)
+        network = builder.create_network(flags)
+        parser = self.trt.OnnxParser(network, logger)
+        if not parser.parse(job.model.SerializeToString()):
+            errors = [parser.get_error(index) for index in range(parser.num_errors)]
+            raise InputError(
+                f"{self.flavor} {self.version} cannot parse the graph: "
+                + "; ".join(f"node '{e.node_name()}' ({e.node_operator()}): {_first_line(e.desc())}" for e in errors)
+            )
+        return network
+
+    def _configure(self, builder: "trt.Builder", network: "trt.INetworkDefinition", job: Job) -> "trt.IBuilderConfig":
+        config = builder.create_builder_config()
+        config.builder_optimization_level = job.options.builder_level
+        config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED  # what the engine inspector can tell later
+        # On unless cleared, in strongly typed networks too: it would multiply an fp32 graph with 10 bits of 23.
+        config.clear_flag(self.trt.BuilderFlag.TF32)
+        if job.options.version_compatible:
+            config.set_flag(self.trt.BuilderFlag.VERSION_COMPATIBLE)
+        if job.options.hardware_compatible:
+            config.hardware_compatibility_level = self.trt.HardwareCompatibilityLevel.AMPERE_PLUS
+        if job.options.weight_stripped:
+            # Never REFIT: with it TensorRT may drop the bias of a matrix product (11.3's release notes, known issues).
+            config.set_flag(self.trt.BuilderFlag.STRIP_PLAN)
+            config.set_flag(self.trt.BuilderFlag.REFIT_IDENTICAL)
+        self._set_architectures(config, job.architectures)
+        if job.keep_timing_cache and not config.set_timing_cache(
+            config.create_timing_cache(job.timing_cache or b""), ignore_mismatch=False
+        ):
+            raise InputError("the timing cache is of another GPU or TensorRT: delete it, or name another file")
+        self._add_profiles(builder, network, config, job)
+        return config
+
+    def _set_architectures(self, config: "trt.IBuilderConfig", architectures: tuple[str, ...]) -> None:
+        """What to compile for: TensorRT for RTX alone can be told."""
+        if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):
+            return
+        if hasattr(config, "num_compute_capabilities"):
+            config.num_compute_capabilities = len(architectures)
+        for index, name in enumerate(architectures):
+            if not config.set_compute_capability(self.trt.ComputeCapability.__members__[name.upper()], index):
+                raise CheckFailed(f"{self.flavor} {self.version} does not take the architecture {name}")
+
+    def _add_profiles(
+        self, builder: "trt.Builder", network: "trt.INetworkDefinition", config: "trt.IBuilderConfig", job: Job
+    ) -> None:
+        images = network.get_input(0)
+        image = _sizes(images.shape)[1:]
+        for profile in job.profiles:
+            shapes = builder.create_optimization_profile()
+            sizes = (profile.minimum, profile.optimum, profile.maximum)
+            low, best, high = (self.trt.Dims([size, *image]) for size in sizes)
+            shapes.set_shape(images.name, low, best, high)
+            if config.add_optimization_profile(shapes) < 0:
+                raise CheckFailed(f"{self.flavor} {self.version} does not take the profile {profile}")
+
+    def layers(self, network: "trt.INetworkDefinition") -> tuple[LayerRow, ...]:
+        """The layers that were parsed: name, kind, type and shape of the first output."""
+        rows = []
+        for index in range(network.num_layers):
+            layer = network.get_layer(index)
+            output = layer.get_output(0)
+            shape = "x".join("N" if size < 0 else str(size) for size in _sizes(output.shape))
+            rows.append((layer.name, layer.type.name, output.dtype.name, shape))
+        return tuple(rows)
+
+    def engine_information(self, plan: bytes) -> str | None:
+        """The engine inspector's JSON; None if the plan cannot be opened. Only with a GPU: see `inspect_plan`."""
+        log = BuildLog()
+        engine = self.trt.Runtime(self._logger(log)).deserialize_cuda_engine(plan)
+        if engine is None:
+            return None
+        return engine.create_engine_inspector().get_engine_information(self.trt.LayerInformationFormat.JSON)
+
+    def _logger(self, log: BuildLog) -> "trt.ILogger":
+        if TYPE_CHECKING:
+            import tensorrt as trt
+        else:
+            trt = self.trt
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: trt.ILogger.Severity, message: str) -> None:
+                log.add(severity.name, message)
+
+        return Logger()
+
+    def _monitor(self, steps: BuildSteps) -> "trt.IProgressMonitor":
+        if TYPE_CHECKING:
+            import tensorrt as trt
+        else:
+            trt = self.trt
+
+        class Monitor(trt.IProgressMonitor):
+            def __init__(self) -> None:
+                trt.IProgressMonitor.__init__(self)
+
+            def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: Any) -> None:
+                steps.start(phase_name, parent_phase, int(num_steps))
+
+            def phase_finish(self, phase_name: str) -> None:
+                steps.finish(phase_name)
+
+            def step_complete(self, phase_name: str, step: Any) -> bool:
+                return steps.complete(phase_name, int(step))
+
+        return Monitor()
+
+
+def _sizes(dims: "trt.Dims") -> list[int]:
+    return [dims[index] for index in range(len(dims))]
+
+
+def _first_line(text: str) -> str:
+    """A parser error's sentence: its first line repeats the node's name."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if not line.startswith("Invalid Node")), "no reason given")
+
+
+def load_flavor(flavor: str) -> "Library":
+    """Import a TensorRT; raise EnvironmentMissing, saying what to install, if it is missing, too old or refused."""
+    name = next((known for known in FLAVORS if known == flavor), None)
+    if name is None:
+        raise unknown_name("TensorRT", flavor, FLAVORS)
+    try:
+        module = importlib.import_module(MODULES[name])
+    except ImportError as error:
+        raise EnvironmentMissing(f"{name} cannot be imported ({error}): pip install 'vitx[{EXTRAS[name]}]'") from None
+    check_version(name, module.__version__)
+    return Library(name, module)
+
+
+def check_version(flavor: Flavor, version: str) -> None:
+    """Raise EnvironmentMissing for a release that is refused or too old."""
+    for refused_flavor, release, reason in _REFUSED:
+        if flavor == refused_flavor and f"{version}.".startswith(f"{release}."):
+            raise EnvironmentMissing(f"{flavor} {version} is refused: {reason}; install a newer one")
+    major, minor = _OLDEST[flavor]
+    if tuple(int(part) for part in version.split(".")[:2]) < (major, minor):
+        raise EnvironmentMissing(f"{flavor} {version} is too old: vitx needs {major}.{minor} or newer")

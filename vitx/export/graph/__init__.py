@@ -1,0 +1,1 @@
+"""From a network to an ONNX graph that holds the operators it should."""

@@ -1,0 +1,184 @@
+"""From a rewritten network to an ONNX graph, cleaned and checked."""
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx_ir.passes import PassManager, common
+from onnxscript.optimizer import fold_constants_ir
+from torch import nn
+
+from vitx.core.bundle import Precision
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.export.graph.block_names import name_block_outputs
+from vitx.export.graph.onnx_file import write_onnx
+from vitx.export.graph.operator_check import expected_operators, require_operators
+from vitx.export.rewrite.canonical import ExportAttention
+
+INPUT, OUTPUT = "images", "logits"
+
+# Traced with two images: a batch of one would be taken for a constant.
+EXAMPLE_BATCH = 2
+# Batches that are never traced, at which the graph must equal the network.
+CHECKED_BATCHES = (1, 3)
+# Of the largest logit. Two float32 evaluations in another order differ by some 1e-6 of it.
+TOLERANCE = 1e-3
+
+# 20 is the first with Gelu. From 23 on plain attention becomes one `Attention` node; on a CPU its kernel in ONNX
+# Runtime 1.31 is slower than the fused products (docs/export.md).
+DEFAULT_OPSET, ATTENTION_OPSET = 20, 23
+# Convolution and pooling know bfloat16 since 22; before, a ResNet would stay in float32 as a whole.
+BFLOAT16_OPSET = 22
+OPSETS = range(18, 25)
+
+# Elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
+FOLD_LIMIT = 2**28
+# Elements. Equal constants up to this size are stored once; the pass keeps a copy of each, so large ones are left out.
+SHARED_LIMIT = 2**16
+
+
+def onnx_from_model(
+    classifier: nn.Module,
+    preprocessing: Preprocessing,
+    labels: tuple[str, ...],
+    path: Path,
+    *,
+    opset: int | None = None,
+    check: bool = True,
+) -> onnx.ModelProto:
+    """Write the graph of `classifier` to `path`: uint8 (N, S, S, 3) → float32 (N, C), N dynamic.
+
+    Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
+    form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
+
+    Raises InputError for an opset outside 18 to 24, and CheckFailed when the traced graph does not keep the batch
+    dynamic, lacks a fused operator that the network implies, or (with `check`, which runs it in ONNX Runtime)
+    computes something else than the network at batches that were never traced.
+    """
+    model = graph_of(classifier, preprocessing, opset=opset)
+    model.metadata_props.update(
+        {
+            "vitx.labels": json.dumps(labels, ensure_ascii=False),
+            "vitx.preprocessing": preprocessing.model_dump_json(),
+        }
+    )
+    _require_dynamic_batch(model)
+    write_onnx(model, path)
+    onnx.checker.check_model(str(path), full_check=True)
+    if check:
+        require_equal(classifier, path, preprocessing.image_size)
+    return onnx.load(str(path))
+
+
+def opset_for(precision: Precision) -> int:
+    """The operator set that a graph to be lowered to `precision` is traced in."""
+    return BFLOAT16_OPSET if precision == "bf16" else DEFAULT_OPSET
+
+
+def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int | None = None) -> Any:
+    """Trace `classifier` to a cleaned onnx_ir.Model in memory; see `onnx_from_model` for opset and errors."""
+    wanted = DEFAULT_OPSET if opset is None else opset
+    if wanted not in OPSETS:
+        raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
+    size = preprocessing.image_size
+    device = next(classifier.parameters()).device
+    example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
+    with _attention_form(classifier, fused=wanted >= ATTENTION_OPSET):
+        model = _traced(classifier, example, wanted).model
+        require_operators(expected_operators(classifier, example[:1], wanted), model.graph)
+    name_block_outputs(model)
+    clean(model)
+    return model
+
+
+def clean(model: Any) -> None:
+    """Fold what depends on weights alone, share equal constants and expressions, drop names of this machine.
+
+    `model` is an onnx_ir.Model and is changed in place.
+    """
+    fold_constants_ir(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+    PassManager(
+        [
+            common.IdentityEliminationPass(),
+            common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common.DeduplicateInitializersPass(size_limit=SHARED_LIMIT),
+            common.CommonSubexpressionEliminationPass(),
+            common.RemoveUnusedNodesPass(),
+            common.RemoveUnusedOpsetsPass(),
+            common.ClearMetadataAndDocStringPass(),  # stack traces with paths of the machine that exported
+            common.NameFixPass(),
+            common.ShapeInferencePass(),
+        ]
+    )(model)
+
+
+def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
+    """Raise CheckFailed unless the graph file equals `classifier` on noise at batches that were never traced."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    device = next(classifier.parameters()).device
+    generator = np.random.default_rng(0)
+    for batch in CHECKED_BATCHES:
+        images = generator.integers(0, 256, (batch, size, size, 3), dtype=np.uint8)
+        with torch.inference_mode():
+            expected = classifier(torch.from_numpy(images).to(device)).float().cpu().numpy()
+        if not np.isfinite(expected).all():
+            raise CheckFailed("the network's logits are not finite on random images: its weights hold NaN or infinity")
+        (logits,) = session.run([OUTPUT], {INPUT: images})
+        if logits.shape != expected.shape:
+            raise CheckFailed(f"the graph gives {logits.shape} for a batch of {batch}, expected {expected.shape}")
+        error = float(np.abs(logits - expected).max() / max(np.abs(expected).max(), 1e-6))
+        if not error <= TOLERANCE:
+            raise CheckFailed(
+                f"the graph differs from the network at a batch of {batch}: by {error:.2g} of the largest logit, "
+                f"{TOLERANCE:g} is allowed"
+            )
+
+
+def opset_of(graph: onnx.ModelProto) -> int:
+    """The version of the standard operator set."""
+    return next(int(entry.version) for entry in graph.opset_import if entry.domain in ("", "ai.onnx"))
+
+
+def _traced(classifier: nn.Module, example: torch.Tensor, opset: int) -> Any:
+    with warnings.catch_warnings():
+        # The exporter deprecates its own internals; nothing of it concerns the caller.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        return torch.onnx.export(
+            classifier,
+            (example,),
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("N")},),
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            opset_version=opset,
+            verbose=False,
+        )
+
+
+@contextmanager
+def _attention_form(classifier: nn.Module, *, fused: bool) -> Iterator[None]:
+    layers = [module for module in classifier.modules() if isinstance(module, ExportAttention)]
+    before = [layer.fused for layer in layers]
+    for layer in layers:
+        layer.fused = fused
+    try:
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.fused = value
+
+
+def _require_dynamic_batch(model: Any) -> None:
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        if isinstance(value.shape[0], int):
+            raise CheckFailed(f"the traced graph fixed the batch of '{value.name}' to {value.shape[0]}")

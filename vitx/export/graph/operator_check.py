@@ -1,0 +1,88 @@
+"""What a traced graph must hold: one fused operator for each attention, LayerNorm and GELU of the network."""
+
+import ast
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import onnx
+import torch
+from timm.layers import GELU as TimmGELU
+from timm.layers.attention import Attention as TimmAttention
+from torch import Tensor, nn
+
+from vitx.core.errors import CheckFailed
+from vitx.export.rewrite.canonical import ExportAttention
+from vitx.models.attention import HeadMixAttention
+
+# The exporter writes the modules around a node here, outermost first.
+SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def expected_operators(network: nn.Module, example: Tensor, opset: int) -> dict[str, frozenset[str]]:
+    """The modules that one pass over `example` calls, each with the operators of which the graph must hold one.
+
+    Modules are counted when they are called, so one that the network carries and does not use is not expected.
+    """
+    expected: dict[str, frozenset[str]] = {}
+    hooks = []
+    for name, module in network.named_modules():
+        operators = _operators_of(module, opset)
+        if operators:
+
+            def note(_module: nn.Module, _inputs: Any, name: str = name, operators: Any = operators) -> None:
+                expected[name] = operators
+
+            hooks.append(module.register_forward_pre_hook(note))
+    try:
+        with torch.inference_mode():
+            network(example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return expected
+
+
+def require_operators(expected: Mapping[str, frozenset[str]], graph: Any) -> None:
+    """Raise CheckFailed naming the modules whose operator is not in `graph` (an onnx_ir graph as traced)."""
+    found: dict[str, set[str]] = {}
+    for node in graph:
+        for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]")):
+            found.setdefault(scope, set()).add(node.op_type)
+    missing = [
+        f"{name or 'the network'} ({' or '.join(sorted(operators))})"
+        for name, operators in expected.items()
+        if not operators & found.get(name, set())
+    ]
+    if missing:
+        raise CheckFailed(
+            f"the traced graph lacks {len(missing)} of {len(expected)} fused operators that the network implies: "
+            f"{', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}; try another opset"
+        )
+
+
+def optimized_operators(path: Path) -> Counter[str]:
+    """Count the operators of a graph file after ONNX Runtime's own fusions for the CPU."""
+    import onnxruntime
+
+    with TemporaryDirectory() as folder:
+        options = onnxruntime.SessionOptions()
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        options.log_severity_level = 3  # that the optimised file fits this machine only is known
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
+
+
+def _operators_of(module: nn.Module, opset: int) -> frozenset[str]:
+    """Any of these operators will do for `module`; none for a module without a fused form."""
+    if isinstance(module, nn.LayerNorm):
+        return frozenset({"LayerNormalization"})
+    if isinstance(module, nn.GELU | TimmGELU):
+        return frozenset({"Gelu"}) if opset >= 20 else frozenset({"Erf", "Tanh"})
+    if isinstance(module, ExportAttention):
+        return frozenset({"Attention"}) if module.is_fused else frozenset({"Softmax"})
+    if isinstance(module, HeadMixAttention | TimmAttention):
+        return frozenset({"Attention", "Softmax"})
+    return frozenset()

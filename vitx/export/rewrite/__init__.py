@@ -1,0 +1,1 @@
+"""Exact rewrites of a network before it is traced."""

@@ -1,0 +1,238 @@
+"""The one form to which supported transformer blocks are brought before they are rewritten.
+
+Queries, keys and values have their own projections, the residual scale and the head mixes are plain attributes, and
+nothing of training is left, so a rewrite is a few lines of arithmetic on parameters.
+
+Shape letters: B batch, N tokens, M queries (N, or 1 in a class-token tail), D width, H heads, K head width, C = H·K.
+"""
+
+from typing import Any
+
+import torch
+import torch.onnx.ops
+from timm.layers import LayerScale, Mlp
+from timm.layers.attention import Attention as TimmAttention
+from timm.models.vision_transformer import Block as TimmBlock
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch import Tensor, nn
+
+from vitx.models import Block, PlainAttention, ReAttention, TalkingHeadsAttention
+from vitx.models.head_mix import mix_heads
+
+
+class HeadMix(nn.Module):
+    """Maps (B, H, M, N) → Σ_g weight[h, g] · maps[:, g] + bias[h]."""
+
+    weight_HH: Tensor
+    bias_H: Tensor | None
+
+    def __init__(self, weight_HH: Tensor, bias_H: Tensor | None = None) -> None:
+        super().__init__()
+        self.register_buffer("weight_HH", weight_HH.detach().clone())
+        self.register_buffer("bias_H", None if bias_H is None else bias_H.detach().clone())
+
+    def forward(self, maps_BHMN: Tensor) -> Tensor:
+        return mix_heads(maps_BHMN, self.weight_HH, self.bias_H)
+
+
+class LayerNormOverHeads(nn.Module):
+    """A LayerNorm over the heads of maps (B, H, M, N): not linear in the maps, so it is never folded."""
+
+    def __init__(self, norm: nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, maps_BHMN: Tensor) -> Tensor:
+        normed: Tensor = self.norm(maps_BHMN.movedim(1, -1)).movedim(-1, 1)
+        return normed
+
+
+class ExportAttention(nn.Module):
+    """Self-attention in evaluation mode with separate projections and optional mixes over heads.
+
+    `A = after(softmax(before((scale · Q)Kᵀ)))`, out = `proj(value_scale · (A V + row_bias ⊗ Σ_j V_j))`.
+    With `one_query` it computes the first token's output only. `fused` makes a traced graph hold one `Attention` node
+    (opset 23) where nothing stands between softmax and V, instead of its products.
+    """
+
+    row_bias_H: Tensor | None
+
+    def __init__(self, trained: Any) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale = trained.num_heads, trained.head_dim, float(trained.scale)
+        self.query, self.key, self.value = _split(trained.qkv, 3)
+        self.proj = trained.proj
+        self.before: nn.Module | None = None
+        self.after: nn.Module | None = None
+        self.value_scale = 1.0
+        self.one_query = self.fused = False
+        self.register_buffer("row_bias_H", None)
+        if isinstance(trained, TalkingHeadsAttention):
+            self.before = HeadMix(trained.proj_pre.weight, trained.proj_pre.bias)
+            self.after = HeadMix(trained.proj_post.weight, trained.proj_post.bias)
+        elif isinstance(trained, ReAttention):
+            mix = HeadMix(trained.reatten_matrix.weight.flatten(1), trained.reatten_matrix.bias)
+            norm = trained.var_norm
+            if isinstance(norm, nn.LayerNorm):
+                norm = LayerNormOverHeads(norm)
+            self.after = mix if isinstance(norm, nn.Identity) else nn.Sequential(mix, norm)
+            self.value_scale = float(trained.reatten_scale)
+
+    @property
+    def is_fused(self) -> bool:
+        """A traced graph holds one `Attention` node for it: asked for, and nothing between softmax and V."""
+        return self.fused and not self.one_query and self.before is None and self.after is None
+
+    def forward(self, x: Tensor, tokens: int) -> Tensor:
+        """(B, N, D) → (B, M, D), or the same with B and N in one axis; `tokens` is N."""
+        out_BMC = self._first_token(x, tokens) if self.one_query else self._all_tokens(x, tokens)
+        out: Tensor = self.proj(out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC)
+        return out
+
+    def _all_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        width = self.num_heads * self.head_dim
+        query, key, value = (part(x).view(-1, tokens, width) for part in (self.query, self.key, self.value))
+        if self.is_fused and torch.compiler.is_exporting():
+            heads = {"q_num_heads": self.num_heads, "kv_num_heads": self.num_heads}
+            out_BNC: Tensor = torch.onnx.ops.attention(query, key, value, scale=self.scale, **heads)[0]
+        else:
+            query_BHNK, key_BHNK, value_BHNK = map(self._heads, (self._scaled(query), key, value))
+            out_BHNK = self._maps(query_BHNK @ key_BHNK.transpose(-2, -1)) @ value_BHNK
+            out_BNC = out_BHNK.transpose(1, 2).flatten(2)
+        if self.row_bias_H is not None:
+            bias_C = self.row_bias_H[:, None].expand(-1, self.head_dim).reshape(-1)
+            out_BNC = out_BNC + bias_C * value.sum(dim=1, keepdim=True)
+        return out_BNC if self.value_scale == 1.0 else out_BNC * self.value_scale
+
+    def _first_token(self, x: Tensor, tokens: int) -> Tensor:
+        """The first token's output without keys or values.
+
+        By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`. The key bias adds the
+        same to every score of a row, so softmax drops it.
+        """
+        H, K = self.num_heads, self.head_dim
+        x_BND = x.view(-1, tokens, self.key.in_features)
+        query_HBK = self._scaled(self.query(x_BND[:, 0])).view(-1, H, K).transpose(0, 1)
+        query_BHD = (query_HBK @ self.key.weight.view(H, K, -1)).transpose(0, 1)
+        maps_BHN = self._maps((query_BHD @ x_BND.transpose(1, 2)).unsqueeze(2)).squeeze(2)
+        if self.row_bias_H is not None:
+            maps_BHN = maps_BHN + self.row_bias_H[:, None]
+        if self.value_scale != 1.0:
+            maps_BHN = maps_BHN * self.value_scale
+        values_HBD = (maps_BHN @ x_BND).transpose(0, 1)
+        out_BHK = (values_HBD @ self.value.weight.view(H, K, -1).transpose(1, 2)).transpose(0, 1)
+        if self.value.bias is not None:
+            out_BHK = out_BHK + maps_BHN.sum(dim=2, keepdim=True) * self.value.bias.view(H, K)
+        return out_BHK.reshape(-1, 1, H * K)
+
+    def _maps(self, scores_BHMN: Tensor) -> Tensor:
+        if self.before is not None:
+            scores_BHMN = self.before(scores_BHMN)
+        maps_BHMN = scores_BHMN.softmax(dim=-1)
+        return maps_BHMN if self.after is None else self.after(maps_BHMN)
+
+    def _scaled(self, query: Tensor) -> Tensor:
+        return query if self.scale == 1.0 else query * self.scale
+
+    def _heads(self, x_BNC: Tensor) -> Tensor:
+        return x_BNC.view(-1, x_BNC.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, one_query={self.one_query}"
+
+
+class ExportBlock(nn.Module):
+    """`x + ls1(attn(norm1(s·x)))/s`, then `x + ls2(mlp(norm2(s·x)))/s`: (B, N, D) → (B, M, D).
+
+    M is N, or 1 where attention has one query. With `joined` the tokens of all images stand in one axis inside, so that
+    each Linear is one matrix product with its bias inside.
+    """
+
+    def __init__(self, trained: Any) -> None:
+        super().__init__()
+        self.residual_scale = float(getattr(trained, "residual_scale", 1.0))
+        self.norm1, self.norm2 = trained.norm1, trained.norm2
+        self.attn = ExportAttention(trained.attn)
+        self.mlp = trained.mlp
+        self.ls1, self.ls2 = trained.ls1, trained.ls2
+        self.joined = False
+
+    def forward(self, x_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        assert attn_mask is None
+        assert not is_causal
+        tokens, s = x_BND.shape[1], self.residual_scale
+        x = x_BND.flatten(0, 1) if self.joined else x_BND
+        skip = x
+        if self.attn.one_query:
+            skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
+        x = skip + self._branch(self.ls1(self.attn(self.norm1(x if s == 1.0 else x * s), tokens)))
+        x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
+        return x.view(-1, 1 if self.attn.one_query else tokens, x.shape[-1]) if self.joined else x
+
+    def _branch(self, out: Tensor) -> Tensor:
+        return out if self.residual_scale == 1.0 else out / self.residual_scale
+
+
+def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
+    """Bring every supported block under `root` to `ExportBlock`, in place; return them in order.
+
+    Supported are vitx's blocks and timm's plain ones: self-attention without gates, masks or normalised queries, an
+    MLP of two linear layers, LayerScale or nothing after each branch. Others are left as they are.
+    """
+    for name, module in list(root.named_modules()):
+        if _is_supported(module):
+            parent, _, child = name.rpartition(".")
+            setattr(root.get_submodule(parent), child, ExportBlock(module).train(module.training))
+    return [module for module in root.modules() if isinstance(module, ExportBlock)]
+
+
+def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
+    """The vision transformer under `root` whose features, pooling and head are timm's own; None if there is none."""
+    own = ("forward", "forward_features", "pool", "forward_head")
+    for module in root.modules():
+        if isinstance(module, TimmVisionTransformer):
+            same = all(getattr(type(module), name) is getattr(TimmVisionTransformer, name) for name in own)
+            return module if same and module.attn_pool is None else None
+    return None
+
+
+def _is_supported(module: nn.Module) -> bool:
+    if type(module) not in (Block, TimmBlock):
+        return False
+    block: Any = module
+    scales = all(isinstance(scale, LayerScale | nn.Identity) for scale in (block.ls1, block.ls2))
+    mlp = block.mlp
+    two_layers = type(mlp) is Mlp and isinstance(mlp.fc1, nn.Linear) and isinstance(mlp.norm, nn.Identity)
+    return scales and two_layers and _is_supported_attention(block.attn)
+
+
+def _is_supported_attention(attention: Any) -> bool:
+    if type(attention) in (PlainAttention, ReAttention, TalkingHeadsAttention):
+        return True
+    if type(attention) is not TimmAttention or getattr(attention, "gate", None) is not None:
+        return False
+    norms = (attention.q_norm, attention.k_norm, getattr(attention, "norm", nn.Identity()))
+    return all(isinstance(norm, nn.Identity) for norm in norms)
+
+
+def _split(linear: nn.Linear, parts: int) -> list[nn.Linear]:
+    """One Linear for each of `parts` equal slices of the outputs."""
+    biases = [None] * parts if linear.bias is None else linear.bias.detach().chunk(parts)
+    return [
+        linear_of(weight.clone(), None if bias is None else bias.clone())
+        for weight, bias in zip(linear.weight.detach().chunk(parts), biases, strict=True)
+    ]
+
+
+def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """A Linear with these parameters: weight (out, in), bias (out,) or none."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
+def set_bias(linear: nn.Linear, bias: Tensor) -> None:
+    """Give `linear` this bias, whether it had one or not."""
+    linear.bias = nn.Parameter(bias.to(linear.weight))

@@ -1,0 +1,157 @@
+"""A model repository for Triton Inference Server, from a bundle."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_file, staged_folder
+from vitx.core.tensorrt_plan import PlanInfo, read_plan
+
+CONFIG = "config.pbtxt"
+LABELS = "labels.txt"
+_TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}
+
+
+def triton_repository(
+    bundle_path: Path,
+    out_dir: Path,
+    *,
+    plan: Path | None = None,
+    max_batch: int = 32,
+    max_queue_delay_us: int = 2000,
+    instances: int = 1,
+    device: Literal["cpu", "gpu"] | None = None,
+    allow_uncertified: bool = False,
+) -> Path:
+    """Write the model `out_dir`/NAME for Triton and return its folder; an older one of that name is replaced whole.
+
+    Serves the bundle's ONNX graph (`device` cpu by default), or a classic TensorRT `plan` of that graph (on the GPU).
+    Requests wait up to `max_queue_delay_us` microseconds for others to make a batch of up to `max_batch`.
+
+    Raises InputError for a batch that the plan is not made for, a label that a line cannot hold, or a folder that is no
+    Triton model; CheckFailed for a bundle without a valid certificate or a plan of another graph.
+    """
+    bundle = Bundle.open(bundle_path)
+    if not allow_uncertified:
+        bundle.require_certificate()
+    info = None if plan is None else _matching_plan(plan, bundle)
+    _check_numbers(max_batch, max_queue_delay_us, instances)
+    if info is not None:
+        _check_plan_use(info, max_batch, device)
+    target = out_dir / bundle.manifest.name
+    if target.exists() and not (target / CONFIG).is_file():
+        raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
+    kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
+    with staged_folder(target) as stage:
+        (stage / "1").mkdir()
+        shutil.copyfile(plan or bundle.model_path, stage / "1" / ("model.onnx" if plan is None else "model.plan"))
+        (stage / LABELS).write_text(_labels(bundle.manifest.labels), encoding="utf-8")
+        (stage / CONFIG).write_text(
+            model_config(
+                bundle, info, max_batch=max_batch, delay_us=max_queue_delay_us, instances=instances, kind=kind
+            ),
+            encoding="utf-8",
+        )
+    return target
+
+
+def model_config(
+    bundle: Bundle, plan: PlanInfo | None, *, max_batch: int, delay_us: int, instances: int, kind: str
+) -> str:
+    """`config.pbtxt`: a ModelConfig message in protobuf's text form."""
+    manifest = bundle.manifest
+    images, logits = manifest.input, manifest.output
+    dims = ", ".join(str(size) for size in images.shape[1:])
+    profiles = [] if plan is None else [index for index, p in enumerate(plan.profiles) if p.minimum <= max_batch]
+    preferred = sorted({plan.profiles[index].optimum for index in profiles} if plan else set())
+    warm_up = sorted({1, *(size for size in preferred if size <= max_batch), max_batch})
+    return "\n".join(
+        [
+            *_origin(bundle, plan),
+            f"name: {_quoted(manifest.name)}",
+            f"backend: {_quoted('onnxruntime' if plan is None else 'tensorrt')}",
+            f"default_model_filename: {_quoted('model.onnx' if plan is None else 'model.plan')}",
+            f"max_batch_size: {max_batch}",
+            f"input [ {{ name: {_quoted(images.name)} data_type: {_TYPES[images.dtype]} dims: [ {dims} ] }} ]",
+            f"output [ {{ name: {_quoted(logits.name)} data_type: {_TYPES[logits.dtype]} "
+            f"dims: [ {len(manifest.labels)} ] label_filename: {_quoted(LABELS)} }} ]",
+            f"instance_group [ {{ count: {instances} kind: {kind}{_profiles(profiles)} }} ]",
+            f"dynamic_batching {{ {_preferred(preferred, max_batch)}max_queue_delay_microseconds: {delay_us} }}",
+            *(_warm_up(images.name, _TYPES[images.dtype], dims, size) for size in warm_up),
+            f'parameters {{ key: "vitx.manifest_sha256" value {{ string_value: '
+            f"{_quoted(sha256_file(bundle.path / MANIFEST))} }} }}",
+            "",
+        ]
+    )
+
+
+def _origin(bundle: Bundle, plan: PlanInfo | None) -> list[str]:
+    """What an operator has to know, as comments."""
+    lines = [
+        f"# Written by vitx from the bundle {bundle.manifest.name}: {bundle.manifest.model.name}, "
+        f"{bundle.manifest.precision}.",
+        "# Input: RGB pixels, uint8, rows first; resize and crop as the bundle's manifest says, no normalisation.",
+    ]
+    if plan is not None:
+        lines.append(
+            f"# The plan is of TensorRT {plan.version} for {', '.join(plan.architectures)}: Triton needs the same."
+        )
+    return lines
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)  # its escapes are protobuf's too
+
+
+def _profiles(indices: Sequence[int]) -> str:
+    return f" profile: [ {', '.join(_quoted(str(index)) for index in indices)} ]" if indices else ""
+
+
+def _preferred(sizes: Sequence[int], max_batch: int) -> str:
+    fitting = [str(size) for size in sizes if 1 < size <= max_batch]
+    return f"preferred_batch_size: [ {', '.join(fitting)} ] " if fitting else ""
+
+
+def _warm_up(name: str, data_type: str, dims: str, batch: int) -> str:
+    inputs = f"key: {_quoted(name)} value {{ data_type: {data_type} dims: [ {dims} ] random_data: true }}"
+    return f'model_warmup [ {{ name: "batch {batch}" batch_size: {batch} inputs {{ {inputs} }} }} ]'
+
+
+def _labels(labels: Sequence[str]) -> str:
+    for label in labels:
+        if label.splitlines() != [label]:
+            raise InputError(f"the label {label!r} does not fit a line of Triton's {LABELS}")
+    return "".join(f"{label}\n" for label in labels)
+
+
+def _matching_plan(plan: Path, bundle: Bundle) -> PlanInfo:
+    info = read_plan(plan)
+    if info.flavor != "tensorrt":
+        raise InputError(f"'{plan}' is a plan of {info.flavor}, for which Triton has no backend: build one with --trt")
+    if info.onnx_sha256 != sha256_file(bundle.model_path):
+        raise CheckFailed(f"'{plan}' was not built from the graph of '{bundle.path}': build it again")
+    return info
+
+
+def _check_plan_use(info: PlanInfo, max_batch: int, device: str | None) -> None:
+    if device == "cpu":
+        raise InputError("a TensorRT plan runs on a GPU only: leave the device out, or serve the ONNX graph")
+    covered = sorted((p.minimum, p.maximum) for p in info.profiles)
+    reach = 0
+    for low, high in covered:
+        reach = max(reach, high) if low <= reach + 1 else reach
+    if max_batch > reach:
+        raise InputError(f"max_batch {max_batch}: the plan's profiles take batches of 1 to {reach}")
+
+
+def _check_numbers(max_batch: int, max_queue_delay_us: int, instances: int) -> None:
+    if max_batch < 1:
+        raise InputError(f"max_batch {max_batch}: expected 1 or more")
+    if max_queue_delay_us < 0:
+        raise InputError(f"max_queue_delay_us {max_queue_delay_us}: expected 0 or more microseconds")
+    if instances < 1:
+        raise InputError(f"instances {instances}: expected 1 or more")

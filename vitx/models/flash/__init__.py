@@ -1,0 +1,1 @@
+"""Re-Attention without N×N maps in memory: Triton kernels and the operator around them."""

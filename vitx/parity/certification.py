@@ -1,0 +1,199 @@
+"""Parity: is the candidate the same classifier as the reference, on real images? Semantics: docs/parity.md.
+
+`compare` measures (comparison.py), `judge` holds the numbers against the limits (verdict.py), `certify` does both and
+returns the certificate.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+
+from vitx.core.bundle import CERTIFICATE, Bundle, Precision, timestamp
+from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import read_record, sha256_file, write_json
+from vitx.core.preprocess import Preprocessing
+from vitx.core.tensorrt_plan import PlanInfo
+from vitx.core.tolerance import allowed_logit_error, coarser
+from vitx.data.image_set import ImageSet
+from vitx.parity.compared import Side
+from vitx.parity.comparison import BATCH_SIZES, compare
+from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
+from vitx.runtimes.session import Session
+
+
+def certify(
+    reference: Session,
+    candidate: Session,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    candidate_preprocessing: Preprocessing | None = None,
+    reference_name: str = "reference",
+    reference_sha256: str = "",
+    candidate_name: str = "candidate",
+    subject: Mapping[str, str] | None = None,
+    batch_sizes: Sequence[int] = BATCH_SIZES,
+    max_flip_rate: float = MAX_FLIP_RATE,
+    max_logit_error: float | None = None,
+    precision: Precision = "fp32",
+    token_similarity: TokenSimilarity | None = None,
+    quiet: bool = False,
+) -> Certificate:
+    """Compare two sessions over every image of `images` and return the certificate, whether it says pass or fail.
+
+    It passes when the 95 % upper bound on the flip rate is at most `max_flip_rate`, no logit differs by more than
+    `max_logit_error` at any of `batch_sizes`, no row's logits move by more than that with other neighbours or another
+    place in the batch, and `token_similarity`, where it was measured, is within its own limit. The default of
+    `max_logit_error` is `allowed_logit_error` of `precision`.
+    Each session gets the images through its own preprocessing. `subject` is what the certificate is bound to
+    (`Bundle.subject()`). Raises InputError when the images are too few for `max_flip_rate`, naming how many it takes.
+    """
+    check_image_count(len(images), max_flip_rate)
+    found = compare(
+        reference,
+        candidate,
+        images,
+        preprocessing,
+        candidate_preprocessing=candidate_preprocessing,
+        batch_sizes=batch_sizes,
+        quiet=quiet,
+    )
+    if max_logit_error is None:
+        max_logit_error = allowed_logit_error(precision, found.logit_std)
+    failures, findings = judge(
+        found, max_flip_rate=max_flip_rate, max_logit_error=max_logit_error, token_similarity=token_similarity
+    )
+    return Certificate(
+        verdict="fail" if failures else "pass",
+        reasons=failures or findings,
+        subject=dict(subject or {}),
+        reference=reference_name,
+        reference_sha256=reference_sha256,
+        candidate=candidate_name,
+        runtime=candidate.describe(),
+        data=images.name,
+        data_sha256=images.digest(),
+        images=found.images,
+        batch_sizes=found.batch_sizes,
+        accuracy_reference=found.correct_reference / found.images,
+        accuracy_candidate=found.correct_candidate / found.images,
+        flips=found.flips,
+        flip_rate_bound=found.flip_rate_bound,
+        max_flip_rate=max_flip_rate,
+        mcnemar_p=found.mcnemar_p,
+        max_logit_error=found.max_logit_error,
+        mean_logit_error=found.mean_logit_error,
+        max_logit_error_by_batch_size=found.max_logit_error_by_batch_size,
+        max_logit_error_allowed=max_logit_error,
+        max_neighbour_error=found.max_neighbour_error,
+        created=timestamp(),
+        batch_size=found.batch_size,
+        probe_images=found.probe_images,
+        probe_flips=found.probe_flips,
+        probe_flip_rate_bound=found.probe_flip_rate_bound,
+        max_position_error=found.max_position_error,
+        min_cosine=found.min_cosine,
+        mean_cosine=found.mean_cosine,
+        ece_reference=found.ece_reference,
+        ece_candidate=found.ece_candidate,
+        token_similarity=token_similarity,
+        classes_sha256=found.classes_sha256,
+    ).sealed()
+
+
+def certify_sides(
+    reference: Side,
+    candidate: Side,
+    images: ImageSet,
+    *,
+    device: str = "auto",
+    max_flip_rate: float = MAX_FLIP_RATE,
+    batch_sizes: Sequence[int] | None = None,
+    token_similarity: Callable[[], TokenSimilarity | None] = lambda: None,
+    write: bool = False,
+    quiet: bool = False,
+) -> Certificate:
+    """Certify any two sides; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
+
+    device: where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
+    token_similarity: is measured once the checks below have passed.
+    Raises InputError when a side's classes are not the images' or the images are too few, CheckFailed for a stale
+    engine and for a session that does not run where it was asked to.
+    """
+    for side in (reference, candidate):
+        check_labels(images, side.labels)
+        check_provider(side, device)
+        if side.bundle is not None:
+            check_engines(side.bundle)
+    check_image_count(len(images), max_flip_rate)
+    bundle = candidate.bundle
+    certificate = certify(
+        reference.session,
+        candidate.session,
+        images,
+        reference.preprocessing,
+        candidate_preprocessing=candidate.preprocessing,
+        reference_name=reference.name,
+        reference_sha256=reference.sha256,
+        # What travels with a bundle names no path of this machine.
+        candidate_name=bundle.manifest.name if bundle and write else candidate.name,
+        subject=bundle.subject() if bundle else {},
+        batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
+        max_flip_rate=max_flip_rate,
+        precision=coarser(reference.precision, candidate.precision),
+        token_similarity=token_similarity(),
+        quiet=quiet,
+    )
+    if write:
+        if bundle is None:
+            raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
+        write_json(bundle.path / CERTIFICATE, certificate)
+    return certificate
+
+
+def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: bool = False) -> None:
+    """Say so when a bundle comes from other weights than it is compared with: parity decides what that means."""
+    if digest != bundle.manifest.provenance.checkpoint_sha256:
+        log(f"parity: '{bundle.path}' was exported from other weights than this run's '{which}'", quiet=quiet)
+
+
+def check_engines(bundle: Bundle) -> None:
+    """Raise CheckFailed for a plan that was built from another graph than the bundle's."""
+    graph = sha256_file(bundle.model_path)
+    for path, plan in _plans(bundle).items():
+        if plan.onnx_sha256 != graph:
+            raise CheckFailed(
+                f"stale engine: {path.name.removesuffix('.json')} was built from graph {plan.onnx_sha256[:16]}… and "
+                f"the bundle holds {graph[:16]}…: export the bundle again"
+            )
+
+
+def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
+    """At which batch sizes a bundle is compared: 1, 2, 7, 32, and the ends of each range its plans are made for.
+
+    Beside each upper end stands the size one below it: a plan may have a kernel of its own for either.
+    """
+    ends = chain.from_iterable(
+        (profile.minimum, profile.maximum - 1, profile.maximum)
+        for plan in _plans(bundle).values()
+        for profile in plan.profiles
+    )
+    return tuple(sorted({*BATCH_SIZES, *(size for size in ends if size >= 1)}))
+
+
+def _plans(bundle: Bundle) -> dict[Path, PlanInfo]:
+    """The sidecars of the bundle's plans."""
+    names = [name for name in bundle.manifest.files if name.endswith(".plan.json")]
+    return {bundle.path / name: read_record(bundle.path / name, PlanInfo) for name in names}
+
+
+def check_provider(side: Side, device: str) -> None:
+    """Raise CheckFailed when a session was asked onto a GPU and says that it runs on the CPU, or the other way."""
+    provider = str(side.session.describe().get("provider", ""))
+    on_cpu = "cpu" in provider.lower()
+    if (device == "cuda" and on_cpu) or (device == "cpu" and "cuda" in provider.lower()):
+        raise CheckFailed(
+            f"fallback: device {device} was asked for and {side.name} runs on {provider}; nothing was compared"
+        )

@@ -1,0 +1,405 @@
+"""Which layer diverges first: the residual stream of a graph against the network's, block by block.
+
+A layer's *error* is ‖candidate − network‖ / ‖network‖ of what it hands on; it grows through all that follows. Its *own*
+error is what it adds itself: the network's block is run on what the candidate's block read, so nothing is blamed on a
+layer that only carries on what it was given.
+
+Shape letters: B batch, T tokens, D width.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor, nn
+
+from vitx.core.bundle import Precision
+from vitx.core.certificate import TokenSimilarity
+from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.tolerance import SHARE_OF_STD
+from vitx.export.graph.block_names import EMBEDDING, block_name
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.precision.acceptance import Agreement, Bounds, agreement_of
+from vitx.export.precision.calibration import batches, logits_of, open_session, run_with_outputs
+from vitx.export.precision.half import HALVES, LARGEST, cpu_twin
+from vitx.export.precision.lower import LowerPrecision, lower_precision
+from vitx.export.precision.qdq import Target
+from vitx.models import image_tensor
+from vitx.models.similarity import token_similarity
+
+LOGITS = "logits"
+BATCH = 8
+# The largest change of a layer's CosSim that passes: rounding moves it by about the square of a tensor's relative
+# error, so 8 bits (some 0.1 to 0.2 a tensor) may move it by 0.05 and float32 not at all.
+SIMILARITY_ALLOWED: dict[Precision, float] = {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.02, "int8": 0.05, "fp8": 0.05}
+# A change of one weight explains a layer's own error if it leaves at most this share of it.
+EXPLAINED = 0.1
+NODES_NAMED = 5
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """One layer of a trace. CosSim is None where fewer than two patch tokens are handed on."""
+
+    name: str
+    error: float
+    own: float | None
+    similarity_reference: float | None = None
+    similarity_candidate: float | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Error by layer on `images` images. `culprit` makes the largest error itself; `cause`: the one weight to blame."""
+
+    images: int
+    layers: tuple[LayerError, ...]
+    culprit: str
+    cause: str | None = None
+
+    def __str__(self) -> str:
+        layer = next(layer for layer in self.layers if layer.name == self.culprit)
+        own = "" if layer.own is None else f", {layer.own:.3g} of it its own"
+        cause = "" if self.cause is None else f": {self.cause}"
+        return f"{self.culprit} diverges first (relative error {layer.error:.3g}{own}){cause}"
+
+
+@dataclass(frozen=True)
+class NodeError:
+    """A node of a graph: the relative error of its result, and how much of it is beyond what it reads."""
+
+    name: str
+    tensor: str
+    error: float
+    growth: float
+
+
+@dataclass(frozen=True)
+class Repair:
+    """The smallest set of float32 islands found with which a graph of lower precision passes on images it never saw."""
+
+    graph: onnx.ModelProto
+    islands: tuple[str, ...]
+    before: Agreement
+    after: Agreement
+
+
+def graph_on_cpu(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
+    """What runs here as the graph says: halves as their twin that rounds (ONNX Runtime's CPU would not)."""
+    return cpu_twin(graph) if precision in HALVES else graph
+
+
+def require_names(graph: onnx.ModelProto, model: nn.Module) -> None:
+    """Raise InputError unless the graph names what stands between the network's blocks."""
+    made = {name for node in graph.graph.node for name in node.output}
+    missing = [name for name in _Network(model, Preprocessing(image_size=1)).names[:-1] if name not in made]
+    if missing:
+        raise InputError(
+            f"the graph has no tensor '{missing[0]}': it was exported before vitx named what stands between blocks, or "
+            "by another tool; export the run again to trace it"
+        )
+
+
+def trace_layers(
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    graph: onnx.ModelProto,
+    images: UInt8Array,
+    *,
+    precision: Precision = "fp32",
+    own: bool = True,
+) -> Trace:
+    """Compare a graph with the network it was exported from, on images uint8 (n, S, S, 3) prepared for both.
+
+    Without `own` only errors and CosSim are measured: one pass of each side.
+    Raises InputError for a network without `blocks`, and for a graph whose tensors between blocks have no names.
+    """
+    network = _Network(model, preprocessing)
+    require_names(graph, model)
+    sums = {name: _Sums() for name in network.names}
+    for chunk, found in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
+        expected = network.tensors(chunk)
+        for name, value in found.items():
+            sums[name].add(expected[name], value, network.prefix_tokens)
+        if own:
+            for before, name in pairwise(network.names):
+                sums[name].add_own(network.after(name, found[before]), found[name])
+    layers = tuple(sums[name].result(name) for name in network.names)
+    culprit = _culprit(layers)
+    cause = _weight_to_blame(network, culprit, images, graph, precision) if own else None
+    return Trace(len(images), layers, culprit, cause)
+
+
+def compare_token_similarity(
+    model: nn.Module,
+    preprocessing: Preprocessing,
+    graph: onnx.ModelProto,
+    images: UInt8Array,
+    *,
+    precision: Precision = "fp32",
+) -> TokenSimilarity:
+    """CosSim by layer of a graph's patch tokens and of the network's (MATHS §1). Raises what `trace_layers` does."""
+    trace = trace_layers(model, preprocessing, graph, images, precision=precision, own=False)
+    measured = [
+        (layer.name, layer.similarity_reference, layer.similarity_candidate)
+        for layer in trace.layers
+        if layer.similarity_reference is not None and layer.similarity_candidate is not None
+    ]
+    return TokenSimilarity(
+        images=len(images),
+        layers=tuple(name for name, _, _ in measured),
+        reference=tuple(before for _, before, _ in measured),
+        candidate=tuple(after if math.isfinite(after) else 1.0 for _, _, after in measured),
+        allowed=SIMILARITY_ALLOWED[precision],
+    )
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether the network is a list of blocks, as timm's transformers are."""
+    return isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList)
+
+
+def node_errors(
+    exact: onnx.ModelProto, candidate: onnx.ModelProto, images: UInt8Array, precision: Precision
+) -> tuple[NodeError, ...]:
+    """The nodes of a lowered graph that add most error to the float32 graph's tensors of the same names, worst first.
+
+    A result that is not finite counts as an infinite error; of those the first node in the graph's order leads.
+    """
+    flow = Dataflow(exact)
+    twin = graph_on_cpu(candidate, precision)
+    made = {name for node in twin.graph.node for name in node.output}
+    tensors = [name for node in flow.nodes for name in node.output if flow.is_float(name) and name in made]
+    sums = {name: _Sums() for name in tensors}
+    for expected, found in zip(
+        run_with_outputs(exact, tensors, images), run_with_outputs(twin, tensors, images), strict=True
+    ):
+        for name in tensors:
+            sums[name].add(torch.from_numpy(expected[name]), torch.from_numpy(found[name].astype(np.float32)))
+    error = {name: sums[name].error for name in tensors}
+    nodes = []
+    for node in flow.nodes:
+        for name in node.output:
+            if name in error:
+                read = max((error.get(source, 0.0) for source in node.input), default=0.0)
+                growth = 0.0 if math.isinf(read) else error[name] - read
+                nodes.append(NodeError(node.name, name, error[name], growth))
+    return tuple(sorted(nodes, key=lambda node: -node.growth)[:NODES_NAMED])
+
+
+def overflow_text(exact: onnx.ModelProto, tensor: str, images: UInt8Array, precision: Precision) -> str | None:
+    """How far a tensor reaches in float32, if that is beyond a half type; None otherwise."""
+    if precision not in HALVES:
+        return None
+    largest = max(float(np.abs(found[tensor]).max()) for found in run_with_outputs(exact, [tensor], images))
+    limit = LARGEST[HALVES[precision]]
+    if largest <= limit:
+        return None
+    return f"{precision} overflow: '{tensor}' reaches {largest:g} in float32 and {precision} ends at {limit:g}"
+
+
+def repair(
+    exact: onnx.ModelProto,
+    candidate: onnx.ModelProto,
+    precision: LowerPrecision,
+    images: UInt8Array,
+    evaluation: UInt8Array,
+    *,
+    target: Target = "cpu",
+    quiet: bool = False,
+) -> Repair:
+    """The smallest set of float32 islands found that makes the float32 graph `exact` pass in `precision`.
+
+    Searched on `images` (training), verified on `evaluation`, which the search asks only about graphs that passed.
+    Raises CheckFailed when nothing passes, with the numbers.
+    """
+    bounds = Bounds(SHARE_OF_STD[precision])
+    expected = logits_of(exact, evaluation)
+
+    def agreement(graph: onnx.ModelProto) -> Agreement:
+        return agreement_of(expected, logits_of(graph_on_cpu(graph, precision), evaluation, fused=precision != "fp8"))
+
+    lowered = lower_precision(
+        exact,
+        precision,
+        images,
+        target=target,
+        accept=lambda graph: agreement(graph).within(bounds),
+        quiet=quiet,
+    )
+    return Repair(lowered.graph, lowered.islands, agreement(candidate), agreement(lowered.graph))
+
+
+@dataclass
+class _Sums:
+    """Squared error and size of a layer's tensor over batches, and the CosSim of its patch tokens."""
+
+    squared_error: float = 0.0
+    squared_own: float = 0.0
+    squared_size: float = 0.0
+    measured_own: bool = False
+    images: int = 0
+    similarity: tuple[float, float] | None = None
+
+    @property
+    def error(self) -> float:
+        return _ratio(self.squared_error, self.squared_size)
+
+    def add(self, expected: Tensor, found: Tensor, prefix_tokens: int | None = None) -> None:
+        """Both (B, T, D), or any one shape; where the candidate hands on fewer tokens, the first ones are compared."""
+        kept = expected[:, : found.shape[1]] if expected.ndim == 3 else expected
+        self.squared_error += _squared(found.double() - kept)
+        self.squared_size += _squared(kept.double())
+        if prefix_tokens is not None and found.ndim == 3 and found.shape[1] > prefix_tokens + 1:
+            before, after = (float(token_similarity(side[:, prefix_tokens:])) for side in (expected, found))
+            old, count = self.similarity or (0.0, 0.0), len(found)
+            total = self.images + count
+            self.similarity = (
+                (old[0] * self.images + before * count) / total,
+                (old[1] * self.images + after * count) / total,
+            )
+        self.images += len(found)
+
+    def add_own(self, exact: Tensor | None, found: Tensor) -> None:
+        """exact: what the network's layer makes of what the candidate's layer read."""
+        if exact is not None:
+            self.measured_own = True
+            self.squared_own += _squared(found.double() - exact[:, : found.shape[1]])
+
+    def result(self, name: str) -> LayerError:
+        before, after = self.similarity or (None, None)
+        own = _ratio(self.squared_own, self.squared_size) if self.measured_own else None
+        return LayerError(name, self.error, own, before, after)
+
+
+class _Network:
+    """The checkpoint's network: its tensors between blocks, and each layer on its own."""
+
+    def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
+        if not has_blocks(model):
+            raise InputError(f"{type(model).__name__} has no list of blocks to trace: layers cannot be compared")
+        self.model: Any = model.eval()
+        self.preprocessing = preprocessing
+        blocks: Any = model.blocks
+        self.blocks: list[nn.Module] = list(blocks)
+        self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
+        self.names = (EMBEDDING, *map(block_name, range(len(self.blocks))), LOGITS)
+
+    @torch.inference_mode()
+    def tensors(self, images: UInt8Array) -> dict[str, Tensor]:
+        """Every named tensor, float32: (B, T, D), the logits (B, C)."""
+        found: dict[str, Tensor] = {}
+
+        def keep_input(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[EMBEDDING] = inputs[0]
+
+        def keep_output(name: str) -> Callable[..., None]:
+            def keep(_block: nn.Module, _inputs: Any, output: Tensor) -> None:
+                found[name] = output
+
+            return keep
+
+        with ExitStack() as restore:
+            restore.callback(self.blocks[0].register_forward_pre_hook(keep_input).remove)
+            for name, block in zip(self.names[1:-1], self.blocks, strict=True):
+                restore.callback(block.register_forward_hook(keep_output(name)).remove)
+            pixels = image_tensor(images, self.preprocessing.mean, self.preprocessing.std)
+            found[LOGITS] = self.model(pixels.to(next(self.model.parameters())))
+        return {name: found[name].float().cpu() for name in self.names}
+
+    @torch.inference_mode()
+    def after(self, name: str, read: Tensor, change: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """What a layer makes of `read` (B, T, D), with some of its weights changed; None where it cannot be run alone.
+
+        The head is normalisation, pooling and classifier; it needs all tokens unless it pools the class token.
+        """
+        read = read.to(next(self.model.parameters()))
+        if name == LOGITS:
+            if not (hasattr(self.model, "norm") and hasattr(self.model, "forward_head")):
+                return None
+            if read.shape[1] == 1 and getattr(self.model, "global_pool", "") != "token":
+                return None
+            head: Tensor = self.model.forward_head(self.model.norm(read))
+            return head.float().cpu()
+        block = self.blocks[self.names.index(name) - 1]
+        made: Tensor = torch.func.functional_call(block, dict(change or {}), (read,))
+        return made.float().cpu()
+
+
+def _tensors_of(
+    graph: onnx.ModelProto, names: tuple[str, ...], images: UInt8Array, *, fused: bool
+) -> Iterator[tuple[UInt8Array, dict[str, Tensor]]]:
+    """Yield (images of a batch, named tensors of the graph): (B, T, D), also where the graph joins B and T."""
+    watched = onnx.ModelProto()
+    watched.CopyFrom(graph)
+    (output,) = (value.name for value in graph.graph.output)
+    inner = names[:-1]
+    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in inner)
+    session = open_session(watched, fused=fused)
+    (source,) = session.get_inputs()
+    for chunk in batches(images, BATCH):
+        values = session.run([*inner, output], {source.name: chunk})
+        tensors = [torch.from_numpy(value.astype(np.float32)) for value in values]
+        joined = [value.reshape(len(chunk), -1, value.shape[-1]) for value in tensors[:-1]]
+        yield chunk, dict(zip(names, (*joined, tensors[-1]), strict=True))
+
+
+def _culprit(layers: tuple[LayerError, ...]) -> str:
+    """The first layer that is not finite, or the one with the largest error of its own."""
+    for layer in layers:
+        if not math.isfinite(layer.error):
+            return layer.name
+    own = [(layer.error if layer.own is None else layer.own, layer.name) for layer in layers if layer.own is not None]
+    first = layers[0]
+    return max([(first.error, first.name), *own])[1]
+
+
+def _weight_to_blame(
+    network: _Network, culprit: str, images: UInt8Array, graph: onnx.ModelProto, precision: Precision
+) -> str | None:
+    """The weight of the culprit that, left out or transposed, makes the network do what the candidate does."""
+    if culprit in (EMBEDDING, LOGITS):
+        return None
+    before = network.names[network.names.index(culprit) - 1]
+    tensors = _tensors_of(graph_on_cpu(graph, precision), network.names, images[:BATCH], fused=precision != "fp8")
+    _, found = next(tensors)
+    read, made = found[before], found[culprit]
+
+    def own_error(change: Mapping[str, Tensor]) -> float:
+        exact = network.after(culprit, read, change)
+        assert exact is not None
+        return _squared(made.double() - exact[:, : made.shape[1]])
+
+    block = network.blocks[network.names.index(culprit) - 1]
+    unchanged = own_error({})
+    if not math.isfinite(unchanged):
+        return None
+    suspects = [(own_error({name: value}), fault) for name, value, fault in _faults(block)]
+    error, fault = min(suspects, default=(unchanged, ""))
+    return fault if error <= EXPLAINED**2 * unchanged else None
+
+
+def _faults(block: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, changed value, what that is) of every weight that an exporter could have lost or turned."""
+    for name, value in block.named_parameters():
+        if name.endswith("bias") and bool(value.any()):
+            yield name, torch.zeros_like(value), f"bias dropped: {name}"
+        square = value.ndim in (2, 4) and value.shape[0] == value.shape[1] and value[0, 0].numel() == 1
+        if square:
+            yield name, value.detach().transpose(0, 1).contiguous(), f"transposed: {name}"
+
+
+def _squared(values: Tensor) -> float:
+    total = float(values.double().square().sum())
+    return total if math.isfinite(total) else math.inf
+
+
+def _ratio(squared_error: float, squared_size: float) -> float:
+    return math.sqrt(squared_error / squared_size) if squared_size > 0 else 0.0

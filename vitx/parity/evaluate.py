@@ -1,0 +1,71 @@
+"""How good a classifier is on labelled images: accuracy, likelihood, calibration."""
+
+from pathlib import Path
+
+import numpy as np
+
+from vitx.core.console import progress
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.preprocess import Preprocessing
+from vitx.core.probabilities import classification_metrics
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
+from vitx.parity import check_labels
+from vitx.parity.compared import open_side
+from vitx.runtimes.session import Session
+
+BATCH_SIZE = 32
+
+
+class Evaluation(Record):
+    """Metrics over one image set, in [0, 1] but for `nll` (nats) and `brier` (0 to 2)."""
+
+    images: int
+    top1: float
+    nll: float
+    ece: float
+    brier: float
+
+
+def evaluate(
+    session: Session,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    batch_size: int = BATCH_SIZE,
+    quiet: bool = False,
+) -> Evaluation:
+    """Evaluate a session on every image; raise InputError when there is none."""
+    if len(images) == 0:
+        raise InputError("no images to evaluate on")
+    batches = []
+    with progress("eval", len(images), quiet=quiet) as bar:
+        done = 0
+        for pixels in images.batches(preprocessing, batch_size):
+            batches.append(session.infer(pixels))
+            bar.update(done := done + len(pixels))
+    return Evaluation(images=len(images), **classification_metrics(np.concatenate(batches), images.labels))
+
+
+def evaluate_path(
+    path: Path,
+    *,
+    data: str | None = None,
+    which: str = "best",
+    device: str = "auto",
+    threads: int | None = None,
+    runtime: str | None = None,
+    skip_bad: bool = False,
+    quiet: bool = False,
+) -> Evaluation:
+    """Evaluate a run (its checkpoint `which`) or a bundle on `data`'s evaluation split.
+
+    `runtime` defaults to torch for a run and ONNX Runtime for a bundle.
+    `data` defaults to what the model was trained on. Raises InputError when `path` is neither, or when the data's
+    classes are not the model's.
+    """
+    side = open_side(path, runtime=runtime, which=which, device=device, threads=threads)
+    images = open_images(data or side.data, "val", skip_bad=skip_bad)
+    check_labels(images, side.labels)
+    return evaluate(side.session, images, side.preprocessing, quiet=quiet)

@@ -1,0 +1,155 @@
+"""The served path: image bytes in, classes out, over HTTP, compared with the reference on the same bytes."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from vitx.core.console import progress
+from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.files import Record
+from vitx.core.preprocess import Preprocessing
+from vitx.core.probabilities import log_softmax
+from vitx.data.image_set import ImageSet
+from vitx.parity.comparison import REFERENCE_BATCH, Float64Array, infer
+from vitx.parity.statistics import clopper_pearson_upper
+from vitx.runtimes.session import Session
+
+# Requests in flight: enough that the server forms batches.
+CONNECTIONS = 8
+START_SECONDS = 120.0
+REQUEST_SECONDS = 60.0
+
+
+class ServedComparison(Record):
+    """The server's answers against the reference. Errors are of log probabilities, the scores' logarithms."""
+
+    images: int
+    flips: tuple[str, ...]
+    flip_rate_bound: float
+    max_error: float
+    mean_error: float
+    max_error_allowed: float
+
+    def failures(self, max_flip_rate: float) -> tuple[str, ...]:
+        """What fails, as sentences with the numbers."""
+        found = []
+        if self.flip_rate_bound > max_flip_rate:
+            found.append(
+                f"over HTTP {len(self.flips)} of {self.images} images get another class: flip rate at most "
+                f"{self.flip_rate_bound:.6f} (95 %), allowed {max_flip_rate:g}"
+            )
+        if not self.max_error <= self.max_error_allowed:
+            found.append(
+                f"over HTTP a log probability differs by {self.max_error:.3g}, allowed {self.max_error_allowed:.3g}"
+            )
+        return tuple(found)
+
+
+def compare_served(
+    url: str,
+    reference: Session,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    max_logit_error: float,
+    quiet: bool = False,
+) -> ServedComparison:
+    """Send the encoded bytes of every image to `POST URL/v1/classify` and compare with the reference's logits.
+
+    A log probability may differ by twice what a logit may: its own error and that of the normaliser.
+    Raises CheckFailed, with the server's words, when it refuses an image.
+    """
+    answers = _classify_all(url, images, quiet=quiet)
+    blocks = images.batches(preprocessing, REFERENCE_BATCH)
+    expected = log_softmax(np.concatenate([infer(reference, block, REFERENCE_BATCH) for block in blocks]))
+    moved = np.flatnonzero(expected.argmax(axis=1) != answers.argmax(axis=1))
+    error = np.abs(np.where(np.isfinite(answers), answers, np.finfo(np.float32).min) - expected)
+    return ServedComparison(
+        images=len(images),
+        flips=tuple(images.keys[row] for row in moved),
+        flip_rate_bound=clopper_pearson_upper(len(moved), len(images)),
+        max_error=float(error.max()),
+        mean_error=float(error.mean()),
+        max_error_allowed=2 * max_logit_error,
+    )
+
+
+def _classify_all(url: str, images: ImageSet, *, quiet: bool) -> Float64Array:
+    """Log probabilities float64 (n, C) of the server's answers, in the order of the images."""
+    shares = [range(start, len(images), CONNECTIONS) for start in range(min(CONNECTIONS, len(images)))]
+    result = np.empty((len(images), len(images.class_names)))
+    with progress("served", len(images), quiet=quiet) as bar, ThreadPoolExecutor(len(shares)) as pool:
+        done = 0
+        for share, rows in zip(shares, pool.map(lambda share: _classify(url, images, share), shares), strict=True):
+            result[list(share)] = rows
+            bar.update(done := done + len(share))
+    return result
+
+
+def _classify(url: str, images: ImageSet, rows: Sequence[int]) -> list[Float64Array]:
+    """One connection's share of the images."""
+    parts = urlsplit(url)
+    classes = len(images.class_names)
+    with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_SECONDS)) as connection:
+        answers = []
+        for row in rows:
+            headers = {"Content-Type": "application/octet-stream"}
+            connection.request("POST", f"/v1/classify?top_k={classes}", images.read(row), headers)
+            reply = connection.getresponse()
+            body = json.loads(reply.read())
+            if reply.status != 200:
+                raise CheckFailed(f"the server refused {images.keys[row]}: {reply.status} {body.get('error', '')}")
+            scores = np.zeros(classes)
+            for prediction in body["predictions"]:
+                scores[prediction["index"]] = prediction["score"]
+            with np.errstate(divide="ignore"):
+                answers.append(np.log(scores))
+        return answers
+
+
+@contextmanager
+def serving(bundle: Path, *, device: str = "auto") -> Iterator[str]:
+    """Run `vitx serve` in a process of its own on a free port; yield its URL; end it with SIGTERM.
+
+    An uncertified bundle is served too: it is what is being judged. Raises EnvironmentMissing, with the server's own
+    words, when it does not start.
+    """
+    arguments = [sys.executable, "-m", "vitx", "serve", str(bundle), "--port", "0", "--device", device]
+    process = subprocess.Popen(
+        [*arguments, "--allow-uncertified"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            assert process.stdout is not None
+            try:
+                line = pool.submit(process.stdout.readline).result(START_SECONDS)
+            except TimeoutError:
+                process.kill()
+                line = ""
+        if " on http://" not in line:
+            process.kill()
+            words = process.communicate()[1].strip().splitlines()
+            raise EnvironmentMissing(f"the server did not start: {words[-1] if words else 'it said nothing'}")
+        yield line.rpartition(" on ")[2].strip()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()

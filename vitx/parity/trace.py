@@ -1,0 +1,265 @@
+"""Why a comparison failed: a usual suspect, error by layer, the nodes that add most, islands that repair it."""
+
+import math
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import onnx
+
+    from vitx.core.bundle import Bundle
+    from vitx.core.certificate import Certificate, TokenSimilarity
+    from vitx.core.preprocess import Preprocessing, UInt8Array
+    from vitx.data.image_set import ImageSet
+    from vitx.export import SourceRequest
+    from vitx.export.precision.qdq import Target
+    from vitx.parity.compared import Side
+    from vitx.parity.divergence import NodeError, Repair, Trace
+    from vitx.parity.report import LayerPlot
+
+# Layers are compared on so many evenly spaced images; nodes on fewer, they only order.
+TRACE_IMAGES, NODE_IMAGES = 64, 8
+
+
+@dataclass(frozen=True)
+class TraceResult:
+    """layers: None between two bundles, which have no network that could run layer by layer.
+
+    exact: the float32 graph that a bundle of lower precision was made of.
+    """
+
+    layers: "Trace | None"
+    nodes: tuple["NodeError", ...]
+    notes: tuple[str, ...]
+    exact: "onnx.ModelProto | None" = None
+
+    def as_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = _finite(
+            {
+                "layers": asdict(self.layers) if self.layers else None,
+                "nodes": [asdict(node) for node in self.nodes],
+                "notes": list(self.notes),
+            }
+        )
+        return found
+
+    def plots(self) -> tuple["LayerPlot", ...]:
+        from vitx.parity.report import LayerPlot, Series
+
+        if self.layers is None:
+            return ()
+        layers = self.layers.layers
+        names = [layer.name for layer in layers]
+        return (
+            LayerPlot(
+                "Relative error by layer",
+                names,
+                (
+                    Series("of what the layer hands on", [layer.error for layer in layers]),
+                    Series("made by the layer itself", [layer.own for layer in layers]),
+                ),
+                logarithmic=True,
+            ),
+            LayerPlot(
+                "CosSim of the patch tokens by layer",
+                names,
+                (
+                    Series("reference", [layer.similarity_reference for layer in layers]),
+                    Series("candidate", [layer.similarity_candidate for layer in layers]),
+                ),
+            ),
+        )
+
+
+def token_similarity(
+    reference: "Side", candidate: "Side", images: "ImageSet", *, quiet: bool
+) -> "TokenSimilarity | None":
+    """CosSim by layer of the reference's network and the candidate's graph on 64 images.
+
+    None where there is no such network or graph, for a network without blocks, and, which is logged, for a graph that
+    names none of its layers.
+    """
+    if reference.network is None or candidate.bundle is None:
+        return None
+    import onnx
+
+    from vitx.core.console import log
+    from vitx.core.errors import InputError
+    from vitx.parity.divergence import compare_token_similarity, has_blocks, require_names
+
+    model, bundle = reference.network(), candidate.bundle
+    if not has_blocks(model):
+        return None
+    graph = onnx.load(str(bundle.model_path))
+    try:
+        require_names(graph, model)
+    except InputError as reason:
+        log(f"parity: CosSim by layer is left out: {reason}", quiet=quiet)
+        return None
+    pixels = _pixels(images, reference.preprocessing)
+    return compare_token_similarity(model, reference.preprocessing, graph, pixels, precision=bundle.manifest.precision)
+
+
+def failure_notes(
+    reference: "Side",
+    candidate: "Side",
+    images: "ImageSet",
+    certificate: "Certificate",
+    request: "SourceRequest",
+    *,
+    quiet: bool,
+) -> tuple[str, ...]:
+    """What is wrong with a bundle that failed against a network: the fault, and the layer where it begins.
+
+    The layer is left out for a network without blocks and for a graph that does not name them.
+    """
+    from vitx.core.errors import InputError
+    from vitx.parity.divergence import has_blocks
+
+    notes = (diagnosis(reference, candidate, images, certificate, traced=True),)
+    if reference.network is None or not has_blocks(reference.network()):
+        return notes
+    try:
+        return notes + trace(reference, candidate, request, images, repair=False, quiet=quiet).notes
+    except InputError as reason:
+        return (*notes, str(reason))
+
+
+def diagnosis(
+    reference: "Side", candidate: "Side", images: "ImageSet", certificate: "Certificate", *, traced: bool
+) -> str:
+    """The usual suspect that explains a failed certificate, as a sentence; `traced`: the layers are named elsewhere."""
+    from vitx.parity.diagnosis import diagnose_sides
+
+    found = diagnose_sides(reference, candidate, images, allowed=certificate.max_logit_error_allowed)
+    return str(found) if found.fault or not traced else "no usual suspect explains it"
+
+
+def trace(
+    reference: "Side",
+    candidate: "Side",
+    request: "SourceRequest | None",
+    images: "ImageSet",
+    *,
+    repair: bool,
+    quiet: bool,
+) -> TraceResult:
+    """Compare a bundle's graph layer by layer with a network, or node by node with another bundle's graph.
+
+    request: where the reference's network comes from, to make the float32 graph of a bundle of lower precision.
+    With `repair` the float32 islands are searched that make a lower precision pass.
+
+    Raises InputError when the candidate is no bundle, or names none of its layers.
+    """
+    import onnx
+
+    from vitx.core.errors import InputError
+
+    if candidate.bundle is None:
+        raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
+    graph = onnx.load(str(candidate.bundle.model_path))
+    pixels = _pixels(images, reference.preprocessing)
+    if reference.network is not None:
+        assert request is not None
+        found = _trace_network(reference, request, candidate.bundle, graph, pixels)
+        if not repair or found.exact is None:
+            return found
+        repaired = _repair(found.exact, graph, candidate.bundle, pixels, images, quiet=quiet)
+        return replace(found, notes=(*found.notes, repaired))
+    assert reference.bundle is not None
+    exact = onnx.load(str(reference.bundle.model_path))
+    return _trace_nodes(exact, graph, candidate.bundle, pixels)
+
+
+def _trace_network(
+    reference: "Side",
+    request: "SourceRequest",
+    bundle: "Bundle",
+    graph: "onnx.ModelProto",
+    pixels: "UInt8Array",
+) -> TraceResult:
+    from vitx.parity.divergence import trace_layers
+
+    assert reference.network is not None
+    precision = bundle.manifest.precision
+    layers = trace_layers(reference.network(), reference.preprocessing, graph, pixels, precision=precision)
+    if precision == "fp32":
+        return TraceResult(layers, (), (str(layers),))
+    exact = _float_graph(request, bundle)
+    nodes = _trace_nodes(exact, graph, bundle, pixels)
+    return TraceResult(layers, nodes.nodes, (str(layers), *nodes.notes), exact)
+
+
+def _trace_nodes(
+    exact: "onnx.ModelProto", graph: "onnx.ModelProto", bundle: "Bundle", pixels: "UInt8Array"
+) -> TraceResult:
+    from vitx.parity.divergence import node_errors, overflow_text
+
+    precision = bundle.manifest.precision
+    nodes = node_errors(exact, graph, pixels[:NODE_IMAGES], precision)
+    notes = []
+    if nodes:
+        worst = nodes[0]
+        notes.append(f"node '{worst.name}' adds most error: {worst.growth:.3g} of its result '{worst.tensor}'")
+        overflow = overflow_text(exact, worst.tensor, pixels[:NODE_IMAGES], precision)
+        notes += [overflow] if overflow else []
+    return TraceResult(None, nodes, tuple(notes))
+
+
+def _float_graph(request: "SourceRequest", bundle: "Bundle") -> "onnx.ModelProto":
+    """The float32 graph that the bundle's was made of: the same rewrites, so the same names."""
+    import onnx
+
+    from vitx.export.bundle import trace_to_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        trace_to_file(request, bundle.manifest.rewrites, path, bundle.manifest.opset)
+        return onnx.load(str(path))
+
+
+def _repair(
+    exact: "onnx.ModelProto",
+    graph: "onnx.ModelProto",
+    bundle: "Bundle",
+    pixels: "UInt8Array",
+    images: "ImageSet",
+    *,
+    quiet: bool,
+) -> str:
+    """Which float32 islands make the precision pass on the traced images, as a sentence."""
+    from vitx.data.open import open_images
+    from vitx.export.precision.calibration import calibration_images
+    from vitx.parity.divergence import repair
+
+    manifest = bundle.manifest
+    assert manifest.precision != "fp32"
+    training = calibration_images(open_images(images.name, "train"), manifest.preprocessing)
+    target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
+    found = repair(exact, graph, manifest.precision, training, pixels, target=target, quiet=quiet)
+    return _repair_text(found, manifest.precision)
+
+
+def _repair_text(found: "Repair", precision: str) -> str:
+    names = ", ".join(found.islands[:8]) + (f" and {len(found.islands) - 8} more" if len(found.islands) > 8 else "")
+    islands = f"{len(found.islands)} float32 islands ({names})" if found.islands else "no float32 island"
+    return f"{precision} passes with {islands}: {found.after}; this bundle: {found.before}"
+
+
+def _pixels(images: "ImageSet", preprocessing: "Preprocessing") -> "UInt8Array":
+    import numpy as np
+
+    from vitx.parity.comparison import subset
+
+    return np.concatenate(list(subset(images, TRACE_IMAGES).batches(preprocessing, TRACE_IMAGES)))
+
+
+def _finite(value: Any) -> Any:
+    """The same with numbers that JSON lacks as text."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

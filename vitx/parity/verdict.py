@@ -1,0 +1,105 @@
+"""Limits of a comparison, and what may be asked of an image set. Semantics: docs/parity.md."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from vitx.core.certificate import TokenSimilarity
+from vitx.core.errors import InputError
+from vitx.data.image_set import ImageSet
+from vitx.parity.comparison import Comparison
+from vitx.parity.statistics import clopper_pearson_upper, images_needed
+
+MAX_FLIP_RATE = 0.01
+
+
+def judge(
+    comparison: Comparison,
+    *,
+    max_flip_rate: float,
+    max_logit_error: float,
+    token_similarity: TokenSimilarity | None = None,
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Hold the measurements against the limits; return (what failed, what holds) as sentences with the numbers."""
+    checks = list(_checks(comparison, max_flip_rate, max_logit_error))
+    if token_similarity is not None:
+        checks.append(_token_check(token_similarity))
+    return (
+        tuple(text for holds, text in checks if not holds),
+        tuple(text for holds, text in checks if holds),
+    )
+
+
+def _checks(found: Comparison, max_flip_rate: float, max_logit_error: float) -> Iterator[tuple[bool, str]]:
+    flips, n = len(found.flips), found.images
+    largest = max((flip.reference_margin for flip in found.flips), default=0.0)
+    margin = f", the clearest with a reference margin of {largest:.3g}" if flips else ""
+    by_size = found.max_logit_error_by_batch_size
+    worst_size = max(by_size, key=lambda size: by_size[size])
+    yield (
+        found.flip_rate_bound <= max_flip_rate,
+        f"{flips} of {n} images flipped{margin}: flip rate at most {found.flip_rate_bound:.6f} "
+        f"(95 %), allowed {max_flip_rate:g}",
+    )
+    yield (
+        found.max_logit_error <= max_logit_error,
+        f"largest logit error {found.max_logit_error:.3g}, at batch size {worst_size}, allowed {max_logit_error:g}",
+    )
+    moved = max(found.max_neighbour_error, found.max_position_error)
+    yield (
+        moved <= max_logit_error,
+        f"a row's logits move by up to {moved:.3g} with other neighbours in its batch or another place, "
+        f"allowed {max_logit_error:g}",
+    )
+    yield (
+        found.probe_flips <= max_flip_rate * found.probe_images,
+        f"{found.probe_flips} of {found.probe_images} images change class with the batch size or their neighbours: "
+        f"rate at most {found.probe_flip_rate_bound:.4f} (95 %), allowed seen {max_flip_rate:g}",
+    )
+    yield (
+        found.not_finite == 0,
+        f"{found.not_finite} of {n} images have logits that are not finite, allowed 0",
+    )
+
+
+def _token_check(tokens: TokenSimilarity) -> tuple[bool, str]:
+    layer, before, after = tokens.worst()
+    return (
+        abs(after - before) <= tokens.allowed,
+        f"the patch tokens after {layer} have CosSim {after:.4f} where the reference's have {before:.4f}, allowed "
+        f"difference {tokens.allowed:g}",
+    )
+
+
+def check_image_count(count: int, max_flip_rate: float) -> None:
+    """Raise InputError when even no flip at all among `count` images would not prove `max_flip_rate`."""
+    check_rate(max_flip_rate)
+    if count == 0:
+        raise InputError("no images: parity needs real images to compare on")
+    provable = clopper_pearson_upper(0, count)
+    if provable > max_flip_rate:
+        raise InputError(
+            f"{count} images cannot prove a flip rate of at most {max_flip_rate:g}: it takes "
+            f"{images_needed(max_flip_rate)} without a flip; give more with --data, or ask for "
+            f"--max-flip-rate {math.ceil(provable * 1000) / 1000:g}"
+        )
+
+
+def check_rate(max_flip_rate: float) -> None:
+    """Raise InputError unless the rate is one."""
+    if not 0 < max_flip_rate < 1:
+        raise InputError(
+            f"max flip rate {max_flip_rate:g}: expected a rate above 0 and below 1, such as {MAX_FLIP_RATE}"
+        )
+
+
+def check_labels(images: ImageSet, labels: Sequence[str]) -> None:
+    """Raise InputError unless the image set has exactly the bundle's classes in its order."""
+    if tuple(images.class_names) == tuple(labels):
+        return
+    if len(images.class_names) != len(labels):
+        raise InputError(f"'{images.name}' has {len(images.class_names)} classes, the bundle has {len(labels)}")
+    index = next(i for i, name in enumerate(images.class_names) if name != labels[i])
+    raise InputError(
+        f"class {index} is '{images.class_names[index]}' in '{images.name}' and '{labels[index]}' in the bundle: "
+        "give the data the model was trained on"
+    )

@@ -1,0 +1,1 @@
+"""What is to be predicted: folders, lists, archives, tables, URLs, cut into shards."""

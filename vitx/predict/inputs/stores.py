@@ -1,0 +1,185 @@
+"""Where images lie: files of this machine, and object stores by URL through fsspec. Everything is read as a stream.
+
+A location is a path or a URL. Paths are `str` as Python decodes file names, so names that are not UTF-8 pass through.
+"""
+
+import errno
+import glob
+import importlib.util
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, cast
+
+from vitx.core.errors import InputError, missing_package
+from vitx.core.preprocess import MAX_PIXELS, ImageError
+from vitx.data.image_set import EXTENSIONS
+
+# An image of MAX_PIXELS stored plainly, with four bytes a pixel; more is not read into memory.
+MAX_BYTES = 4 * MAX_PIXELS
+# Attempts at a remote object, with the seconds between them: a network fails for a moment.
+REMOTE_WAITS = (0.2, 1.0)
+
+
+def is_url(location: str) -> bool:
+    return "://" in location
+
+
+def join(base: str, name: str) -> str:
+    """The location of `name`: as it is when absolute or a URL, else under `base`."""
+    # os.path.isabs for every name would take longer than reading the list.
+    if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
+        return name
+    return f"{base.rstrip('/')}/{name}"
+
+
+def is_image_name(name: str) -> bool:
+    return PurePosixPath(name).suffix.lower() in EXTENSIONS
+
+
+def read_bytes(location: str) -> bytes:
+    """The content of an image file or object; raise ImageError with the reason when it cannot be had."""
+    if location.endswith("/"):
+        raise ImageError(_folder_problem(location))
+    try:
+        return _read_remote(location) if is_url(location) else _read_file(location)
+    except OSError as error:
+        raise ImageError(f"cannot open the image: {error.strerror or error}") from None
+
+
+def open_stream(location: str) -> BinaryIO:
+    """A container (tar, Parquet, list) opened for reading; OSError when it cannot be."""
+    if not is_url(location):
+        return Path(location).open("rb")
+    system, path = remote(location)
+    return cast(BinaryIO, system.open(path, "rb"))
+
+
+def walk_images(root: str) -> Iterator[str]:
+    """Yield the images under a folder, relative to it, in no order; hidden names are left out.
+
+    Links to folders are followed. A folder that cannot be listed, or that a link leads back to, is yielded with a
+    slash at its end, so that it is reported instead of left out; reading it raises ImageError.
+    """
+    return _walk_remote(root) if is_url(root) else _walk_local(root)
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """The locations that a glob pattern (*, ?, [], **) matches, in no order."""
+    if not is_url(pattern):
+        yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
+        return
+    system, path = remote(pattern)
+    yield from (str(system.unstrip_protocol(match)) for match in system.glob(path))
+
+
+def is_folder(location: str) -> bool:
+    if not is_url(location):
+        return os.path.isdir(location)
+    system, path = remote(location)
+    return bool(system.isdir(path))
+
+
+def exists(location: str) -> bool:
+    if not is_url(location):
+        return os.path.exists(location)
+    system, path = remote(location)
+    return bool(system.exists(path))
+
+
+def remote(location: str) -> tuple[Any, str]:
+    """The fsspec file system of a URL and the path in it; it keeps one instance for each store."""
+    if importlib.util.find_spec("fsspec") is None:
+        raise missing_package("fsspec", "serve")
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(location)
+    except (ImportError, ValueError) as error:  # a protocol that is unknown, or whose package is missing
+        raise InputError(f"cannot open '{location}': {error}") from None
+    return system, str(path)
+
+
+def _read_file(path: str) -> bytes:
+    # A pipe or a device named .jpg would block for ever.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        found = os.fstat(file.fileno())
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not stat.S_ISREG(found.st_mode):
+            raise ImageError("not a regular file")
+        _check_size(found.st_size)
+        return file.read()
+
+
+def _check_size(size: int | None) -> None:
+    if size is not None and size > MAX_BYTES:
+        raise ImageError(f"file of {size} bytes: more than the {MAX_BYTES:,} that an image may have")
+
+
+def _read_remote(location: str) -> bytes:
+    system, path = remote(location)
+    for wait in (*REMOTE_WAITS, None):
+        try:
+            _check_size(system.info(path).get("size"))
+            return bytes(system.cat_file(path))
+        except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError):
+            raise
+        # Each store raises errors of its own library; whatever it was, the row says it.
+        except Exception as error:  # noqa: BLE001
+            if wait is None:
+                raise ImageError(f"cannot read the object: {type(error).__name__}: {error}") from None
+            time.sleep(wait)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _walk_local(root: str) -> Iterator[str]:
+    todo: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    while todo:
+        prefix, above = todo.pop()
+        folder = os.path.join(root, prefix)
+        try:
+            found = os.stat(folder)
+            here = (found.st_dev, found.st_ino)
+            if here in above:
+                yield prefix
+                continue
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
+                    if _is_folder(entry):
+                        todo.append((f"{prefix}{entry.name}/", above | {here}))
+                    elif is_image_name(entry.name):
+                        yield prefix + entry.name
+        except OSError as error:
+            if not prefix:
+                raise InputError(f"cannot list the folder '{root}': {error.strerror}") from None
+            yield prefix
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads to itself
+        return False
+
+
+def _folder_problem(location: str) -> str:
+    try:
+        with os.scandir(location):
+            return "a link to a folder that it lies in: not followed"
+    except OSError as error:
+        return f"cannot list the folder: {error.strerror}"
+
+
+def _walk_remote(root: str) -> Iterator[str]:
+    system, top = remote(root)
+    top = top.rstrip("/")
+    for folder, _, names in system.walk(top):
+        inside = str(folder).rstrip("/")[len(top) :].strip("/")
+        prefix = f"{inside}/" if inside else ""
+        hidden = any(part.startswith(".") for part in inside.split("/"))
+        yield from (prefix + name for name in names if not hidden and not name.startswith(".") and is_image_name(name))

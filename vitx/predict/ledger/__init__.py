@@ -1,0 +1,1 @@
+"""Who does which shard: leases in SQLite, or in PostgreSQL for several machines."""

@@ -1,0 +1,1 @@
+"""Predictions as Parquet, each part whole or not there."""

@@ -1,0 +1,1 @@
+"""One worker: read, decode, infer, write, at the same time."""

@@ -1,0 +1,65 @@
+"""A bundle in a runtime, by the runtime's name."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import cast
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError, missing_package
+from vitx.runtimes.requirements import RUNTIMES, require
+from vitx.runtimes.session import Device, Session, device_name
+
+
+def load_session(
+    bundle: Bundle,
+    runtime: str = "onnxruntime",
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    engine_cache: Path | None = None,
+    features: bool = False,
+) -> Session:
+    """Load a bundle into a runtime, by its name in `RUNTIMES`.
+
+    threads: of one session, on a CPU. engine_cache: the folder in which onnxruntime-tensorrt keeps what it compiled,
+    to load faster the next time; without it the compilation is thrown away with the session. features: return a
+    FeatureSession, which gives the classifier's input too; this needs the package onnx.
+
+    Raises InputError for an unknown runtime or device, for one that does not run bundles, and when the bundle lacks
+    what the runtime loads; EnvironmentMissing when the device or a package is not there; CheckFailed for a plan of
+    another GPU, version or graph.
+    """
+    chosen = device_name(device)
+    found = RUNTIMES.get(runtime)
+    if found is not None and found.source == "run":
+        raise InputError(
+            f"the runtime {runtime} runs a run's checkpoint and not a bundle: load the run, or choose "
+            f"{', '.join(name for name, one in RUNTIMES.items() if one.source == 'bundle')}"
+        )
+    if found is not None and found.device != "auto" and chosen not in ("auto", found.device):
+        raise InputError(f"the runtime {runtime} runs on {found.device}, and device {chosen} was asked for: drop one")
+    require(runtime)
+    if features:
+        if find_spec("onnx") is None:
+            raise missing_package("onnx", "export")
+        from vitx.runtimes.features import load_features
+
+        return load_features(bundle, runtime, device=chosen, threads=threads)
+    match runtime:
+        case "openvino":
+            from vitx.runtimes.openvino import OpenVinoSession
+
+            return OpenVinoSession(bundle, threads=threads)
+        case "tensorrt" | "tensorrt-rtx":
+            from vitx.runtimes.tensorrt import TensorRTSession
+
+            return TensorRTSession(bundle, runtime)
+        case "onnxruntime-tensorrt":
+            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
+
+            return OnnxRuntimeSession(bundle, device="cuda", threads=threads, tensorrt=True, engine_cache=engine_cache)
+        case _:
+            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
+
+            where = chosen if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
+            return OnnxRuntimeSession(bundle, device=where, threads=threads)

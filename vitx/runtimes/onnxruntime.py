@@ -1,0 +1,221 @@
+"""ONNX Runtime: the default runtime of a bundle, on the CPU or an NVIDIA GPU, there by CUDA or by TensorRT."""
+
+import importlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as native
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.preprocess import UInt8Array
+from vitx.core.tensorrt_plan import Profile
+from vitx.runtimes.cuda import cuda_device_count
+from vitx.runtimes.plan_choice import split_batch
+from vitx.runtimes.session import Device, Float32Array, check_images, image_shape
+
+Provider = tuple[str, dict[str, str]]
+_CPU: Provider = ("CPUExecutionProvider", {})
+# An fp32 bundle means fp32: on its own ONNX Runtime multiplies in TF32, which keeps 10 bits of 23.
+_CUDA: Provider = ("CUDAExecutionProvider", {"use_tf32": "0"})
+# TensorRT compiles for one range of batches, and anew, for minutes, at each batch beyond it.
+TENSORRT_BATCHES = Profile(minimum=1, optimum=32, maximum=128)
+_TENSORRT_PRECISION = {"fp32": (), "fp16": ("fp16",), "bf16": ("bf16",), "int8": ("int8",)}
+# What a GPU is for; what is left on the CPU is the arithmetic of shapes.
+_COMPUTE = {"Attention", "Conv", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention", "Softmax"}
+# All derive from Exception alone; each is a verdict on the graph, whatever its name.
+_LOAD_ERRORS = (
+    native.Fail,
+    native.InvalidArgument,
+    native.InvalidGraph,
+    native.InvalidProtobuf,
+    native.NoSuchFile,
+    native.NotImplemented,
+    native.RuntimeException,
+)
+_RUN_ERRORS = (native.Fail, native.InvalidArgument, native.NotImplemented, native.RuntimeException)
+
+
+class OnnxRuntimeSession:
+    """A bundle's graph in ONNX Runtime. A GPU that was asked for and is not used is an error, never a fallback.
+
+    graph: another ONNX file with the same input and output to run in place of the bundle's; `describe` names it.
+    tensorrt: let TensorRT compile the graph, into the folder `engine_cache` or one that ends with the session; the
+    device is a GPU then. Not run yet: no GPU was here.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: Device = "auto",
+        threads: int | None = None,
+        graph: Path | None = None,
+        tensorrt: bool = False,
+        engine_cache: Path | None = None,
+    ) -> None:
+        self._manifest = bundle.manifest
+        self._shape = image_shape(bundle)
+        self._threads = threads
+        self._graph = graph
+        chosen = _choose_device("cuda" if tensorrt else device)
+        providers = [_CUDA, _CPU] if chosen == "cuda" else [_CPU]
+        if tensorrt:
+            if engine_cache is None:
+                self._temporary = tempfile.TemporaryDirectory(prefix="vitx-engines-")
+                engine_cache = Path(self._temporary.name)
+            providers.insert(0, self._tensorrt_provider(engine_cache))
+        self.profiles = (TENSORRT_BATCHES,) if tensorrt else ()
+        self._session = self._load(graph or bundle.model_path, providers)
+        self.provider: str = self._session.get_providers()[0]
+        self._check_provider(providers[0][0])
+        self._check_names()
+
+    def _load(self, path: Path, providers: list[Provider]) -> onnxruntime.InferenceSession:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if self._threads is not None:
+            options.intra_op_num_threads = self._threads
+        if self._manifest.precision == "fp8":
+            # Its Q/DQ rewrites know no 8-bit floats and refuse the graph (microsoft/onnxruntime issue 22269).
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
+        if providers[0] != _CPU:
+            options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+            _preload_libraries(tensorrt=self.profiles != ())
+        try:
+            # Without enable_fallback=0 a provider that fails is dropped, with a note on standard output.
+            return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
+        except _LOAD_ERRORS as error:
+            if providers[0] == _CPU and self._manifest.precision == "bf16":
+                raise EnvironmentMissing(
+                    f"'{self._manifest.name}' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU "
+                    f"({_first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
+                ) from None
+            raise InputError(f"ONNX Runtime cannot load {path}: {error}") from None
+        except (RuntimeError, ValueError) as error:  # how it says that a provider's libraries are not there
+            raise EnvironmentMissing(f"ONNX Runtime cannot use {providers[0][0]}: {_first_line(error)}") from None
+
+    def _tensorrt_provider(self, engine_cache: Path) -> Provider:
+        precision = self._manifest.precision
+        if precision not in _TENSORRT_PRECISION:
+            raise InputError(
+                f"ONNX Runtime's TensorRT provider takes no {precision} graph: run its plan with the runtime tensorrt"
+            )
+        engine_cache.mkdir(parents=True, exist_ok=True)
+        if precision == "fp32":
+            os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # the provider has no option for it
+        return tensorrt_options(self._manifest.input.name, self._shape, precision, engine_cache)
+
+    def _check_provider(self, wanted: str) -> None:
+        """The provider that was asked for is the one that computes."""
+        if self.provider != wanted:
+            remedy = (
+                "install the TensorRT 10 libraries (pip install 'tensorrt<11'), or choose onnxruntime-cuda"
+                if wanted == "TensorrtExecutionProvider"
+                else "install the CUDA and cuDNN libraries of this onnxruntime-gpu (pip install "
+                "'onnxruntime-gpu[cuda,cudnn]'), or choose --device cpu"
+            )
+            raise EnvironmentMissing(f"ONNX Runtime would use {self.provider} instead of {wanted}: {remedy}")
+        fallen = () if wanted == _CPU[0] else compute_elsewhere(self._session, wanted)
+        if fallen:
+            raise EnvironmentMissing(
+                f"{wanted} does not compute all of the graph of '{self._manifest.name}', {', '.join(fallen)} would run "
+                "elsewhere: choose another runtime"
+            )
+
+    def _check_names(self) -> None:
+        """The manifest's tensors are the graph's."""
+        for kind, name, found in (
+            ("input", self._manifest.input.name, [tensor.name for tensor in self._session.get_inputs()]),
+            ("output", self._manifest.output.name, [tensor.name for tensor in self._session.get_outputs()]),
+        ):
+            if name not in found:
+                raise InputError(f"the manifest names the {kind} '{name}', but the graph has {', '.join(found)}")
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
+
+        Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
+        """
+        check_images(images, self._shape)
+        if self.profiles and len(images) > TENSORRT_BATCHES.maximum:
+            chunks = split_batch(len(images), self.profiles)
+            return np.concatenate([self._run(images[chunk.start : chunk.stop]) for chunk in chunks])
+        return self._run(images)
+
+    def _run(self, images: UInt8Array) -> Float32Array:
+        (logits,) = self._outputs([self._manifest.output.name], images)
+        return logits
+
+    def _outputs(self, names: list[str], images: UInt8Array) -> list[Float32Array]:
+        try:
+            found: list[Float32Array] = self._session.run(names, {self._manifest.input.name: images})
+        except _RUN_ERRORS as error:
+            raise CheckFailed(
+                f"the graph of '{self._manifest.name}' fails on a batch of {len(images)}: {error}"
+            ) from None
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "runtime": "onnxruntime",
+            "version": onnxruntime.__version__,
+            "provider": self.provider,
+            "precision": self._manifest.precision,
+            "threads": self._threads or "all cores",
+            **({"graph": self._graph.name} if self._graph else {}),
+            **({"profiles": [str(profile) for profile in self.profiles]} if self.profiles else {}),
+        }
+
+
+def tensorrt_options(name: str, image: tuple[int, ...], precision: str, engine_cache: Path) -> Provider:
+    """TensorRT's execution provider for a graph with one input `name` of images of that shape."""
+    batches = {"min": TENSORRT_BATCHES.minimum, "opt": TENSORRT_BATCHES.optimum, "max": TENSORRT_BATCHES.maximum}
+    shape = "x".join(map(str, image))
+    return (
+        "TensorrtExecutionProvider",
+        {
+            "trt_engine_cache_enable": "1",
+            "trt_engine_cache_path": str(engine_cache),
+            "trt_timing_cache_enable": "1",
+            "trt_timing_cache_path": str(engine_cache),
+            **{f"trt_profile_{kind}_shapes": f"{name}:{batch}x{shape}" for kind, batch in batches.items()},
+            **{f"trt_{kind}_enable": "1" for kind in _TENSORRT_PRECISION[precision]},
+        },
+    )
+
+
+def compute_elsewhere(session: onnxruntime.InferenceSession, provider: str) -> tuple[str, ...]:
+    """The kinds of computing nodes that a session gave to another provider than this one."""
+    if not hasattr(session, "get_provider_graph_assignment_info"):  # ONNX Runtime before 1.24
+        return ()
+    parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != provider]
+    return tuple(sorted({node.op_type for part in parts for node in part.get_nodes()} & _COMPUTE))
+
+
+def _preload_libraries(*, tensorrt: bool) -> None:
+    """Load the libraries that pip put beside Python, where the system's loader does not look."""
+    if hasattr(onnxruntime, "preload_dlls"):
+        onnxruntime.preload_dlls()
+    if tensorrt:
+        try:
+            importlib.import_module("tensorrt")
+        except (ImportError, OSError):
+            return  # they may be the system's
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _choose_device(device: Device) -> str:
+    if device == "auto":
+        usable = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_device_count() > 0
+        return "cuda" if usable else "cpu"
+    if device == "cuda" and cuda_device_count() == 0:
+        raise EnvironmentMissing("device cuda was asked for, but the NVIDIA driver offers no GPU; choose --device cpu")
+    return device

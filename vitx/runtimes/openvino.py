@@ -1,0 +1,66 @@
+"""OpenVINO: the bundle's IR on the CPU."""
+
+from queue import Empty, LifoQueue
+from typing import Any
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError, missing_package
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.session import Float32Array, check_images, image_shape
+
+IR = "openvino/model.xml"
+
+
+class OpenVinoSession:
+    """A bundle's IR, compiled for the CPU. Raises InputError when the bundle has none, or OpenVINO cannot load it."""
+
+    def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+        if IR not in bundle.manifest.files:
+            raise InputError(
+                f"'{bundle.path}' has no OpenVINO IR: export it again with --openvino, or choose onnxruntime-cpu"
+            )
+        try:
+            import openvino
+        except ModuleNotFoundError:
+            raise missing_package("openvino", "openvino") from None
+        # OpenVINO would multiply in bf16 where the CPU can; a bundle's precision is in its graph.
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        if threads is not None:
+            options["INFERENCE_NUM_THREADS"] = threads
+        path = bundle.path / IR
+        try:
+            self._model = openvino.Core().compile_model(str(path), "CPU", options)
+        except RuntimeError as error:
+            raise InputError(f"OpenVINO cannot load {path}: {error}") from None
+        self._version = str(openvino.__version__).split("-")[0]
+        self._manifest = bundle.manifest
+        self._shape = image_shape(bundle)
+        self._threads = threads
+        # A request runs one batch at a time; one that is idle is used again.
+        self._idle: LifoQueue[Any] = LifoQueue()
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
+
+        Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
+        """
+        check_images(images, self._shape)
+        try:
+            request = self._idle.get_nowait()
+        except Empty:
+            request = self._model.create_infer_request()
+        try:
+            logits: Float32Array = request.infer({self._manifest.input.name: images})[self._manifest.output.name]
+        except RuntimeError as error:
+            raise CheckFailed(f"the IR of '{self._manifest.name}' fails on a batch of {len(images)}: {error}") from None
+        self._idle.put(request)
+        return logits
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "runtime": "openvino",
+            "version": self._version,
+            "provider": "CPU",
+            "precision": self._manifest.precision,
+            "threads": self._threads or "all cores",
+        }

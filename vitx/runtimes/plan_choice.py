@@ -1,0 +1,70 @@
+"""Which of a bundle's TensorRT plans to load, and how a batch is cut to a plan's profiles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.tensorrt_plan import ENGINES_FOLDER, EXTRAS, Flavor, PlanInfo, Profile, check_plan, read_sidecar, runs_on
+
+
+def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, PlanInfo]:
+    """Return the bundle's plan of a flavour for this GPU, checked before any library sees it.
+
+    Only plans that the manifest names count: the certificate is bound to those. Raises InputError when there is none or
+    it has no weights, CheckFailed for one of another GPU, TensorRT version or graph, EnvironmentMissing when no
+    library that loads it is installed.
+    """
+    named = [bundle.path / name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/")]
+    plans = [(path, read_sidecar(path)) for path in named if path.suffix == ".plan"]
+    plans = [(path, info) for path, info in plans if info.flavor == flavor]
+    if not plans:
+        raise InputError(
+            f"'{bundle.path}' has no plan of {flavor}: build one with vitx export --{EXTRAS[flavor]}, or choose the "
+            "runtime onnxruntime"
+        )
+    plan = next((path for path, info in plans if runs_on(info, architecture)), plans[0][0])
+    info = check_plan(plan, architecture=architecture)
+    if info.onnx_sha256 != bundle.manifest.files[bundle.model_path.name].sha256:
+        raise CheckFailed(f"'{plan}' was not built from the graph of '{bundle.path}': export it again")
+    if info.options.weight_stripped:
+        raise InputError(f"'{plan}' has no weights, and vitx does not refit plans: export without --weight-stripped")
+    return plan, info
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Images `start` to `stop` of a batch, run as `rows` images (no fewer) in the profile of that number."""
+
+    start: int
+    stop: int
+    rows: int
+    profile: int
+
+
+def split_batch(images: int, profiles: Sequence[Profile]) -> tuple[Chunk, ...]:
+    """Cut a batch into chunks that the profiles take: as few as possible, so the largest profile first."""
+    largest = largest_batch(profiles)
+    chunks = []
+    for start in range(0, images, largest):
+        stop = min(start + largest, images)
+        profile = choose_profile(stop - start, profiles)
+        chunks.append(Chunk(start, stop, max(stop - start, profiles[profile].minimum), profile))
+    return tuple(chunks)
+
+
+def choose_profile(images: int, profiles: Sequence[Profile]) -> int:
+    """The profile for a batch of `images`, at most the largest: the one whose optimum is nearest of those that take it.
+
+    Between two profiles, the next larger one, to be filled up to its minimum.
+    """
+    taking = [index for index, profile in enumerate(profiles) if profile.minimum <= images <= profile.maximum]
+    if taking:
+        return min(taking, key=lambda index: (abs(profiles[index].optimum - images), index))
+    above = [index for index, profile in enumerate(profiles) if profile.minimum > images]
+    return min(above, key=lambda index: profiles[index].minimum)
+
+
+def largest_batch(profiles: Sequence[Profile]) -> int:
+    return max(profile.maximum for profile in profiles)

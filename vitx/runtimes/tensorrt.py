@@ -1,0 +1,183 @@
+"""TensorRT plans: the classic TensorRT 10 and 11, its lean runtime, and TensorRT for RTX.
+
+Checked against the typing stubs of each (typings/README.md). Not run yet: no GPU was here.
+"""
+
+import importlib
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, EnvironmentMissing
+from vitx.core.machine import local_gpus
+from vitx.core.preprocess import UInt8Array
+from vitx.core.tensorrt_plan import EXTRAS, Flavor, library_for
+from vitx.runtimes.cuda import CudaStream, MirroredArray
+from vitx.runtimes.plan_choice import Chunk, find_plan, largest_batch, split_batch
+from vitx.runtimes.session import Float32Array, check_images, image_shape
+
+if TYPE_CHECKING:
+    import tensorrt as trt
+
+
+class TensorRTSession:
+    """A bundle's plan on the first GPU: an execution context for each profile, one stream, one batch at a time.
+
+    A batch larger than the largest profile is run in parts. Raises EnvironmentMissing without a GPU, a TensorRT that
+    loads the plan, or memory for it; what `find_plan` raises; CheckFailed for a plan that is not as its sidecar says.
+    """
+
+    def __init__(self, bundle: Bundle, flavor: Flavor) -> None:
+        # Before anything of TensorRT: without a driver, creating its runtime may end the process.
+        gpus = local_gpus()
+        if not gpus:
+            raise EnvironmentMissing(
+                f"a plan of {flavor} runs on an NVIDIA GPU, and the driver offers none here: choose onnxruntime-cpu"
+            )
+        self._gpu = gpus[0]
+        self._plan, self._info = find_plan(bundle, flavor, self._gpu.architecture)
+        self._library = library_for(self._info)
+        module = import_tensorrt(self._library.module, flavor)
+        if TYPE_CHECKING:
+            self.trt = trt
+        else:
+            self.trt = module
+        self._manifest = bundle.manifest
+        self._shape = image_shape(bundle)
+        self._classes = len(bundle.manifest.labels)
+        self._errors: deque[str] = deque(maxlen=4)
+        self._lock = threading.Lock()
+        self._stream = CudaStream()
+        self._logger = self._make_logger()
+        self._engine = self._open()
+        self._check_engine()
+        self.profiles = self._info.profiles
+        rows = largest_batch(self.profiles)
+        self._images = MirroredArray(self._stream, (rows, *self._shape), np.uint8)
+        self._logits = MirroredArray(self._stream, (rows, self._classes), np.float32)
+        self._contexts = [self._context(index) for index in range(len(self._info.profiles))]
+
+    def infer(self, images: UInt8Array) -> Float32Array:
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
+
+        Raises InputError for another shape or dtype, CheckFailed when TensorRT refuses the batch, CudaError when the
+        GPU fails.
+        """
+        check_images(images, self._shape)
+        logits = np.empty((len(images), self._classes), dtype=np.float32)
+        with self._lock:
+            for chunk in split_batch(len(images), self._info.profiles):
+                logits[chunk.start : chunk.stop] = self._run(images[chunk.start : chunk.stop], chunk)
+        return logits
+
+    def _run(self, images: UInt8Array, chunk: Chunk) -> Float32Array:
+        """One batch of one profile. The rows that fill it up to the profile's minimum are black images."""
+        count, context = len(images), self._contexts[chunk.profile]
+        self._images.host[:count] = images
+        self._images.host[count : chunk.rows] = 0
+        self._images.upload(chunk.rows)
+        if not context.set_input_shape(self._manifest.input.name, (chunk.rows, *self._shape)) or (
+            not context.execute_async_v3(self._stream.handle)
+        ):
+            self._stream.synchronize()
+            raise CheckFailed(f"the plan of '{self._manifest.name}' fails on a batch of {chunk.rows}: {self._reason()}")
+        self._logits.download(chunk.rows)
+        self._stream.synchronize()
+        logits: Float32Array = self._logits.host[:count]
+        return logits
+
+    def describe(self) -> dict[str, Any]:
+        """What runs: `library` is the module, `tensorrt_lean` for the lean runtime; `provider` is the GPU."""
+        return {
+            "runtime": self._info.flavor,
+            "version": self._library.version,
+            "provider": str(self._gpu),
+            "precision": self._manifest.precision,
+            "threads": "GPU",
+            "library": self._library.module,
+            "plan": self._plan.name,
+            "profiles": [str(profile) for profile in self._info.profiles],
+        }
+
+    def _open(self) -> "trt.ICudaEngine":
+        runtime = self.trt.Runtime(self._logger)
+        # A version-compatible plan carries the lean runtime, which is code: its digest was verified.
+        runtime.engine_host_code_allowed = self._info.options.version_compatible
+        engine = runtime.deserialize_cuda_engine(self._plan.read_bytes())
+        if engine is None:
+            raise CheckFailed(f"{self._name()} could not open '{self._plan}': {self._reason()}")
+        self._runtime = runtime  # an engine needs its runtime
+        return engine
+
+    def _check_engine(self) -> None:
+        """The engine's tensors are the manifest's, and its profiles the sidecar's."""
+        engine, types = self._engine, self.trt.DataType
+        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        expected = {self._manifest.input.name: types.UINT8, self._manifest.output.name: types.FLOAT}
+        found = {name: engine.get_tensor_dtype(name) for name in names}
+        if found != expected:
+            raise CheckFailed(f"'{self._plan}' has the tensors {_typed(found)}, and the manifest {_typed(expected)}")
+        if engine.num_optimization_profiles != len(self._info.profiles):
+            raise CheckFailed(
+                f"'{self._plan}' has {engine.num_optimization_profiles} profiles, and its sidecar names "
+                f"{len(self._info.profiles)}: export it again"
+            )
+        for index, profile in enumerate(self._info.profiles):
+            shapes = engine.get_tensor_profile_shape(self._manifest.input.name, index)
+            batches = tuple(shape[0] for shape in shapes)
+            if batches != (profile.minimum, profile.optimum, profile.maximum):
+                raise CheckFailed(f"profile {index} of '{self._plan}' is {batches}, and its sidecar says {profile}")
+
+    def _context(self, profile: int) -> "trt.IExecutionContext":
+        """A context that has the memory of its one profile, bound to the buffers."""
+        context = self._engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE)
+        if context is None:
+            raise EnvironmentMissing(f"{self._name()} could not make a context for '{self._plan}': {self._reason()}")
+        taken = context.set_optimization_profile_async(profile, self._stream.handle)
+        taken = taken and context.set_tensor_address(self._manifest.input.name, self._images.device)
+        taken = taken and context.set_tensor_address(self._manifest.output.name, self._logits.device)
+        self._stream.synchronize()
+        if not taken:
+            raise EnvironmentMissing(f"{self._name()} cannot use profile {profile} of '{self._plan}': {self._reason()}")
+        return context
+
+    def _name(self) -> str:
+        return f"{self._library.module} {self._library.version}"
+
+    def _reason(self) -> str:
+        """What TensorRT said last, in one line."""
+        return "; ".join(self._errors) or "it gave no reason"
+
+    def _make_logger(self) -> "trt.ILogger":
+        if TYPE_CHECKING:
+            import tensorrt as trt
+        else:
+            trt = self.trt
+        errors = self._errors
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, severity: trt.ILogger.Severity, message: str) -> None:
+                if severity.name in ("INTERNAL_ERROR", "ERROR"):
+                    errors.append(message.strip())
+
+        return Logger()
+
+
+def import_tensorrt(module: str, flavor: Flavor) -> Any:
+    """Import a TensorRT that is installed; raise EnvironmentMissing if its libraries are not."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:  # its loader raises OSError for a library that is not there
+        raise EnvironmentMissing(
+            f"{module} cannot be imported ({error}): pip install 'vitx[{EXTRAS[flavor]}]'"
+        ) from None
+
+
+def _typed(tensors: "dict[str, trt.DataType]") -> str:
+    return ", ".join(f"{name} {kind.name}" for name, kind in sorted(tensors.items()))

@@ -1,0 +1,125 @@
+"""PyTorch: the reference of parity and bench. The one file of the serving stage that imports torch and the models."""
+
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from vitx.core.errors import EnvironmentMissing, unknown_name
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.run import Checkpoint, RunFolder
+from vitx.models import image_tensor, load_run_model, reattention_impl
+from vitx.runtimes.requirements import require
+from vitx.runtimes.session import Device, Float32Array, device_name
+
+
+class TorchSession:
+    """A network in evaluation mode behind the session protocol, in true float32.
+
+    threads: torch's, of the whole process, because torch knows no others. compiled: run what Inductor makes of the
+    network; it is compiled here, for a batch of one and for any other, which takes from seconds to minutes. Raises
+    EnvironmentMissing when the device or a compiler is not there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        preprocessing: Preprocessing,
+        *,
+        device: Device = "auto",
+        threads: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        if device == "cuda" and not torch.cuda.is_available():
+            raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
+        self._network = self._model = model.eval().to(self._device)
+        self._preprocessing = preprocessing
+        self._compiled = compiled
+        if compiled:
+            require("torch-compile")
+            self._compile()
+
+    def _compile(self) -> None:
+        # A module's own compile() would change what the caller holds.
+        self._model = cast(nn.Module, torch.compile(self._network, dynamic=True))
+        size = self._preprocessing.image_size
+        try:
+            for rows in (2, 1):  # a batch of one is always compiled for itself
+                self.infer(np.zeros((rows, size, size, 3), dtype=np.uint8))
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EnvironmentMissing(f"torch.compile cannot compile the network ({reason}): choose torch") from None
+
+    @torch.inference_mode()
+    def infer(self, images: UInt8Array) -> Float32Array:
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3)."""
+        # torch takes no array with negative strides, such as a reversed batch.
+        inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std).to(
+            self._device
+        )
+        with self._full_precision():
+            logits: Float32Array = self._model(inputs).float().cpu().numpy()
+        return logits
+
+    def network(self) -> nn.Module:
+        """The network as it was given, on the CPU: not to be changed, unless it had to be copied from a GPU."""
+        return self._network if self._device.type == "cpu" else deepcopy(self._network).cpu()
+
+    def with_normalization(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "TorchSession":
+        """The same network on images normalised otherwise."""
+        other = self._preprocessing.model_copy(update={"mean": mean, "std": std})
+        return TorchSession(self._network, other, device="cpu" if self._device.type == "cpu" else "cuda")
+
+    def _full_precision(self) -> AbstractContextManager[None]:
+        # cuDNN convolves in TF32 unless told otherwise; a reference must not.
+        if self._device.type == "cuda":
+            return cast(AbstractContextManager[None], torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
+        return nullcontext()
+
+    def describe(self) -> dict[str, Any]:
+        mixes = reattention_impl(self._network)
+        return {
+            "runtime": "torch-compile" if self._compiled else "torch",
+            "version": torch.__version__,
+            "provider": str(self._device),
+            "precision": "fp32",
+            "threads": torch.get_num_threads(),
+            **({"reattention_impl": mixes} if mixes else {}),
+        }
+
+
+def load_run_session(
+    run: RunFolder,
+    which: str = "best",
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    compiled: bool = False,
+) -> TorchSession:
+    """Load a run's checkpoint, 'best' or 'last', as the reference; `compiled` for the runtime torch-compile."""
+    session, _ = load_run(run, which, device=device, threads=threads, compiled=compiled)
+    return session
+
+
+def load_run(
+    run: RunFolder, which: str, *, device: str, threads: int | None, compiled: bool
+) -> tuple[TorchSession, str]:
+    """The same with the sha256 of the weights that were read: the averaged ones where the run kept them."""
+    model, state = load_run_model(run, checkpoint_name(which))
+    session = TorchSession(
+        model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled
+    )
+    return session, state.sha256["ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"]
+
+
+def checkpoint_name(name: str) -> Checkpoint:
+    """Return `name` as a checkpoint; raise InputError for another name than 'best' and 'last'."""
+    if name not in ("best", "last"):
+        raise unknown_name("checkpoint", name, ("best", "last"))
+    return cast(Checkpoint, name)

@@ -1,0 +1,1 @@
+"""Requests of one model become batches. Semantics: docs/serving.md."""

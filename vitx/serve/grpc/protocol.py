@@ -1,0 +1,86 @@
+"""Open Inference Protocol v2 over gRPC: an infer request's message, and the message that answers it.
+
+A message is brought into the form of an HTTP request, a header and the tensor's bytes, so that both protocols mean the
+same by every parameter and refuse the same. The bytes are not copied.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitx.runtimes.session import Float32Array
+from vitx.serve.errors import RequestError
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.limits import Limits
+from vitx.serve.protocol.classification import bytes_tensor, classification_texts
+from vitx.serve.protocol.infer import Contract, InferRequest, read_infer_request
+from vitx.serve.protocol.parameters import REGION_PARAMETERS
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+_InferResponse = message_class("ModelInferResponse")
+
+# A stream's client may ask for one more response, an empty one, behind those of a request that has any number of them.
+# Here each request has exactly one, and it says that it is the last.
+_FINAL_RESPONSE = "triton_enable_empty_final_response"
+
+
+def decode_infer_request(request: Any, contract: Contract, limits: Limits, memory: SharedMemory) -> InferRequest:
+    """Read a ModelInferRequest; raise RequestError as `protocol.decode_infer_request` does."""
+    raw = request.raw_input_contents
+    if len(request.inputs) == 1:
+        in_memory = any(name in request.inputs[0].parameters for name in REGION_PARAMETERS)
+        if len(raw) + request.inputs[0].HasField("contents") + in_memory != 1:
+            raise RequestError(
+                f"input '{contract.input_name}' needs its data in one place: "
+                "raw_input_contents, contents or shared memory"
+            )
+    parameters = _parameters(request.parameters)
+    parameters.pop(_FINAL_RESPONSE, None)
+    header = {
+        "id": request.id,
+        "inputs": [_input(tensor, raw) for tensor in request.inputs],
+        "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in request.outputs],
+        "parameters": parameters,
+    }
+    return read_infer_request(header, memoryview(raw[0] if raw else b""), contract, limits, memory)
+
+
+def encode_infer_response(
+    logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+) -> Any:
+    """Return the ModelInferResponse; raise RequestError when the output's shared memory cannot be written."""
+    if request.top_k:
+        datatype, shape = "BYTES", (len(logits), request.top_k)
+        data = bytes_tensor(classification_texts(logits, labels, request.top_k))
+    else:
+        datatype, shape = "FP32", logits.shape
+        data = logits.astype("<f4", copy=False).tobytes()
+    response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
+    output = response.outputs.add(name=contract.output_name, datatype=datatype, shape=shape)
+    if request.region is None:
+        response.raw_output_contents.append(data)
+        return response
+    for name, value in request.region.write(data, contract, memory).items():
+        if isinstance(value, str):
+            output.parameters[name].string_param = value
+        else:
+            output.parameters[name].int64_param = value
+    return response
+
+
+def _input(tensor: Any, raw: Sequence[bytes]) -> dict[str, Any]:
+    parameters = _parameters(tensor.parameters)
+    read = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape), "parameters": parameters}
+    if raw:
+        parameters["binary_data_size"] = len(raw[0])
+    elif tensor.HasField("contents"):
+        read["data"] = list(tensor.contents.uint_contents)
+    return read
+
+
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _value(parameter) for name, parameter in parameters.items()}
+
+
+def _value(parameter: Any) -> object:
+    kind = parameter.WhichOneof("parameter_choice")
+    return getattr(parameter, kind) if kind else None

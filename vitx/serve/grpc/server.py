@@ -1,0 +1,308 @@
+"""The gRPC side of a server: one port, every call counted, timed and given a status, and an orderly end.
+
+A call passes `GrpcServer._counted`, which alone turns an exception into a refusal. Messages are parsed and written here
+and not by grpcio, so that bytes which are no message are the client's error and not an internal one.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.serve.errors import DeadlineMissed, RequestError
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.service import Call, GrpcService
+from vitx.serve.limits import Limits
+from vitx.serve.models.repository import Repository
+from vitx.serve.models.served_model import ModelSet
+from vitx.serve.observe.access_log import CLIENT_GONE, request_id
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.observe.request_record import CURRENT, RequestObserver, RequestRecord
+from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.security import Kind, Tokens
+
+Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
+
+_STREAM_WINDOW = 64  # requests of one stream that run at the same time; the client waits beyond
+_CALLS = 4096  # that run at the same time
+_GRACE_SECONDS = 1.0  # for replies on their way, once every call is done
+_TIMER_GRAIN = 0.001  # seconds that a call may be ended before its deadline
+_OPEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # without a token
+_CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    403: grpc.StatusCode.PERMISSION_DENIED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    409: grpc.StatusCode.ALREADY_EXISTS,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+_InferRequest = message_class("ModelInferRequest")
+_StreamResponse = message_class("ModelStreamInferResponse")
+
+_log = logging.getLogger("vitx.serve")
+
+
+class GrpcServer:
+    """Serves a set of models on one port, from its creation on. Create it on a running event loop, then `start` it."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        limits: Limits,
+        metrics: Metrics,
+        memory: SharedMemory,
+        *,
+        host: str,
+        port: int,
+        credentials: grpc.ServerCredentials | None = None,
+        repository: Repository | None = None,
+        tokens: Tokens | None = None,
+        observers: Sequence[RequestObserver] = (),
+        shared_port: bool = False,
+    ) -> None:
+        """Claim the port, 0 for any; raise EnvironmentMissing when it cannot be had. Without credentials: no TLS.
+
+        shared_port: other workers of the same parent listen on it too.
+        """
+        self._models = models
+        self._metrics = metrics
+        self._service = GrpcService(models, limits, memory, repository)
+        self._tokens = tokens
+        self._observers = observers
+        self._message_seconds = limits.message_seconds
+        self._streams: set[Replies] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.active = 0  # calls that run, streams included
+        self._server = grpc.aio.server(
+            handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
+        )
+        host = f"[{host}]" if ":" in host else host
+        try:
+            port = self._claim(f"{host}:{port}", credentials)
+        except RuntimeError as error:
+            raise EnvironmentMissing(
+                f"cannot listen on {host} port {port} for gRPC: choose another port with --grpc-port (0: any); {error}"
+            ) from None
+        self.address = f"{host}:{port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def idle(self) -> None:
+        """End the streams behind what they have accepted; return once no call runs."""
+        for replies in self._streams:
+            replies.put_nowait(None)
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """Close the port and, after a short grace, every connection."""
+        await self._server.stop(_GRACE_SECONDS)
+
+    def _claim(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
+        if credentials is None:
+            return int(self._server.add_insecure_port(address))
+        return int(self._server.add_secure_port(address, credentials))
+
+    def _handlers(self) -> list[grpc.GenericRpcHandler]:
+        unary = {name: self._unary(name, *of) for name, of in self._service.calls().items()}
+        stream = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream)}
+        health = {"Check": self._unary("Check", "HealthCheckRequest", self._service.health)}
+        return [
+            grpc.method_handlers_generic_handler("inference.GRPCInferenceService", unary | stream),
+            grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
+        ]
+
+    def _unary(self, name: str, request: str, call: Call) -> grpc.RpcMethodHandler:
+        parse, route = message_class(request).FromString, f"grpc.{name}"
+        timed = name == "ModelInfer"
+
+        async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
+            data = await self._message(route, context)
+            self._enter()
+            try:
+                response = await self._counted(route, call, _parsed(parse, data), context, timed=timed)
+                encoded: bytes = response.SerializeToString()
+                return encoded
+            except RequestError as error:
+                await _abort(context, error)
+                raise  # not reached: abort raises
+            finally:
+                self._leave()
+
+        # On the wire the two are the same; before a unary handler grpcio would wait for the message without an end.
+        return grpc.stream_unary_rpc_method_handler(answer)
+
+    async def _message(self, route: str, context: Any) -> bytes:
+        """The one message of a call; ends the call if it does not come."""
+        try:
+            async with asyncio.timeout(self._message_seconds):
+                data: bytes | object = await context.read()
+            if isinstance(data, bytes):
+                return data
+            error = RequestError("the call has no message")
+        except TimeoutError:
+            error = RequestError("the call's message took too long", status=408, reason="slow_client")
+        self._metrics.reject(error.reason)
+        self._metrics.answer(route, error.status)
+        await _abort(context, error)
+        raise error  # not reached: abort raises
+
+    async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
+        """Run one call and count it under the HTTP status of its outcome; raise nothing but RequestError."""
+        started = time.perf_counter()
+        generation = self._models.enter()
+        status = CLIENT_GONE
+        record = self._record(context)
+        try:
+            if self._tokens is not None:
+                _check_token(self._tokens, route, context)
+            if isinstance(request, RequestError):
+                raise request
+            response = await call(request, context)
+        except RequestError as error:
+            failure, status = error, error.status
+        except asyncio.CancelledError:  # by the call's deadline, or by the client
+            passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
+            self._metrics.reject("deadline" if passed else "disconnected")
+            status = 503 if passed else CLIENT_GONE
+            raise
+        except Exception:  # noqa: BLE001 - the edge of one request: the others must not feel it
+            _log.exception("internal error while answering %s", route)
+            failure = RequestError("internal error: see the server's log", status=500, reason="internal")
+            status = failure.status
+        else:
+            status = 200
+            self._metrics.answer(route, 200, time.perf_counter() - started if timed else None)
+            return response
+        finally:
+            generation.leave()
+            if record is not None:
+                for observer in self._observers:
+                    observer.write(record, "gRPC", route, status, time.perf_counter() - started)
+        self._metrics.reject(failure.reason)
+        self._metrics.answer(route, failure.status)
+        raise failure
+
+    def _record(self, context: Any) -> RequestRecord | None:
+        """Begin the observers' record of this call; each call, and each request of a stream, is a task of its own."""
+        if not self._observers:
+            return None
+        names = ("x-request-id", "traceparent", "tracestate")
+        given, parent, state = (_metadata(context, name) for name in names)
+        record = RequestRecord(request_id(given), parent, state)
+        CURRENT.set(record)
+        return record
+
+    async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """`ModelStreamInfer`: requests run side by side, answered in order; the answer to a bad one says so."""
+        replies: Replies = asyncio.Queue()
+        window = asyncio.Semaphore(_STREAM_WINDOW)
+        reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
+        self._enter()
+        self._streams.add(replies)
+        try:
+            while (reply := await replies.get()) is not None:
+                await context.write(await reply)
+                window.release()
+        finally:
+            self._streams.discard(replies)
+            reader.cancel()
+            while not replies.empty():
+                if (left := replies.get_nowait()) is not None:
+                    left.cancel()
+            self._leave()
+
+    async def _read_stream(
+        self, requests: AsyncIterator[bytes], context: Any, replies: Replies, window: asyncio.Semaphore
+    ) -> None:
+        try:
+            async for data in requests:
+                await window.acquire()
+                replies.put_nowait(asyncio.create_task(self._stream_reply(data, context)))
+        finally:
+            replies.put_nowait(None)
+
+    async def _stream_reply(self, data: bytes, context: Any) -> bytes:
+        request = _parsed(_InferRequest.FromString, data)
+        response = _StreamResponse()
+        try:
+            infer = self._service.model_infer
+            answer = await self._counted("grpc.ModelStreamInfer", infer, request, context, timed=True)
+            response.infer_response.MergeFrom(answer)
+            # Triton says of each response whether it is its request's last one; here there is only one.
+            response.infer_response.parameters["triton_final_response"].bool_param = True
+        except RequestError as error:
+            response.error_message = str(error)
+            response.infer_response.id = getattr(request, "id", "")
+        encoded: bytes = response.SerializeToString()
+        return encoded
+
+    def _enter(self) -> None:
+        self.active += 1
+        self._idle.clear()
+
+    def _leave(self) -> None:
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+
+def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:
+    """The credentials of a (key, certificate chain) in PEM."""
+    return None if pem is None else grpc.ssl_server_credentials([pem])
+
+
+def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", int(shared_port)),  # else two servers share a port, and neither says so
+        ("grpc.max_receive_message_length", limits.body_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", _CALLS),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message may not grow beyond its limit
+        ("grpc.keepalive_time_ms", 60_000),  # finds the connections of clients that vanished
+    ]
+
+
+def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
+    """The message, or the RequestError that says it is none."""
+    try:
+        return parse(data)
+    except DecodeError:
+        return RequestError("the bytes are no message of this call")
+
+
+def _metadata(context: Any, name: str) -> str | None:
+    """The first value of a call's metadata under this (lower case) name."""
+    for key, value in context.invocation_metadata() or ():
+        if key == name and isinstance(value, str):
+            return value
+    return None
+
+
+def _check_token(tokens: Tokens, route: str, context: Any) -> None:
+    """Raise RequestError 401 without the token that the call needs; health is asked without one, as over HTTP."""
+    if route not in _OPEN:
+        kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
+        tokens.check(kind, _metadata(context, "authorization"))
+
+
+async def _abort(context: Any, error: RequestError) -> None:
+    """End a call with an error status, and with the time to wait where there is one (gRFC A6)."""
+    wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()
+    await context.abort(_code(error), str(error), wait)
+
+
+def _code(error: RequestError) -> grpc.StatusCode:
+    """A deadline that has passed is the call's end; one that cannot be kept is a lack of resources, before any work."""
+    if isinstance(error, DeadlineMissed):
+        return grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
+    return _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)

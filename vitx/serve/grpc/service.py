@@ -1,0 +1,168 @@
+"""The calls of `inference.GRPCInferenceService` and `grpc.health.v1.Health`: a request in, a response or a refusal out.
+
+Triton's docs/protocol/ says what each one means.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.json_format import ParseDict
+
+from vitx import __version__
+from vitx.serve.errors import RequestError
+from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
+from vitx.serve.limits import Limits
+from vitx.serve.models.repository import NOT_OFFERED, Repository, repository_parameters
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.protocol.infer import EXTENSIONS
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
+
+_SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
+_CUDA = "CUDA shared memory is not offered: use system shared memory"
+_Empty = message_class("Empty")
+
+
+class GrpcService:
+    """The calls over a set of models. Each takes a message and the call's context, and raises RequestError."""
+
+    def __init__(
+        self, models: ModelSet, limits: Limits, memory: SharedMemory, repository: Repository | None = None
+    ) -> None:
+        self._models = models
+        self._limits = limits
+        self._memory = memory
+        self._models_on_disk = repository
+
+    def calls(self) -> dict[str, tuple[str, Call]]:
+        """Method → its request's message and its call, of all that are not streams."""
+        return {
+            "ServerLive": ("Empty", self._server_live),
+            "ServerReady": ("Empty", self._server_ready),
+            "ServerMetadata": ("Empty", self._server_metadata),
+            "ModelReady": ("ModelReadyRequest", self._model_ready),
+            "ModelMetadata": ("ModelMetadataRequest", self._model_metadata),
+            "ModelConfig": ("ModelConfigRequest", self._model_config),
+            "ModelStatistics": ("ModelStatisticsRequest", self._model_statistics),
+            "ModelInfer": ("ModelInferRequest", self.model_infer),
+            "RepositoryIndex": ("RepositoryIndexRequest", self._repository_index),
+            "RepositoryModelLoad": ("RepositoryModelLoadRequest", self._repository_load),
+            "RepositoryModelUnload": ("RepositoryModelUnloadRequest", self._repository_unload),
+            "SystemSharedMemoryStatus": ("SystemSharedMemoryStatusRequest", self._memory_status),
+            "SystemSharedMemoryRegister": ("SystemSharedMemoryRegisterRequest", self._memory_register),
+            "SystemSharedMemoryUnregister": ("SystemSharedMemoryUnregisterRequest", self._memory_unregister),
+            # There are no regions of CUDA memory to list or to forget, and clients begin by forgetting all of them.
+            "CudaSharedMemoryStatus": ("Empty", _nothing),
+            "CudaSharedMemoryUnregister": ("Empty", _nothing),
+            "CudaSharedMemoryRegister": ("Empty", _not_offered(_CUDA)),
+            "TraceSetting": ("Empty", _not_offered("trace settings are not offered")),
+            "LogSettings": ("Empty", _not_offered("log settings are not offered")),
+        }
+
+    async def model_infer(self, request: Any, context: Any) -> Any:
+        model = self._named(request.model_name, request.model_version)
+        decoded = decode_infer_request(request, model.contract, self._limits, self._memory)
+        deadline = _deadline(context.time_remaining(), decoded.timeout)
+        logits = await model.batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
+        labels = model.bundle.manifest.labels
+        return encode_infer_response(logits, decoded, model.contract, labels, self._memory)
+
+    async def health(self, request: Any, context: Any) -> Any:
+        """`grpc.health.v1.Health/Check` of the server ("") or of a model."""
+        if request.service and request.service not in self._models.names:
+            raise RequestError(f"unknown service '{request.service[:80]}'", status=404, reason="unknown_model")
+        ready = self._models.is_ready(request.service) if request.service else self._models.ready
+        return message_class("HealthCheckResponse")(status=_SERVING if ready else _NOT_SERVING)
+
+    async def _server_live(self, request: Any, context: Any) -> Any:
+        return message_class("ServerLiveResponse")(live=True)
+
+    async def _server_ready(self, request: Any, context: Any) -> Any:
+        return message_class("ServerReadyResponse")(ready=self._models.ready)
+
+    async def _server_metadata(self, request: Any, context: Any) -> Any:
+        extensions = [name for name in EXTENSIONS if name != "binary_tensor_data"]  # that one is of HTTP
+        if self._memory.enabled:
+            extensions.append("system_shared_memory")
+        if self._models_on_disk is not None:
+            extensions.append("model_repository")
+        return message_class("ServerMetadataResponse")(name="vitx", version=__version__, extensions=extensions)
+
+    async def _model_ready(self, request: Any, context: Any) -> Any:
+        """False for an unknown model, as in Triton."""
+        ready = self._models.is_ready(request.name, request.version or None)
+        return message_class("ModelReadyResponse")(ready=ready)
+
+    async def _model_metadata(self, request: Any, context: Any) -> Any:
+        contract = self._named(request.name, request.version).contract
+        return _from_json("ModelMetadataResponse", contract.metadata(self._models.versions(request.name)))
+
+    async def _model_config(self, request: Any, context: Any) -> Any:
+        config = self._named(request.name, request.version).config()
+        return _from_json("ModelConfigResponse", {"config": config})
+
+    async def _model_statistics(self, request: Any, context: Any) -> Any:
+        """Of one model, or of all when no name is given."""
+        models = [self._named(request.name, request.version)] if request.name else list(self._models)
+        return _from_json("ModelStatisticsResponse", {"model_stats": [model.statistics() for model in models]})
+
+    async def _repository_index(self, request: Any, context: Any) -> Any:
+        return _from_json("RepositoryIndexResponse", {"models": self._repository().index(ready=request.ready)})
+
+    async def _repository_load(self, request: Any, context: Any) -> Any:
+        repository_parameters(request.parameters)
+        await self._repository().load(request.model_name)
+        return _Empty()
+
+    async def _repository_unload(self, request: Any, context: Any) -> Any:
+        repository_parameters(request.parameters)
+        await self._repository().unload(request.model_name)
+        return _Empty()
+
+    def _repository(self) -> Repository:
+        if self._models_on_disk is None:
+            raise RequestError(NOT_OFFERED, status=501, reason="not_offered")
+        return self._models_on_disk
+
+    async def _memory_status(self, request: Any, context: Any) -> Any:
+        regions = self._memory.status(request.name or None)
+        response = message_class("SystemSharedMemoryStatusResponse")()
+        for region in regions:
+            response.regions[region["name"]].MergeFrom(type(response).RegionStatus(**region))
+        return response
+
+    async def _memory_register(self, request: Any, context: Any) -> Any:
+        self._memory.register(request.name, request.key, request.offset, request.byte_size)
+        return _Empty()
+
+    async def _memory_unregister(self, request: Any, context: Any) -> Any:
+        self._memory.unregister(request.name or None)
+        return _Empty()
+
+    def _named(self, name: str, version: str) -> ServedModel:
+        return self._models.get(name, version or None)
+
+
+def _deadline(remaining: float | None, timeout: float | None) -> float | None:
+    """When the answer is of no more use, by time.monotonic(): the call's deadline or the request's timeout."""
+    given = [seconds for seconds in (remaining, timeout) if seconds is not None]
+    return time.monotonic() + min(given) if given else None
+
+
+def _from_json(name: str, value: dict[str, Any]) -> Any:
+    """The message that a body of the HTTP protocol is; what HTTP adds to Triton's fields is left out."""
+    return ParseDict(value, message_class(name)(), ignore_unknown_fields=True)
+
+
+async def _nothing(request: Any, context: Any) -> Any:
+    return _Empty()
+
+
+def _not_offered(what: str) -> Call:
+    async def refuse(request: Any, context: Any) -> Any:
+        raise RequestError(what, status=501, reason="not_offered")
+
+    return refuse

@@ -1,0 +1,231 @@
+"""The ASGI application. POST routes that run a model are dispatched by hand; everything else is Starlette's.
+
+A request that runs a model passes `App._run`, which alone counts it, times it, and turns an exception into a reply.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+from starlette.types import Message, Receive, Scope, Send
+
+from vitx.runtimes.session import Float32Array
+from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import (
+    CONNECTION,
+    Answer,
+    ClientGone,
+    Reply,
+    Start,
+    compressed,
+    error_reply,
+    header,
+    read_body,
+    reply_with,
+    send_reply,
+    unless_gone,
+)
+from vitx.serve.http.classify import Classifier
+from vitx.serve.http.decode import Decoder
+from vitx.serve.http.encoding import WORTH_ENCODING
+from vitx.serve.http.head_cache import DirectProtocol, remember
+from vitx.serve.http.routes import other_routes
+from vitx.serve.limits import Limits
+from vitx.serve.models.repository import Repository
+from vitx.serve.models.served_model import Generation, ModelSet, ServedModel
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.observe.request_record import CURRENT
+from vitx.serve.protocol.infer import (
+    HEADER_LENGTH,
+    InferRequest,
+    decode_infer_request,
+    encode_infer_response,
+    header_length,
+)
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+ACCEPT_ENCODING = b"accept-encoding"
+Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+
+_log = logging.getLogger("vitx.serve")
+
+
+class App:
+    """The server's routes over a set of models. `active` is the number of requests that run a model right now."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        decoder: Decoder,
+        limits: Limits,
+        metrics: Metrics,
+        memory: SharedMemory,
+        repository: Repository | None = None,
+    ) -> None:
+        """With a repository, models can be loaded and unloaded over HTTP."""
+        self._models = models
+        self._limits = limits
+        self._metrics = metrics
+        self._memory = memory
+        self._classify = Classifier(models, decoder, limits, metrics, partial(self._remember, "classify"))
+        self._other = other_routes(models, limits, metrics, memory, repository)
+        self._compressing: set[asyncio.Task[Reply]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.active = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = self._find(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            await self._other(scope, receive, self._counted(scope, send))
+        elif scope["method"] == "POST":
+            await self._run(*found, scope, receive, send)
+        else:
+            error = RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
+            self._metrics.answer(found[0], error.status)
+            await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
+
+    async def idle(self) -> None:
+        """Return once no request runs a model."""
+        await self._idle.wait()
+
+    def _find(self, path: str) -> tuple[str, Handler] | None:
+        """The name and handler of a route that runs a model."""
+        if path == "/v1/classify":
+            return "classify", self._classify
+        parts = path.split("/")
+        if parts[:3] != ["", "v2", "models"] or parts[-1] != "infer":
+            return None
+        if len(parts) == 5 or (len(parts) == 7 and parts[4] == "versions"):
+            return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else None)
+        return None
+
+    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
+        started = time.monotonic()
+        self._models.get(name, version)  # before the body is read
+        body = await read_body(scope, receive, self._limits.body_bytes)
+        length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
+        model, request, deadline = self._understood(name, version, length, body, started)
+        if CURRENT.get() is None:  # else somebody wants to know of each request
+            self._remember("infer", scope, partial(self._start_infer, name, version, length))
+        work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
+        return self._logits_reply(await unless_gone(scope, work), request, model)
+
+    def _understood(
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float
+    ) -> tuple[ServedModel, InferRequest, float | None]:
+        """The model, the request and its deadline; `length` is that of the JSON before the tensor."""
+        model = self._models.get(name, version)
+        request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
+        return model, request, None if request.timeout is None else started + request.timeout
+
+    def _logits_reply(self, logits: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
+        labels = model.bundle.manifest.labels
+        reply, json_length = encode_infer_response(logits, request, model.contract, labels, self._memory)
+        if json_length is None:
+            return Reply(reply)
+        headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
+        return Reply(reply, content_type=b"application/octet-stream", headers=headers)
+
+    def _start_infer(
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float, answer: Answer
+    ) -> Callable[[], object]:
+        """`_infer` without a task; see `Start`."""
+        model, request, deadline = self._understood(name, version, length, body, started)
+        on_logits = reply_with(partial(self._logits_reply, request=request, model=model), answer)
+        batcher = model.batcher
+        return batcher.begin(request.images, on_logits, priority=request.priority, deadline=deadline).take_back
+
+    def _remember(self, route: str, scope: Scope, start: Start) -> None:
+        """From now on answer what comes with the head of this request by `start`."""
+        remember(scope, partial(self._begin, route, scope["path"], header(scope, ACCEPT_ENCODING), start))
+
+    def _begin(
+        self, route: str, path: str, accepted: str | None, start: Start, connection: DirectProtocol, body: bytes
+    ) -> Callable[[], None] | None:
+        """`_run` without a task, for a head that is known; return what gives the request up."""
+        started = time.monotonic()
+        generation = self._enter()
+
+        def answer(reply: Reply | Exception) -> None:
+            whole = self._failed(reply, path) if isinstance(reply, Exception) else reply
+            if accepted is None or len(whole.body) < WORTH_ENCODING:
+                finish(whole)
+                return
+            connection.on_lost = None
+            task = asyncio.create_task(compressed(whole, accepted))
+            self._compressing.add(task)  # the loop itself does not hold it
+            task.add_done_callback(self._compressing.discard)
+            task.add_done_callback(lambda done: finish(done.result()))
+
+        def finish(whole: Reply) -> None:
+            self._metrics.answer(route, whole.status, time.monotonic() - started)
+            connection.reply(whole, close=self._models.draining or self._models.leaving)
+            self._leave(generation)
+
+        def give_up() -> None:
+            take_back()
+            self._metrics.reject("disconnected")
+            self._leave(generation)
+
+        try:
+            take_back = start(body, started, answer)
+        except Exception as failure:  # noqa: BLE001 - the edge of one request
+            answer(failure)
+            return None
+        return give_up
+
+    async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.perf_counter()
+        generation = self._enter()
+        try:
+            reply = await compressed(await self._reply(handler, scope, receive), header(scope, ACCEPT_ENCODING))
+            self._metrics.answer(route, reply.status, time.perf_counter() - started)
+            await send_reply(send, reply, close=self._models.draining or self._models.leaving)
+        except ClientGone:
+            if not scope[CONNECTION].slow:  # that has been counted
+                self._metrics.reject("disconnected")
+        finally:
+            self._leave(generation)
+
+    def _enter(self) -> Generation:
+        self.active += 1
+        self._idle.clear()
+        return self._models.enter()
+
+    def _leave(self, generation: Generation) -> None:
+        generation.leave()
+        self.active -= 1
+        if not self.active:
+            self._idle.set()
+
+    async def _reply(self, handler: Handler, scope: Scope, receive: Receive) -> Reply:
+        try:
+            return await handler(scope, receive)
+        except ClientGone:
+            raise
+        except Exception as error:  # noqa: BLE001 - the edge of one request: the others must not feel it
+            return self._failed(error, scope["path"])
+
+    def _failed(self, error: Exception, what: str) -> Reply:
+        """The reply to a request that was refused or went wrong."""
+        if not isinstance(error, RequestError):
+            _log.error("internal error while answering %s", what, exc_info=error)
+            error = RequestError("internal error: see the server's log", status=500)
+        else:
+            self._metrics.reject(error.reason)
+        return error_reply(error)
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        """`send` that counts the reply under the name of the endpoint which gave it."""
+
+        async def counting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = scope.get("endpoint")
+                self._metrics.answer(getattr(endpoint, "__name__", "other"), message["status"])
+            await send(message)
+
+        return counting

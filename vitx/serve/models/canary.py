@@ -1,0 +1,98 @@
+"""A few fixed images whose logits are known: asked for again and again, they tell when a model no longer is itself."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed
+from vitx.core.preprocess import UInt8Array
+from vitx.core.tolerance import SHARE_OF_STD
+from vitx.runtimes.session import Float32Array, Session, image_shape
+from vitx.serve.observe.metrics import Metrics
+
+IMAGES = 4
+_PATCHES = 4  # a side: an image is this many random colours, blurred, and not noise, which no model was made for
+_SHARE_OF_STD = 1e-3  # what float32 may err by where no certificate says it, in standard deviations of the logits
+
+
+def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
+    """Return uint8 (count, *shape): the same images on every machine, for ever."""
+    height, width, channels = shape
+    colours = np.random.default_rng(0).integers(0, 256, (count, _PATCHES + 1, _PATCHES + 1, channels))
+    rows, columns = (np.linspace(0, _PATCHES, side, endpoint=False) for side in (height, width))
+    top, left = rows.astype(int), columns.astype(int)
+    down, right = (rows - top)[:, None, None], (columns - left)[None, :, None]
+    upper = colours[:, top][:, :, left] * (1 - right) + colours[:, top][:, :, left + 1] * right
+    lower = colours[:, top + 1][:, :, left] * (1 - right) + colours[:, top + 1][:, :, left + 1] * right
+    return np.asarray(upper * (1 - down) + lower * down, dtype=np.uint8)
+
+
+class Canary:
+    """What a freshly loaded, certified session answers to fixed images, and where it ran."""
+
+    def __init__(self, bundle: Bundle, certificate: Certificate | None, session: Session, max_batch: int) -> None:
+        """Ask the session; raise CheckFailed when its answers are not finite or depend on the size of the batch."""
+        self._session = session
+        self._images = canary_images(image_shape(bundle), min(IMAGES, max_batch))
+        self._provider = session.describe()["provider"]
+        self._logits = session.infer(self._images)
+        if not np.isfinite(self._logits).all():
+            raise CheckFailed(f"the canary batch of {bundle.path} has logits that are not finite")
+        if certificate is not None:
+            self._allowed = certificate.max_logit_error_allowed
+        else:
+            share = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD)
+            self._allowed = share * float(self._logits.std())
+        alone = session.infer(self._images[:1])
+        # Each of the two may be off by what is allowed.
+        if (moved := _largest(alone - self._logits[:1])) > 2 * self._allowed:
+            raise CheckFailed(
+                f"the canary image of {bundle.path} has logits that move by {moved:.3g} with its neighbours in the "
+                f"batch: at most {2 * self._allowed:.3g} is allowed"
+            )
+
+    def fault(self) -> str | None:
+        """Ask again; say what is wrong, None when all is as it was."""
+        try:
+            logits = self._session.infer(self._images)
+            provider = self._session.describe()["provider"]
+        except Exception as error:  # noqa: BLE001 - whatever the runtime raises is the finding
+            return f"the canary batch failed: {error}"
+        if provider != self._provider:
+            return f"the provider is {provider} and was {self._provider}"
+        drift = _largest(logits - self._logits)
+        if not drift <= self._allowed:
+            return f"logits of the canary batch moved by {drift:.3g}: at most {self._allowed:.3g} is allowed"
+        return None
+
+
+class Watched(Protocol):
+    """A model with a canary; `fault` is None while it is itself."""
+
+    @property
+    def key(self) -> tuple[str, str]: ...
+    @property
+    def canary(self) -> Canary: ...
+
+    fault: str | None
+
+
+async def replay_once(models: Iterable[Watched], metrics: Metrics) -> None:
+    """Ask every model's canary, one after another, and note what it says."""
+    for model in list(models):
+        fault = await asyncio.to_thread(model.canary.fault)
+        metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()
+        if fault is not None and model.fault is None:
+            log(f"vitx: model '{model.key[0]}' version {model.key[1]} is not ready: {fault}")
+        elif fault is None and model.fault is not None:
+            log(f"vitx: model '{model.key[0]}' version {model.key[1]} is ready again")
+        model.fault = fault
+
+
+def _largest(difference: Float32Array) -> float:
+    return float(np.abs(difference).max())

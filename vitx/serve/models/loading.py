@@ -1,0 +1,89 @@
+"""From a folder to a model that may be switched to: hashes, certificate, contract, warm-up, canary, latency curve."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.machine import local_gpus
+from vitx.core.tensorrt_plan import Profile
+from vitx.runtimes.session import Device
+from vitx.serve.limits import Batching
+from vitx.serve.models.canary import Canary
+from vitx.serve.models.instances import tuned_setting
+from vitx.serve.models.offer import ModelKey, Offer, WarmModel, key_text
+from vitx.serve.models.served_model import load_warm
+from vitx.serve.models.warm_up import starting_curve
+from vitx.serve.protocol.infer import FIRST_VERSION
+
+
+@dataclass(frozen=True)
+class Loader:
+    """How bundles are loaded. Instances and threads that are None come from `vitx bench --tune`, if it ran here."""
+
+    batching: Batching
+    device: Device = "auto"
+    runtime: str = "onnxruntime"
+    instances: int | None = None
+    threads: int | None = None
+    allow_uncertified: bool = False
+
+    def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
+        """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
+        bundle = Bundle.open(path)
+        bundle.latency_file()  # carries its own digest
+        name = bundle.manifest.name
+        if key is not None and key[0] != name:
+            raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
+        certificate = _certificate(bundle, allow_uncertified=self.allow_uncertified)
+        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1])
+
+    def warm(self, offer: Offer) -> WarmModel:
+        """Load a model and run it: this computes. Raises InputError or CheckFailed for one that breaks its promises."""
+        instances, threads = self._setting(offer.bundle)
+        batching = replace(self.batching, instances=instances)
+        session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=self.runtime)
+        profiles: Sequence[Profile] = getattr(session, "profiles", ())  # TensorRT's sessions alone have some
+        batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in profiles})))
+        canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
+        return WarmModel(offer, session, batching, starting_curve(offer.bundle, session, batching), canary)
+
+    def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
+        """(instances, threads): what was asked for; where nothing was, what was found best on this machine."""
+        on_cpu = self.device == "cpu" or (self.device == "auto" and not local_gpus())
+        if not on_cpu or self.instances is not None or self.threads is not None:
+            return self.instances or 1, self.threads
+        tuned = tuned_setting(bundle)
+        return (tuned.instances, tuned.threads) if tuned else (1, None)
+
+
+def open_offers(
+    paths: Sequence[Path], found: Mapping[ModelKey, Path] | None = None, *, allow_uncertified: bool
+) -> list[Offer]:
+    """Open and verify bundles and their certificates; raise InputError or CheckFailed.
+
+    `paths` are models of one version; `found` those of a repository, which says the names and versions.
+    """
+    if not paths and not found:
+        raise InputError("no bundle to serve: give one, or a --repository that has some")
+    loader = Loader(Batching(), allow_uncertified=allow_uncertified)
+    offers: dict[ModelKey, Offer] = {}
+    for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
+        offer = loader.verify(path, key)
+        if offer.key in offers:
+            raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
+        offers[offer.key] = offer
+    return list(offers.values())
+
+
+def _certificate(bundle: Bundle, *, allow_uncertified: bool) -> Certificate | None:
+    try:
+        return bundle.require_certificate()
+    except CheckFailed as refusal:
+        if not allow_uncertified:
+            raise
+        log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
+        return None

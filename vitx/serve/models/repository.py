@@ -1,0 +1,234 @@
+"""Bundles on disk by the names of their models: listed, loaded beside the running server, switched to, unloaded."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, InputError, VitxError
+from vitx.serve.errors import RequestError, unavailable
+from vitx.serve.models.loading import Loader
+from vitx.serve.models.offer import ModelKey, WarmModel, key_text
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.protocol.infer import FIRST_VERSION, Contract
+
+SUFFIX = ".vitx"
+Signature = tuple[tuple[int, int, int], ...]
+
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_log = logging.getLogger("vitx.serve")
+
+
+def bundles_in(folder: Path) -> dict[ModelKey, Path]:
+    """The bundles of a repository folder, by name and version: NAME.vitx, which is version 1, and NAME/VERSION.
+
+    As in Triton a version is a whole number without leading zeros, and folders of other names are ignored. Raises
+    InputError if it is no folder, and when two bundles are the same version.
+    """
+    if not folder.is_dir():
+        raise InputError(f"no model repository at '{folder}': expected a folder with bundles NAME{SUFFIX}")
+    found = [((path.name.removesuffix(SUFFIX), FIRST_VERSION), path) for path in folder.glob(f"[!.]*{SUFFIX}")]
+    found += [
+        ((path.parent.name, path.name), path) for path in folder.glob("[!.]*/[1-9]*") if _VERSION.fullmatch(path.name)
+    ]
+    bundles: dict[ModelKey, Path] = {}
+    for key, path in found:
+        if not (path / MANIFEST).is_file():
+            continue
+        if key in bundles:
+            raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
+        bundles[key] = path
+    return {key: bundles[key] for key in sorted(bundles, key=_in_order)}
+
+
+def _in_order(key: ModelKey) -> tuple[str, int]:
+    return key[0], int(key[1])
+
+
+class Repository:
+    """The models that a server may load: bundles given by path, and those of a folder, which may come later."""
+
+    def __init__(
+        self,
+        models: ModelSet,
+        loader: Loader,
+        metrics: Metrics,
+        *,
+        given: Mapping[ModelKey, Path],
+        folder: Path | None = None,
+        retire_seconds: float = 30.0,
+    ) -> None:
+        """`given`: bundles beside the folder. `retire_seconds`: how long a replaced model waits for slow clients."""
+        self._models = models
+        self._loader = loader
+        self._metrics = metrics
+        self._given = dict(given)
+        self._folder = folder
+        self._retire_seconds = retire_seconds
+        self._refusals: dict[ModelKey, str] = {}
+        self._busy = asyncio.Lock()
+
+    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+        """Triton's repository index: name, version, state, reason; with `ready` only of models that are served."""
+        entries = []
+        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_in_order):
+            served = key in self._models
+            reason = self._refusals.get(key, "" if served else "unloaded")
+            state = "READY" if served else "UNAVAILABLE"
+            entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
+        return [entry for entry in entries if entry["state"] == "READY" or not ready]
+
+    async def load(self, name: str) -> None:
+        """Load every version of a model and switch to it; what runs stays until then.
+
+        Then the versions that are gone from the disk end. Raises RequestError: 404 for a name without a bundle, 400
+        with the reason for a bundle that is refused; versions before it were switched to.
+        """
+        async with self._busy:
+            try:
+                paths = {key: path for key, path in self._bundles().items() if key[0] == name}
+            except (InputError, OSError) as error:
+                raise self._refused((name, FIRST_VERSION), error) from error
+            if not paths:
+                raise _unknown(name)
+            for key, path in paths.items():
+                await self._load_one(key, path)
+            for version in self._models.versions(name):
+                if (name, version) not in paths:
+                    self._remove((name, version))
+
+    async def unload(self, name: str) -> None:
+        """Serve no version of a model any longer, once its requests are answered; raise RequestError 404 if none is."""
+        async with self._busy:
+            versions = self._models.versions(name)
+            if not versions:
+                raise _unknown(name)
+            for version in versions:
+                self._remove((name, version))
+
+    async def _load_one(self, key: ModelKey, path: Path) -> None:
+        try:
+            warm = await asyncio.to_thread(self._prepare, key, path)
+        except Exception as error:  # the edge of one load: the server and its model go on
+            raise self._refused(key, error) from error
+        if self._models.draining:
+            raise unavailable("the server is shutting down", "draining")
+        self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
+        self._refusals.pop(key, None)
+        self._metrics.loads.labels(*key, "loaded").inc()
+        log(f"vitx: model {key_text(key)} loaded from {warm.offer.bundle.path}")
+
+    def _remove(self, key: ModelKey) -> None:
+        self._models.remove(key, self._retire_seconds)
+        self._metrics.remove_model(key)
+        self._refusals.pop(key, None)
+        log(f"vitx: model {key_text(key)} unloaded")
+
+    async def load_all(self) -> None:
+        """Load every served model again; what is refused is logged and keeps its old model."""
+        for name in self._models.names:
+            with suppress(RequestError):  # `load` has logged and counted it
+                await self.load(name)
+
+    async def watch(self, seconds: float) -> None:
+        """Load what changes on disk, for ever: the bundles that are served, and every one in the folder.
+
+        A bundle counts as changed when its manifest or its certificate is another file, and as complete when it
+        looked the same twice, `seconds` apart. One that vanishes stays in service.
+        """
+        loaded = await asyncio.to_thread(self._signatures)
+        before = loaded
+        while True:
+            await asyncio.sleep(seconds)
+            now = await asyncio.to_thread(self._signatures)
+            changed = [key for key, state in now.items() if state == before.get(key) and state != loaded.get(key)]
+            before = now
+            loaded |= {key: now[key] for key in changed}
+            for key in changed:
+                await self._load_changed(key)
+
+    async def _load_changed(self, key: ModelKey) -> None:
+        async with self._busy:
+            if (path := self._seen().get(key)) is not None:
+                with suppress(RequestError):
+                    await self._load_one(key, path)
+
+    def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
+        """On a thread: everything that can be refused."""
+        path = path.resolve()  # a link that is moved meanwhile does not lead us elsewhere
+        before = _signature(path)
+        offer = self._loader.verify(path, key)
+        if (served := self._models.loaded(key)) is not None:
+            check_contract(served.bundle, offer.bundle)
+        warm = self._loader.warm(offer)
+        if _signature(path) != before:
+            raise CheckFailed(f"{path} was replaced while it was loaded: load it again")
+        return warm
+
+    def _refused(self, key: ModelKey, error: Exception) -> RequestError:
+        if not isinstance(error, VitxError):
+            _log.exception("loading %s failed", key_text(key))
+        self._refusals[key] = text = str(error) or type(error).__name__
+        self._metrics.loads.labels(*key, "refused").inc()
+        stays = "; the model that runs stays" if key in self._models else ""
+        log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
+        return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
+
+    def _bundles(self) -> dict[ModelKey, Path]:
+        return {**({} if self._folder is None else bundles_in(self._folder)), **self._given}
+
+    def _seen(self) -> dict[ModelKey, Path]:
+        """As `_bundles`, also while the folder is gone, perhaps for a moment."""
+        try:
+            return self._bundles()
+        except (InputError, OSError):
+            return self._given
+
+    def _signatures(self) -> dict[ModelKey, Signature]:
+        """Of every bundle that is there, whole enough to be one."""
+        return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
+
+
+def _signature(path: Path) -> Signature | None:
+    """What changes when a bundle is replaced: two calls of the file system, whatever its size. None: no bundle."""
+    found = []
+    for name in (MANIFEST, CERTIFICATE):
+        try:
+            file = (path / name).stat()
+        except OSError:
+            continue
+        found.append((file.st_ino, file.st_mtime_ns, file.st_size))
+    return tuple(found) or None
+
+
+def check_contract(old: Bundle, new: Bundle) -> None:
+    """Raise CheckFailed if clients of the old bundle would be refused or misled by the new one."""
+    was, now = Contract.of(old.manifest), Contract.of(new.manifest)
+    for what, before, after in (
+        ("tensors", was, now),
+        ("labels", old.manifest.labels, new.manifest.labels),
+    ):
+        if before != after:
+            raise CheckFailed(
+                f"the {what} of {new.path} are not those of the model that runs: unload that one first, or give this "
+                "one another name"
+            )
+
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(f"model '{name[:80]}' is not in the repository", status=404, reason="unknown_model")
+
+
+def repository_parameters(given: Mapping[str, Any]) -> None:
+    """Raise RequestError 400 for parameters of a load or unload; Triton's clients send one that says nothing here."""
+    if unknown := sorted(given.keys() - {"unload_dependents"}):
+        raise RequestError(f"parameter '{unknown[0][:80]}' is not offered: a bundle is loaded as it is on disk")
+
+
+NOT_OFFERED = "the model repository is not offered: start the server with --management"

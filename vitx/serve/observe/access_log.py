@@ -1,0 +1,111 @@
+"""The access log: one JSON object a line and request, written by a thread of its own."""
+
+import json
+import os
+import re
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, BinaryIO
+
+from vitx.core.console import log
+from vitx.core.errors import InputError
+from vitx.serve.observe.request_record import RequestRecord
+
+_WAITING = 65_536  # lines; beyond, a disk that stands still costs lines and not memory
+_LINES_A_WRITE = 256
+_ID = re.compile(r"[!-~]{1,128}")
+CLIENT_GONE = 499  # as nginx writes it: nobody waited for the answer
+_PATH_LENGTH = 200
+
+Entry = dict[str, Any]
+
+
+class AccessLog:
+    """Lines for a file, or for standard output when the target is "-"."""
+
+    def __init__(self, target: str) -> None:
+        """Open the file to append to it; raise InputError if that cannot be done."""
+        self._target = target
+        try:
+            self._file = self._open()
+        except OSError as error:
+            raise InputError(f"cannot write the access log '{target}': {error.strerror}") from None
+        self._entries: SimpleQueue[Entry | str] = SimpleQueue()  # or the name of an order
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._work, name="access-log", daemon=True)
+        self._thread.start()
+
+    def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
+        """Write what is known of a request that has ended."""
+        if self._entries.qsize() >= _WAITING:
+            self._dropped += 1
+            return
+        entry = {"time": time.time(), "id": record.id, "method": method, "path": path[:_PATH_LENGTH], "status": status}
+        times = {"total": seconds, "decode": record.decode, "queue": record.queue, "compute": record.compute}
+        entry |= {f"{name}_ms": round(1e3 * value, 3) for name, value in times.items() if value is not None}
+        if record.model is not None:
+            entry |= {"model": record.model, "images": record.images}
+        if self._dropped:
+            entry["lines_dropped"], self._dropped = self._dropped, 0
+        self._entries.put(entry)
+
+    def reopen(self) -> None:
+        """Begin a new file of the same name, after the old one was moved away."""
+        self._entries.put("reopen")
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._entries.put("close")
+        self._thread.join(5)
+
+    def _open(self) -> BinaryIO:
+        """Unbuffered: the lines of one write stay together, also when several workers have the file open."""
+        return sys.stdout.buffer if self._target == "-" else Path(self._target).open("ab", buffering=0)
+
+    def _work(self) -> None:
+        while True:
+            entries = [self._entries.get()]
+            with suppress(Empty):
+                while len(entries) < _LINES_A_WRITE and isinstance(entries[-1], dict):
+                    entries.append(self._entries.get_nowait())
+            order = entries.pop() if isinstance(entries[-1], str) else None
+            self._write_lines([entry for entry in entries if isinstance(entry, dict)])
+            if order == "reopen":
+                self._reopen()
+            elif order == "close":
+                if self._target != "-":
+                    self._file.close()
+                return
+
+    def _write_lines(self, entries: list[Entry]) -> None:
+        try:
+            self._file.write(b"".join(_line(entry) for entry in entries))
+            self._file.flush()
+        except OSError as error:
+            log(f"vitx: cannot write the access log '{self._target}': {error.strerror}")
+
+    def _reopen(self) -> None:
+        if self._target == "-":
+            return
+        try:
+            fresh = self._open()
+        except OSError as error:
+            log(f"vitx: the access log stays in the old file: cannot open '{self._target}': {error.strerror}")
+            return
+        self._file.close()
+        self._file = fresh
+
+
+def request_id(given: str | None) -> str:
+    """The client's id if it is 1 to 128 visible ASCII characters, else a new one."""
+    return given if given is not None and _ID.fullmatch(given) else os.urandom(16).hex()
+
+
+def _line(entry: Entry) -> bytes:
+    moment = datetime.fromtimestamp(entry["time"], UTC).isoformat(timespec="milliseconds")
+    return json.dumps({**entry, "time": moment}).encode() + b"\n"

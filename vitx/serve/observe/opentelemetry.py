@@ -1,0 +1,78 @@
+"""OpenTelemetry traces over OTLP/HTTP: a span a request, and under it what it spent its time on.
+
+A request's spans are made when it has ended, from the times that its record has: nothing of this runs before, and no
+context is kept meanwhile. The parent is the client's `traceparent` (W3C Trace Context), which also says whether the
+request is sampled; without one every request is, unless OTEL_TRACES_SAMPLER says otherwise.
+"""
+
+import time
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from vitx import __version__
+from vitx.core.errors import InputError
+from vitx.serve.observe.request_record import RequestRecord
+
+_EXPORT_SECONDS = 5.0  # for one batch of spans; a collector that is gone costs spans, not the server's end
+_PATH = "/v1/traces"
+
+
+class Tracing:
+    """Sends the spans of requests to a collector, on a thread of its own; at most 2,048 wait there."""
+
+    def __init__(self, endpoint: str) -> None:
+        """`endpoint` is the collector's base URL, or that of its traces; raise InputError if it is none of HTTP."""
+        parts = urlsplit(endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InputError(f"'{endpoint}' is no OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
+        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
+        resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_SECONDS)))
+        self._tracer = self._provider.get_tracer("vitx.serve", __version__)
+        self._context = TraceContextTextMapPropagator()
+
+    def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
+        """Make the spans of a request that ends now, and took so many seconds."""
+        now = time.monotonic()
+        epoch = time.time_ns() - round(1e9 * now)  # of the monotonic clock, in the spans' time
+
+        def at(moment: float) -> int:
+            return epoch + round(1e9 * moment)
+
+        given = {"traceparent": record.traceparent, "tracestate": record.tracestate}
+        span = self._tracer.start_span(
+            # Of what no model answered the path is the client's invention: one name for each of them is too many.
+            f"{method} {path}" if record.model is not None else method,
+            self._context.extract({name: value for name, value in given.items() if value}),
+            SpanKind.SERVER,
+            start_time=at(now - seconds),
+        )
+        if span.is_recording():
+            _describe(span, record, method, path, status)
+            inside = set_span_in_context(span)
+            for name, started, ended in record.phases():
+                self._tracer.start_span(name, inside, start_time=at(started)).end(at(ended))
+        span.end(at(now))
+
+    def close(self) -> None:
+        """Send what waits."""
+        self._provider.shutdown()
+
+
+def _describe(span: Span, record: RequestRecord, method: str, path: str, status: int) -> None:
+    if method == "gRPC":
+        span.set_attributes({"rpc.system": "grpc", "rpc.method": path.removeprefix("grpc.")})
+    else:
+        span.set_attributes({"http.request.method": method, "url.path": path[:200]})
+    span.set_attributes({"http.response.status_code": status, "vitx.request_id": record.id})
+    if record.model is not None:
+        span.set_attributes({"vitx.model": record.model, "vitx.images": record.images})
+    if status >= 500:
+        span.set_status(Status(StatusCode.ERROR))

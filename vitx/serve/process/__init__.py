@@ -1,0 +1,1 @@
+"""Processes of the server: one, several on a port, replicas on Ray."""

@@ -1,0 +1,376 @@
+"""One server process: claim the port, load and warm the models, serve, drain on a signal, stop on a second one."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import uvicorn
+from PIL import Image
+from starlette.types import ASGIApp
+
+from vitx.core.console import log
+from vitx.core.errors import InputError, missing_package
+from vitx.runtimes.session import Device
+from vitx.serve.http.app import App
+from vitx.serve.http.connection import HttpProtocol
+from vitx.serve.http.decode import Decoder
+from vitx.serve.http.guarded import Guarded
+from vitx.serve.http.head_cache import direct_protocol
+from vitx.serve.http.observed import Observed
+from vitx.serve.limits import Batching, Limits
+from vitx.serve.models.canary import replay_once
+from vitx.serve.models.loading import Loader, open_offers
+from vitx.serve.models.offer import Offer
+from vitx.serve.models.repository import Repository, bundles_in
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.observe.access_log import AccessLog
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.process.port import claim_port, url_of
+from vitx.serve.process.shared_repository import SharedRepository
+from vitx.serve.process.siblings import Siblings, starting, unloaded
+from vitx.serve.process.supervisor import WorkerLink, worker_link
+from vitx.serve.process.worker_metrics import QUESTION, gather
+from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.security import Security, Tokens, read_pem
+
+if TYPE_CHECKING:
+    from vitx.serve.grpc.server import GrpcServer
+    from vitx.serve.observe.opentelemetry import Tracing
+
+_KEEP_ALIVE_SECONDS = 75  # longer than the clients' pools keep a connection, so that they close it, not we
+# What a worker that leaves gives the clients of open connections to come back once more, and be told to close.
+_LINGER_SECONDS = 2.0
+_WATCH_SECONDS = 1.0  # between two looks at the bundles on disk
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What `vitx serve` was asked for. Port 0 means any free port; `shared_memory` trusts whoever reaches the port.
+
+    instances and threads: None takes what `vitx bench --tune` found for this machine. canary_seconds: 0 for never.
+    access_log: a file, or "-" for standard output. otlp_endpoint: the URL of an OpenTelemetry collector.
+    """
+
+    bundles: Sequence[Path]
+    repository: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    grpc_port: int | None = None  # None: no gRPC
+    shared_memory: bool = False
+    device: Device = "auto"
+    runtime: str = "onnxruntime"
+    instances: int | None = None
+    threads: int | None = None
+    allow_uncertified: bool = False
+    management: bool = False
+    watch: bool = False
+    canary_seconds: float = 30.0
+    access_log: str | None = None
+    otlp_endpoint: str | None = None
+    security: Security = field(default_factory=Security)
+    batching: Batching = field(default_factory=Batching)
+    limits: Limits = field(default_factory=Limits)
+
+
+def serve(options: ServerOptions) -> None:
+    """Serve until a signal comes; as a worker, on its parent's socket.
+
+    Raises EnvironmentMissing when the port cannot be had, InputError for a bundle that is broken or named like
+    another one, CheckFailed for one whose certificate does not allow it; all before a model is loaded.
+    """
+    if options.management and options.security.management_token_file is None:
+        raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
+    Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone, before an image is decoded
+    link = worker_link()
+    with claim_port(options.host, options.port) if link is None else link.listener as listener:
+        held = None if link is None else starting(link.folder)
+        found = {} if options.repository is None else bundles_in(options.repository)
+        offers = open_offers(options.bundles, found, allow_uncertified=options.allow_uncertified)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(Server(options, offers, listener, link, held).run())
+
+
+class Server:
+    """Runs one application on one listening socket until a signal comes."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        offers: Sequence[Offer],
+        listener: socket.socket,
+        link: WorkerLink | None = None,
+        held: IO[str] | None = None,
+    ) -> None:
+        """As a worker it has a `link`, and ends what is `held` when its models are loaded."""
+        self._options = options
+        gone = unloaded(link.folder) if link is not None else set()
+        self._offers = [offer for offer in offers if offer.bundle.manifest.name not in gone]
+        self._held = held
+        self._listener = listener
+        self._link = link
+        self._metrics = Metrics()
+        self._models = ModelSet(offer.key for offer in self._offers)
+        self._memory = SharedMemory(enabled=options.shared_memory)
+        self._tokens = Tokens.read(options.security)
+        self._pem = read_pem(options.security)
+        self._access_log = None if options.access_log is None else AccessLog(options.access_log)
+        self._tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
+        self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
+        self._loader = Loader(
+            batching=options.batching,
+            device=options.device,
+            runtime=options.runtime,
+            instances=options.instances,
+            threads=options.threads,
+            allow_uncertified=options.allow_uncertified,
+        )
+        given = {Path(path) for path in options.bundles}
+        self._siblings = None if link is None else Siblings(link.folder, link.index)
+        kind = Repository if self._siblings is None else partial(SharedRepository, siblings=self._siblings)
+        self._repository = kind(
+            self._models,
+            self._loader,
+            self._metrics,
+            given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
+            folder=options.repository,
+            retire_seconds=options.limits.drain_seconds,
+        )
+        self._grpc: GrpcServer | None = None
+        self._draining: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Answer probes at once, load the models, serve, and return when drained. A worker first loads its models."""
+        limits, queue = self._options.limits, self._options.batching.queue
+        limits = replace(limits, images=min(limits.images, queue))  # more could never be queued
+        decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
+        offered = self._repository if self._options.management else None
+        self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered)
+        protocol = direct_protocol(limits, self._metrics.reject)
+        self._uvicorn = _Uvicorn(_uvicorn_config(self._outermost(), protocol, self._options.security))
+        self._uvicorn.config.load()
+        if self._link is None:
+            self._grpc = await self._start_grpc(limits, offered)
+        self._take_signals()
+        if self._link is not None:
+            await self._join_workers(self._link)
+            await self._load()
+            self._grpc = await self._start_grpc(limits, offered)  # from now on calls come
+        serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
+        try:
+            if self._link is None:
+                await self._load()
+            self._announce()
+        except BaseException:
+            self._uvicorn.should_exit = True
+            raise
+        finally:
+            await serving
+            await self._end_tasks()
+            if self._grpc is not None:
+                await self._grpc.stop()
+            if self._siblings is not None:
+                self._siblings.close()
+            decoder.close()
+            self._memory.close()
+            if self._access_log is not None:
+                self._access_log.close()
+            if self._tracing is not None:
+                await asyncio.to_thread(self._tracing.close)
+
+    def _outermost(self) -> ASGIApp:
+        """The application behind what the options put before it."""
+        app: ASGIApp = self._app
+        if self._tokens:
+            app = Guarded(app, self._tokens, self._metrics.reject)
+        return Observed(app, self._observers) if self._observers else app
+
+    async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
+        port = self._options.grpc_port
+        if port is None:
+            return None
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its warnings let a client fill the log
+        try:
+            from vitx.serve.grpc.server import GrpcServer, server_credentials
+        except ModuleNotFoundError as error:
+            raise missing_package(str(error.name), "grpc") from None
+        server = GrpcServer(
+            *(self._models, limits, self._metrics, self._memory),
+            host=self._options.host,
+            port=port if self._link is None else self._link.grpc_port,
+            shared_port=self._link is not None,
+            credentials=server_credentials(self._pem),
+            repository=offered,
+            tokens=self._tokens,
+            observers=self._observers,
+        )
+        await server.start()
+        return server
+
+    async def _join_workers(self, link: WorkerLink) -> None:
+        assert isinstance(self._repository, SharedRepository)
+        assert self._siblings is not None
+        asyncio.get_running_loop().add_reader(link.parent, self._on_parent)
+        await self._siblings.start({QUESTION: self._exposition, **self._repository.answers()})
+        self._metrics.gather = partial(gather, self._siblings)
+
+    async def _exposition(self, text: str) -> bytes:
+        return self._metrics.exposition()
+
+    async def _load(self) -> None:
+        for offer in self._offers:
+            warm = await asyncio.to_thread(self._loader.warm, offer)
+            self._models.switch(ServedModel(warm, self._metrics), 0)
+        if self._held is not None:
+            self._held.close()
+
+    def _announce(self) -> None:
+        """Begin what runs beside the requests, and say that the models are warm."""
+        if self._draining is not None:
+            return
+        if self._options.canary_seconds:
+            self._begin(self._replay_canaries())
+        if self._options.watch:
+            self._begin(self._repository.watch(_WATCH_SECONDS))
+        if self._link is not None:
+            self._link.announce_ready()
+            return
+        print(f"vitx: serving {', '.join(self._models.names)} on {self._url()}", flush=True)
+        if self._grpc is not None:
+            print(f"vitx: gRPC on {self._grpc.address}", flush=True)
+
+    def _url(self) -> str:
+        return url_of(self._listener, tls=self._pem is not None)
+
+    async def _replay_canaries(self) -> None:
+        while True:
+            await asyncio.sleep(self._options.canary_seconds)
+            await replay_once(self._models, self._metrics)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _take_signals(self) -> None:
+        self._on(signal.SIGINT, self._on_signal)
+        self._on(signal.SIGTERM, self._on_signal)
+        if sys.platform != "win32":
+            self._on(signal.SIGHUP, self._on_hangup)
+            self._on(signal.SIGUSR1, self._on_rotated)
+
+    def _on(self, number: int, act: Callable[[int], None]) -> None:
+        loop = asyncio.get_running_loop()
+        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(act, number))
+
+    def _on_signal(self, number: int) -> None:
+        if self._draining is not None:
+            log("vitx: stopped by a second signal")
+            os._exit(128 + number)  # at once: threads that compute cannot be asked
+        if self._link is None:
+            log("vitx: draining; a second signal stops at once")
+        self._start_drain()
+
+    def _on_parent(self) -> None:
+        """The parent never writes: it has closed its side, or is gone."""
+        assert self._link is not None
+        asyncio.get_running_loop().remove_reader(self._link.parent)
+        if self._draining is None:
+            self._start_drain()
+
+    def _on_hangup(self, number: int) -> None:
+        """Load certificate and bundles again."""
+        security = self._options.security
+        if security.tls_cert is not None and self._uvicorn.config.ssl is not None:
+            try:
+                read_pem(security)
+                self._uvicorn.config.ssl.load_cert_chain(security.tls_cert, security.tls_key)
+            except InputError as error:
+                log(f"vitx: the TLS certificate stays: {error}")
+        if self._draining is None:
+            self._begin(self._repository.load_all())
+
+    def _on_rotated(self, number: int) -> None:
+        if self._access_log is not None:
+            self._access_log.reopen()
+
+    def _start_drain(self) -> None:
+        self._draining = asyncio.create_task(self._leave() if self._link is not None else self._drain())
+
+    async def _leave(self) -> None:
+        """As a worker: leave new connections to the others, answer on the open ones and close them; then drain."""
+        self._models.leaving = True
+        for server in getattr(self._uvicorn, "servers", ()):
+            server.close()
+        end = time.monotonic() + _LINGER_SECONDS
+        while self._uvicorn.server_state.connections and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        await self._drain()
+
+    async def _drain(self) -> None:
+        """Let the requests in flight finish, then let the HTTP server end."""
+        self._models.draining = True
+        try:
+            async with asyncio.timeout(self._options.limits.drain_seconds):
+                await self._app.idle()
+                if self._grpc is not None:
+                    await self._grpc.idle()
+                await self._models.close()
+        except TimeoutError:
+            log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
+        self._uvicorn.should_exit = True
+
+
+def _tracing(endpoint: str) -> "Tracing":
+    try:
+        from vitx.serve.observe.opentelemetry import Tracing
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), "otel") from None
+    return Tracing(endpoint)
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Leave the signals alone: uvicorn would end with the signal's status, where a drained server ends with 0."""
+        yield
+
+
+def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], security: Security) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=protocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        log_level="error",  # its warnings let a client fill the log
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        ssl_certfile=security.tls_cert,
+        ssl_keyfile=security.tls_key,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=2,  # what was accepted is done by then
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop

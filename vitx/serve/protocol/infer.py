@@ -1,0 +1,323 @@
+"""Open Inference Protocol v2 over HTTP: one image tensor in, one logits tensor out, as JSON or as raw bytes.
+
+The binary form is Triton's extension: the body is a JSON header of `Inference-Header-Content-Length` bytes and then the
+tensors' bytes (little endian, row major). Sources: KServe's "Open Inference Protocol", Triton's
+docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memory}.md.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from vitx.core.bundle import Manifest
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.session import Float32Array
+from vitx.serve.errors import RequestError, too_large
+from vitx.serve.limits import Limits
+from vitx.serve.protocol.classification import bytes_tensor, classification_texts
+from vitx.serve.protocol.parameters import (
+    REGION_PARAMETERS,
+    Region,
+    RequestedOutput,
+    RequestParameters,
+    expected_bytes,
+    known_parameters,
+    parse_json_object,
+    quoted,
+    request_parameters,
+    requested_output,
+)
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+HEADER_LENGTH = "inference-header-content-length"
+FIRST_VERSION = "1"  # of a bundle that stands alone
+
+# A client sends the same JSON with every request, but for the pixels behind it: so many short ones are kept as read.
+_KNOWN_HEADERS, _SHORT_BYTES = 256, 512
+_NOT_KEPT = (b"shared_memory", b"\\")  # regions come and go; a backslash could spell their name otherwise
+
+EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The tensors of one model. `image_shape` is (S, S, 3), without the batch."""
+
+    model: str
+    input_name: str
+    image_shape: tuple[int, ...]
+    output_name: str
+    classes: int
+    version: str = FIRST_VERSION
+
+    @classmethod
+    def of(cls, manifest: Manifest, version: str = FIRST_VERSION) -> "Contract":
+        shape = tuple(side for side in manifest.input.shape[1:] if side != "N")
+        classes = manifest.model.num_classes
+        return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version)
+
+    def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
+        """The body of `GET /v2/models/NAME`; `versions` are those of the model that are served."""
+        return {
+            "name": self.model,
+            "versions": list(versions),
+            "platform": "onnxruntime_onnx",
+            "inputs": [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
+            "outputs": [{"name": self.output_name, "datatype": "FP32", "shape": [-1, self.classes]}],
+        }
+
+    def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
+        """The body of `GET /v2/models/NAME/config`, of Triton's model configuration extension.
+
+        preferred: the sizes that a full batch has, now.
+        """
+        dims = list(self.image_shape)
+        image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
+        return {
+            "name": self.model,
+            "platform": "onnxruntime_onnx",
+            "backend": "onnxruntime",
+            "max_batch_size": max_batch,
+            "input": [image],
+            "output": [{"name": self.output_name, "data_type": "TYPE_FP32", "dims": [self.classes]}],
+            "dynamic_batching": {"preferred_batch_size": list(preferred)},
+        }
+
+
+@dataclass(slots=True)
+class InferRequest:
+    """A request that keeps the contract; `images` is uint8 (N, S, S, 3), N ≥ 1.
+
+    priority: Triton's, 1 the highest, 0 the default. timeout: seconds. top_k: with 0 the answer is logits, else so many
+    classes an image. region: where the answer goes instead of into the body.
+    """
+
+    images: UInt8Array
+    id: str | None = None
+    binary_output: bool = False
+    priority: int = 0
+    timeout: float | None = None
+    top_k: int = 0
+    region: Region | None = None
+
+
+def header_length(value: str | None, body_length: int) -> int | None:
+    """Return the length of the JSON header; None means that the whole body is JSON."""
+    if value is None:
+        return None
+    length = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else -1
+    if not 0 <= length <= body_length:
+        raise RequestError(
+            f"Inference-Header-Content-Length is '{value[:40]}': expected 0 to {body_length}, the body's length"
+        )
+    return length
+
+
+def decode_infer_request(
+    body: bytes, length: int | None, contract: Contract, limits: Limits, memory: SharedMemory
+) -> InferRequest:
+    """Read the body of an infer request; `length` is that of its JSON header, as `header_length` returns it.
+
+    Raises RequestError: 400 for what breaks the protocol or the contract, 413 for more than `limits.images` rows, and
+    what the shared memory refuses.
+    """
+    if length == 0:  # Triton's raw binary request: nothing but the tensor
+        row = math.prod(contract.image_shape)
+        shape = (max(1, len(body) // row), *contract.image_shape)
+        _check_count(shape[0], limits.images)
+        return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
+    text = body if length is None else body[:length]
+    if length is not None and length <= _SHORT_BYTES and not any(word in text for word in _NOT_KEPT):
+        form = _known_form(text, contract, limits.images, limits.json_depth)
+    else:
+        form = _Form.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
+    rest = memoryview(body)[length:] if length is not None else memoryview(b"")
+    return form.request(rest, contract, memory)
+
+
+def read_infer_request(
+    header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
+) -> InferRequest:
+    """Read a request from its JSON header and the bytes behind it; raises what `decode_infer_request` does."""
+    return _Form.of(header, contract, limits.images, memory).request(rest, contract, memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What the JSON of a request says: all but the pixels, unless they are in its `tensor`."""
+
+    tensor: Mapping[str, Any]
+    shape: tuple[int, ...]
+    size: object  # the input's binary_data_size
+    region: Region | None
+    id: str | None
+    parameters: RequestParameters
+    output: RequestedOutput
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "_Form":
+        tensor = _only_input(header, contract)
+        shape = _image_shape(tensor, contract)
+        _check_count(shape[0], max_images)
+        places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
+        parameters = request_parameters(header)
+        output = requested_output(header, contract, parameters.binary_output, shape[0], memory)
+        size, region = places.get("binary_data_size"), Region.of(places)
+        return cls(tensor, shape, size, region, _request_id(header), parameters, output)
+
+    def request(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> InferRequest:
+        """The request with the bytes `rest` behind its JSON."""
+        parameters, output = self.parameters, self.output
+        images = self._images(rest, contract, memory)
+        return InferRequest(
+            images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region
+        )
+
+    def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> UInt8Array:
+        """The input's pixels: from shared memory, from the bytes behind the JSON, or from the JSON."""
+        if (region := self.region) is not None:
+            if self.size is not None or "data" in self.tensor:
+                raise RequestError("the input is in shared memory, and has 'data' or 'binary_data_size' as well")
+            expected_bytes(contract.input_name, region.byte_size, self.shape)
+            pixels = memory.read(region.name, region.offset, region.byte_size)
+            return _from_bytes(pixels, self.shape, contract)
+        if self.size is not None:
+            _check_binary(self.tensor, self.size, rest)
+            return _from_bytes(rest, self.shape, contract)
+        if rest:
+            raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
+        return _from_json(self.tensor, self.shape, contract)
+
+
+_NO_MEMORY = SharedMemory(enabled=False)
+
+
+@lru_cache(_KNOWN_HEADERS)
+def _known_form(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _Form:
+    """The form of a JSON header that names no shared memory."""
+    return _Form.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
+
+
+def encode_infer_response(
+    logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+) -> tuple[bytes, int | None]:
+    """Return the body, and the length of its JSON header when the output follows as bytes."""
+    if request.binary_output and request.id is None and not request.top_k and request.region is None:
+        header = _binary_header(contract, len(logits))
+        return header + logits.astype("<f4", copy=False).tobytes(), len(header)
+    output: dict[str, Any] = {"name": contract.output_name, "datatype": "FP32", "shape": logits.shape}
+    reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": [output]}
+    texts: list[str] = []
+    if request.top_k:
+        texts = classification_texts(logits, labels, request.top_k)
+        output.update(datatype="BYTES", shape=(len(logits), request.top_k))
+    if request.id is not None:
+        reply["id"] = request.id
+    if not request.binary_output and request.region is None:
+        output["data"] = texts or logits.ravel().tolist()
+        return _to_json(reply), None
+    data = bytes_tensor(texts) if request.top_k else logits.astype("<f4", copy=False).tobytes()
+    if request.region is not None:
+        output["parameters"] = request.region.write(data, contract, memory)
+        return _to_json(reply), None
+    output["parameters"] = {"binary_data_size": len(data)}
+    header = _to_json(reply)
+    return header + data, len(header)
+
+
+@lru_cache(_KNOWN_HEADERS)
+def _binary_header(contract: Contract, rows: int) -> bytes:
+    """The JSON before the logits of so many images, for a request without an id."""
+    size = {"binary_data_size": 4 * rows * contract.classes}
+    shape = (rows, contract.classes)
+    output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
+    return _to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
+
+
+def _to_json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        raise RequestError(
+            "the logits are not all finite, and JSON has no word for that: ask for binary output",
+            status=500,
+            reason="not_finite",
+        ) from None
+
+
+def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, Any]:
+    tensors = header.get("inputs")
+    if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
+        raise RequestError("'inputs' is missing, or not a list of objects")
+    if len(tensors) != 1:
+        raise RequestError(f"expected 1 input but got {len(tensors)} inputs for model '{contract.model}'")
+    tensor: Mapping[str, Any] = tensors[0]
+    if tensor.get("name") != contract.input_name:
+        raise RequestError(
+            f"unexpected inference input {quoted(tensor.get('name'))} for model '{contract.model}': "
+            f"its input is '{contract.input_name}'"
+        )
+    if tensor.get("datatype") != "UINT8":
+        raise RequestError(
+            f"inference input '{contract.input_name}' is {quoted(tensor.get('datatype'))}: expected 'UINT8'"
+        )
+    return tensor
+
+
+def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ...]:
+    shape = tensor.get("shape")
+    expected = f"[N,{','.join(map(str, contract.image_shape))}] with N ≥ 1"
+    if not isinstance(shape, list) or not all(type(side) is int for side in shape):
+        raise RequestError(f"the shape of input '{contract.input_name}' is not a list of integers: expected {expected}")
+    if len(shape) != 1 + len(contract.image_shape) or tuple(shape[1:]) != contract.image_shape or shape[0] < 1:
+        raise RequestError(f"unexpected shape {quoted(shape)} of input '{contract.input_name}': expected {expected}")
+    return tuple(shape)
+
+
+def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> None:
+    if type(size) is not int or size < 0:
+        raise RequestError(f"'binary_data_size' is {quoted(size)}: expected a number of bytes")
+    if "data" in tensor:
+        raise RequestError("the input has both 'data' and 'binary_data_size'")
+    if size != len(rest):
+        raise RequestError(f"'binary_data_size' is {size}, but {len(rest)} bytes follow the JSON header")
+
+
+def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
+    expected_bytes(contract.input_name, len(data), shape)
+    return np.frombuffer(data, dtype=np.uint8).reshape(shape)
+
+
+def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Contract) -> UInt8Array:
+    data = tensor.get("data")
+    if not isinstance(data, list):
+        raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
+    try:
+        values = np.array(data, dtype=object)  # as numbers, a list of strings would become one huge text array
+        if values.shape != shape and values.shape != (math.prod(shape),):
+            raise RequestError(
+                f"the data of input '{contract.input_name}' has shape {list(values.shape)}: "
+                f"expected {list(shape)} or flat"
+            )
+        if set(map(type, values.flat)) != {int} or min(values.flat) < 0 or max(values.flat) > 255:
+            raise RequestError(f"the data of input '{contract.input_name}' is not all integers from 0 to 255")
+    except ValueError:
+        raise RequestError(f"the data of input '{contract.input_name}' is ragged") from None
+    return values.astype(np.uint8).reshape(shape)
+
+
+def _check_count(images: int, max_images: int) -> None:
+    if images > max_images:
+        raise too_large(f"{images} images in one request: at most {max_images}")
+
+
+def _request_id(header: Mapping[str, Any]) -> str | None:
+    request_id = header.get("id")
+    if request_id is not None and not isinstance(request_id, str):
+        raise RequestError("'id' is not a string")
+    return request_id

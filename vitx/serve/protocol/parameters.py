@@ -1,0 +1,199 @@
+"""What the JSON of an infer request asks for beside its tensor: parameters, known by name or refused.
+
+Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared_memory}.md.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from vitx.serve.batching.request_queue import priority_level
+from vitx.serve.errors import RequestError
+from vitx.serve.protocol.shared_memory import SharedMemory
+
+REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
+
+_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_FLOAT32_BYTES = 4
+
+
+class Output(Protocol):
+    """The tensor that a model answers with."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def output_name(self) -> str: ...
+    @property
+    def classes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A tensor's place in shared memory; offset and size in bytes."""
+
+    name: str
+    offset: int
+    byte_size: int
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> "Region | None":
+        """The region that parameters name, if they name one; its range is for SharedMemory to check."""
+        if not any(name in parameters for name in REGION_PARAMETERS):
+            return None
+        name, offset, byte_size = (parameters.get(name) for name in REGION_PARAMETERS)
+        if not isinstance(name, str) or byte_size is None:
+            raise RequestError(
+                "'shared_memory_region', a name, and 'shared_memory_byte_size' go together: one of them is missing"
+            )
+        return cls(name, 0 if offset is None else offset, byte_size)
+
+    def check(self, byte_size: int, output: Output, memory: SharedMemory) -> None:
+        """Raise RequestError unless an output of `byte_size` bytes can be written here."""
+        memory.check(self.name, self.offset, self.byte_size)
+        if byte_size > self.byte_size:
+            raise RequestError(
+                f"output '{output.output_name}' has {byte_size} bytes: "
+                f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
+            )
+
+    def write(self, data: bytes, output: Output, memory: SharedMemory) -> dict[str, Any]:
+        """Write an output and return the parameters that say where it is."""
+        self.check(len(data), output, memory)
+        memory.write(self.name, self.offset, data)
+        return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParameters:
+    """Of the whole request; `timeout` in seconds."""
+
+    binary_output: bool = False
+    priority: int = 0
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """How the output is to be returned; see InferRequest."""
+
+    binary: bool
+    top_k: int = 0
+    region: Region | None = None
+
+
+def parse_json(text: bytes, max_depth: int) -> Any:
+    """Return a body's JSON; raise RequestError 400 for what is none, or nested deeper than `max_depth`."""
+    if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
+        raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise RequestError(f"failed to parse the request's JSON: {str(error)[:200]}") from None
+
+
+def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
+    """Return a body's JSON object; raise RequestError 400 for anything else."""
+    value = parse_json(text, max_depth)
+    if not isinstance(value, dict):
+        raise RequestError("the request's JSON is not an object")
+    return value
+
+
+def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """The `parameters` of a request, input or output; RequestError for one whose name is not known."""
+    if "parameters" not in owner:
+        return {}
+    parameters = owner["parameters"]
+    if not isinstance(parameters, dict):
+        raise RequestError(f"the 'parameters' of the {kind} are not an object")
+    for name in parameters:
+        if name not in known:
+            raise RequestError(
+                f"this server does not offer the {kind} parameter '{name[:80]}': known are {', '.join(known)}"
+            )
+    return parameters
+
+
+def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
+    """The request's own parameters. Triton's `timeout` is in microseconds, and 0 is none."""
+    if "parameters" not in header:
+        return _NO_PARAMETERS
+    parameters = known_parameters(header, "request", ("binary_data_output", "priority", "timeout"))
+    timeout, priority = _count(parameters, "timeout"), _count(parameters, "priority")
+    priority_level(priority)  # refused before the pixels are read
+    return RequestParameters(
+        _flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
+    )
+
+
+def requested_output(
+    header: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
+) -> RequestedOutput:
+    """How the only output is to be returned; `binary` is what the request says of all of them."""
+    outputs = header.get("outputs", [])
+    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
+        raise RequestError("'outputs' is not a list of objects")
+    if not outputs:
+        return RequestedOutput(binary)
+    for output in outputs:
+        if output.get("name") != contract.output_name:
+            raise RequestError(
+                f"unexpected inference output {quoted(output.get('name'))} for model '{contract.model}': "
+                f"its output is '{contract.output_name}'"
+            )
+    if len(outputs) > 1:
+        raise RequestError(f"output '{contract.output_name}' is asked for {len(outputs)} times")
+    parameters = known_parameters(outputs[0], "output", ("binary_data", "classification", *REGION_PARAMETERS))
+    top_k = min(_count(parameters, "classification"), contract.classes)
+    region = Region.of(parameters)
+    if region is not None:  # refused before the model runs, not after; the size of texts is not known yet
+        region.check(0 if top_k else rows * contract.classes * _FLOAT32_BYTES, contract, memory)
+    return RequestedOutput(_flag(parameters, "binary_data", binary), top_k, region)
+
+
+def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
+    """Raise RequestError unless an input of this shape has so many bytes."""
+    expected = math.prod(shape)
+    if given != expected:
+        raise RequestError(
+            f"input '{name}' got unexpected byte size {quoted(given)}, expected {expected} for shape {list(shape)}"
+        )
+
+
+def quoted(value: object) -> str:
+    """A client's value, shortened: an error text is no place for a megabyte."""
+    if isinstance(value, dict):
+        return "an object"
+    text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
+    return text if len(text) <= 82 else f"{text[:80]}…"
+
+
+_NO_PARAMETERS = RequestParameters()
+
+
+def _depth(text: bytes) -> int:
+    """The deepest nesting of JSON text; of text that is no JSON some number."""
+    brackets = np.frombuffer(_TEXTS.sub(b"", text).translate(None, _NO_BRACKETS), dtype=np.uint8)
+    opens = (brackets == ord("[")) | (brackets == ord("{"))
+    return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
+
+
+def _count(parameters: Mapping[str, Any], name: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise RequestError(f"'{name}' is {quoted(value)}: expected a whole number of 0 or more")
+    return value
+
+
+def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"'{name}' is {quoted(value)}: expected true or false")
+    return value

@@ -1,0 +1,1 @@
+"""The training loop: inputs, steps, checkpoints that resume bit for bit, several processes."""

@@ -1,0 +1,69 @@
+"""`environment.json`: where a run was started, and on which images."""
+
+import hashlib
+from typing import Self
+
+import torch
+from pydantic import Field
+
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.data.image_set import ImageSet
+
+
+class DataRecord(Record):
+    """One split: how many images, which were left out, and the sha256 of all names and labels in order."""
+
+    images: int
+    skipped: tuple[str, ...]
+    names_sha256: str
+
+    @classmethod
+    def of(cls, images: ImageSet) -> Self:
+        hasher = hashlib.sha256()
+        for key, label in zip(images.keys, images.labels, strict=True):
+            hasher.update(f"{key}\0{label}\0".encode())
+        return cls(images=len(images), skipped=images.skipped, names_sha256=hasher.hexdigest())
+
+
+class RunEnvironment(Record):
+    """What decides a result beside the recipe."""
+
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    device: str
+    threads: int = Field(description="threads of one torch operation; another number rounds differently")
+    processes: int = Field(default=1, description="that train together; another number rounds differently")
+    data: dict[str, DataRecord]
+
+    @classmethod
+    def now(cls, device: torch.device, train: ImageSet, val: ImageSet, *, processes: int = 1) -> Self:
+        return cls(
+            machine=describe_machine(),
+            versions=installed_versions(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            threads=torch.get_num_threads(),
+            processes=processes,
+            data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
+        )
+
+    def differences(self, other: "RunEnvironment") -> list[str]:
+        """What rounds differently in `other`: device, numbers of threads and processes, versions of packages."""
+        ours = {"device": self.device, "threads": self.threads, "processes": self.processes, **self.versions}
+        theirs = {"device": other.device, "threads": other.threads, "processes": other.processes, **other.versions}
+        return [
+            f"with {name} {theirs.get(name)}, begun with {ours[name]}"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+
+    def check_same_data(self, other: "RunEnvironment") -> None:
+        """Raise InputError when a split changed since the run began."""
+        for split, record in self.data.items():
+            found = other.data[split]
+            if found != record:
+                raise InputError(
+                    f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
+                    "restore them, or train into another --out"
+                )

@@ -1,0 +1,70 @@
+"""What goes wrong in training: a loss that is not finite, whose batch is kept, a full disk, a process that dies."""
+
+import errno
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch.distributed as dist
+from PIL import Image
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.core.files import staged_folder, write_json
+from vitx.core.run import RunFolder
+from vitx.train.loop.inputs.training_data import Batch, TrainingData
+
+FOLDER = "failed-batch"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def save_failed_batch(run: RunFolder, data: TrainingData, epoch: int, number: int) -> str:
+    """Write batch `number` of `epoch` into the run folder and return where: `images.png`, the images as they were
+    seen before mixing, row by row, and `batch.json`, their labels and where each is to be found.
+    """
+    batch = next(iter(data.batches(epoch, first=number)))
+    folder = run.path / FOLDER
+    with staged_folder(folder) as stage:
+        _sheet(batch).save(stage / "images.png")
+        labels = [{"label": int(label), "class": data.images.class_names[label]} for label in batch.labels]
+        write_json(stage / "batch.json", {"epoch": epoch, "batch": number, "seed": data.seed, "images": labels})
+    return str(folder)
+
+
+def _sheet(batch: Batch) -> Image.Image:
+    count, size = batch.images.shape[:2]
+    columns = math.ceil(math.sqrt(count))
+    sheet = np.zeros((math.ceil(count / columns) * columns, size, size, 3), np.uint8)
+    sheet[:count] = batch.images
+    rows = sheet.reshape(-1, columns, size, size, 3).swapaxes(1, 2)
+    return Image.fromarray(rows.reshape(-1, columns * size, 3))
+
+
+@contextmanager
+def naming_a_full_disk(run: RunFolder) -> Iterator[None]:
+    """Turn a full or read-only disk into an error that says what is still there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        where = f" '{error.filename}'" if error.filename else ""
+        raise EnvironmentMissing(
+            f"cannot write{where}: {error.strerror}; '{run.path}' keeps its last checkpoint: make room, then "
+            "go on with --resume"
+        ) from None
+
+
+@contextmanager
+def naming_a_lost_process(run: RunFolder) -> Iterator[None]:
+    """Turn the failed exchange with a process that has died into an error that says how to go on."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises a plain RuntimeError that names its source file.
+        if not dist.is_initialized() or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        raise EnvironmentMissing(
+            f"another process has died or cannot be reached: '{run.path}' keeps its last checkpoint, go on with "
+            f"--resume, with any number of processes ({str(error).splitlines()[0][:200]})"
+        ) from None

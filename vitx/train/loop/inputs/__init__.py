@@ -1,0 +1,1 @@
+"""From images on the disk to batches on the device."""

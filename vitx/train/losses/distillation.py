@@ -1,0 +1,112 @@
+"""Learning from a teacher's predictions beside the labels (Touvron et al., DeiT, arXiv 2012.12877, §4)."""
+
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitx.core.errors import InputError, unknown_name
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
+from vitx.models import load_run_model
+from vitx.models.public_checkpoint import load_public_checkpoint
+from vitx.train.recipes.optimizer_groups import Distillation
+
+TIMM = "timm:"
+
+
+def distillation_loss(student_BC: Tensor, teacher_BC: Tensor, settings: Distillation) -> Tensor:
+    """Return a scalar, in float32. Hard: cross-entropy with the teacher's class (eq. 3). Soft: τ²·KL(teacher‖student)
+    at temperature τ (eq. 2), the mean over the images; the authors' code divides by images and classes instead.
+    """
+    student_BC, teacher_BC = student_BC.float(), teacher_BC.float()
+    if settings.kind == "hard":
+        return F.cross_entropy(student_BC, teacher_BC.argmax(dim=-1))
+    tau = settings.temperature
+    student_log_BC, teacher_log_BC = (F.log_softmax(logits / tau, dim=-1) for logits in (student_BC, teacher_BC))
+    return F.kl_div(student_log_BC, teacher_log_BC, reduction="batchmean", log_target=True) * tau**2
+
+
+class Teacher:
+    """A network that is not trained, and what its predictions count."""
+
+    def __init__(
+        self, network: nn.Module, settings: Distillation, *, student: Preprocessing, mean: object, std: object
+    ) -> None:
+        self.network, self.settings = network.eval().requires_grad_(False), settings
+        ours, theirs = ((student.mean, student.std), (mean, std))
+        (mean_S, std_S), (mean_T, std_T) = (tuple(map(_per_channel, pair)) for pair in (ours, theirs))
+        self.scale, self.shift = std_S / std_T, (mean_S - mean_T) / std_T
+
+    def to(self, device: torch.device) -> "Teacher":
+        self.network.to(device)
+        self.scale, self.shift = self.scale.to(device), self.shift.to(device)
+        return self
+
+    def loss(self, student_BC: Tensor, images_B3SS: Tensor) -> Tensor:
+        """The distillation loss of the student's logits on images normalised for the student."""
+        with torch.no_grad():
+            teacher_BC = self.network(images_B3SS * self.scale + self.shift)
+        return distillation_loss(student_BC, teacher_BC, self.settings)
+
+
+def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_names: tuple[str, ...]) -> Teacher | None:
+    """Return the teacher of `settings`, or None where there is none.
+
+    A run's classes must be the student's; a network of timm must have as many. Raises InputError for a teacher that
+    is not there, predicts other classes, or takes images of another size.
+    """
+    name = settings.teacher
+    if not name:
+        return None
+    if name.startswith(TIMM):
+        network = _timm_network(name, len(class_names))
+        config: Any = network.pretrained_cfg  # timm's, on every network it makes
+        teacher = Teacher(network, settings, student=preprocessing, mean=config["mean"], std=config["std"])
+    else:
+        run = RunFolder.open(Path(name))
+        info = run.info
+        if info.class_names != class_names:
+            raise InputError(
+                f"distillation.teacher '{name}' predicts {_classes(info.class_names)}, the data has others"
+            )
+        theirs = info.preprocessing
+        teacher = Teacher(load_run_model(run)[0], settings, student=preprocessing, mean=theirs.mean, std=theirs.std)
+    _try(teacher, preprocessing.image_size, len(class_names))
+    return teacher
+
+
+def _timm_network(name: str, classes: int) -> nn.Module:
+    architecture, _, file = name.removeprefix(TIMM).partition("@")
+    if not timm.is_model(architecture):
+        raise unknown_name("teacher of timm", architecture, timm.list_models())
+    network: nn.Module = timm.create_model(architecture, pretrained=not file, num_classes=classes)
+    if file:
+        load_public_checkpoint(network, Path(file))
+    return network
+
+
+def _try(teacher: Teacher, size: int, classes: int) -> None:
+    try:
+        with torch.inference_mode():
+            logits = teacher.network(torch.zeros(1, 3, size, size))
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise InputError(
+            f"distillation.teacher '{teacher.settings.teacher}' does not take images of {size} px: {error}"
+        ) from None
+    if logits.shape != (1, classes):
+        raise InputError(
+            f"distillation.teacher '{teacher.settings.teacher}' has {logits.shape[-1]} outputs, the data has {classes} "
+            "classes"
+        )
+
+
+def _classes(names: tuple[str, ...]) -> str:
+    return f"{len(names)} classes ({', '.join(names[:3])}, …)" if len(names) > 3 else f"the classes {', '.join(names)}"
+
+
+def _per_channel(values: object) -> Tensor:
+    return torch.tensor(values).view(1, 3, 1, 1)

@@ -1,0 +1,291 @@
+"""The papers' recipes for ImageNet and CIFAR. Each docstring carries command, hardware, time and the published result.
+
+None of them has been run to its end by us: results are quoted, with their source. `--data` takes the images; without
+it they are looked for in $VITX_DATA/imagenet or $VITX_DATA/cifar100. On N GPUs put `torchrun --nproc-per-node N
+--no-python` before the command; batch sizes are of all processes together.
+"""
+
+from typing import Any
+
+from vitx.core.preprocess import Preprocessing
+from vitx.train.recipes.image_groups import Augmentation, CutMix, Losses, Mixup
+from vitx.train.recipes.optimizer_groups import Optimizer, Schedule
+from vitx.train.recipes.recipe import ModelChoice, Recipe
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+RANDAUGMENT = "rand-m9-mstd0.5-inc1"
+PIXELS = Preprocessing(image_size=224, crop_fraction=0.875, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+# What DeiT trains with: RandAugment, erasing, and each image three times in an epoch of a third of the images.
+DEIT_AUGMENTATION = Augmentation(smallest_crop=0.08, flip=0.5, auto_augment=RANDAUGMENT, erasing=0.25, repeats=3)
+DEIT_MIXUP = Mixup(mixup=0.8, cutmix=1.0)
+
+
+def deit_ti() -> Recipe:
+    """DeiT-Ti (Touvron et al., arXiv 2012.12877) on ImageNet, the plain baseline of 5.7 M parameters.
+
+    Command: vitx train deit-ti --data IMAGENET
+    Hardware: the paper's one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: two to three days for DeiT-B by the paper, less for this; not measured here.
+    Result: top-1 72.2 % (table 5 of the paper).
+    """
+    return _deit("deit-ti", "deit_tiny_12")
+
+
+def deit_s() -> Recipe:
+    """DeiT-S on ImageNet, the plain baseline of 22 M parameters.
+
+    Command: vitx train deit-s --data IMAGENET
+    Hardware: the paper's one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: two to three days for DeiT-B by the paper, less for this; not measured here.
+    Result: top-1 79.9 % (Gong et al., arXiv 2104.12753; 79.6 % with 24 blocks: --set model.name=deit_small_24).
+    """
+    return _deit("deit-s", "deit_small_12")
+
+
+def deit_b() -> Recipe:
+    """DeiT-B on ImageNet, the plain baseline of 87 M parameters.
+
+    Command: vitx train deit-b --data IMAGENET
+    Hardware: the paper's one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: two to three days by the DeiT paper; not measured here.
+    Result: top-1 81.8 % (81.4 % with 24 blocks: Gong et al., arXiv 2104.12753).
+    """
+    return _deit("deit-b", "deit_base_12")
+
+
+def patchvit_s_12() -> Recipe:
+    """DeiT-S with talking heads, contrastive and mixing losses (Gong et al., arXiv 2104.12753), 12 blocks.
+
+    Command: vitx train patchvit-s-12 --data IMAGENET
+    Hardware: one node of 8 GPUs; 400 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 81.2 %, the baseline 79.9 % (the paper).
+    """
+    return _patchvit("patchvit-s-12", "deit_small_12_talking", drop_path=0.5)
+
+
+def patchvit_s_24() -> Recipe:
+    """DeiT-S with talking heads, contrastive and mixing losses, 24 blocks.
+
+    Command: vitx train patchvit-s-24 --data IMAGENET
+    Hardware: one node of 8 GPUs; 400 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 82.2 %, the baseline 79.6 % (Gong et al.).
+    """
+    return _patchvit("patchvit-s-24", "deit_small_24_talking", drop_path=0.75)
+
+
+def patchvit_b_12() -> Recipe:
+    """DeiT-B with talking heads, contrastive and mixing losses, 12 blocks.
+
+    Command: vitx train patchvit-b-12 --data IMAGENET
+    Hardware: one node of 8 GPUs; 400 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 82.9 %; 82.6 % without talking heads after 300 epochs; the baseline 81.8 % (Gong et al.).
+    """
+    return _patchvit("patchvit-b-12", "deit_base_12_talking", drop_path=0.5)
+
+
+def patchvit_b_24() -> Recipe:
+    """DeiT-B with talking heads, contrastive and mixing losses, 24 blocks.
+
+    Command: vitx train patchvit-b-24 --data IMAGENET
+    Hardware: one node of 8 GPUs; 400 epochs at batch 1024; --set execution.grad_checkpointing=true saves memory.
+    Time: not measured here.
+    Result: top-1 83.3 %, with drop path .10 and .50 82.0 and 83.0 %; the baseline 81.4 % (Gong et al.).
+    """
+    return _patchvit("patchvit-b-24", "deit_base_24_talking", drop_path=0.75)
+
+
+def patchvit_b_12_384() -> Recipe:
+    """patchvit-b-12 fine-tuned at 384 px.
+
+    Command: vitx train patchvit-b-12-384 --data IMAGENET --set model.initial_checkpoint=runs/patchvit-b-12
+    Hardware: one node of 8 GPUs; 30 epochs at batch 512.
+    Time: not measured here.
+    Result: top-1 84.2 %, the baseline 83.1 % (Gong et al.). The schedule is DeiT's for fine-tuning.
+    """
+    return _finetuned(patchvit_b_12(), "patchvit-b-12-384", "deit_base_12_talking_384", 384, "runs/patchvit-b-12")
+
+
+def patchvit_b_24_512() -> Recipe:
+    """patchvit-b-24 fine-tuned at 512 px.
+
+    Command: vitx train patchvit-b-24-512 --data IMAGENET --set model.initial_checkpoint=runs/patchvit-b-24
+    Hardware: one node of 8 GPUs; 30 epochs at batch 512, gradient checkpointing.
+    Time: not measured here.
+    Result: top-1 85.0 % (Gong et al.). The schedule is DeiT's for fine-tuning.
+    """
+    recipe = _finetuned(patchvit_b_24(), "patchvit-b-24-512", "deit_base_24_talking_512", 512, "runs/patchvit-b-24")
+    return recipe.model_copy(update={"execution": recipe.execution.model_copy(update={"grad_checkpointing": True})})
+
+
+def patchvit_l_finetune() -> Recipe:
+    """ViT-L/16, pretrained on ImageNet-21k, fine-tuned with the contrastive and mixing losses.
+
+    Command: vitx train patchvit-l-finetune --data IMAGENET --set model.initial_checkpoint=vit_large_in21k.safetensors
+    Hardware: one node of 8 GPUs; 40 epochs at batch 512. The file is timm's vit_large_patch16_224.augreg_in21k.
+    Time: not measured here.
+    Result: top-1 83.9 %; at 384 px (--set preprocessing.image_size=384) 85.3 %, the baseline 85.1 % (Gong et al., whose
+    learning rate for this is not printed: this one is DeiT's for fine-tuning).
+    """
+    recipe = _patchvit("patchvit-l-finetune", "deit_large_24", drop_path=0.5)
+    recipe = _finetuned(recipe, "patchvit-l-finetune", "deit_large_24", 224, "vit_large_in21k.safetensors")
+    half = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}  # as that checkpoint was trained
+    return recipe.model_copy(update={"epochs": 40, "preprocessing": recipe.preprocessing.model_copy(update=half)})
+
+
+def deepvit_16() -> Recipe:
+    """DeepViT of 16 blocks, Re-Attention in all (Zhou et al., arXiv 2103.11886).
+
+    Command: vitx train deepvit-16 --data IMAGENET
+    Hardware: one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 79.10 %, the plain ViT of this size 78.88 % (the paper). Augmentation and schedule are DeiT's.
+    """
+    return _deepvit("deepvit-16", "deepvit_16b")
+
+
+def deepvit_24() -> Recipe:
+    """DeepViT of 24 blocks, Re-Attention in all.
+
+    Command: vitx train deepvit-24 --data IMAGENET
+    Hardware: one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 79.99 %, the plain ViT of this size 79.35 % (Zhou et al.).
+    """
+    return _deepvit("deepvit-24", "deepvit_24b")
+
+
+def deepvit_32() -> Recipe:
+    """DeepViT of 32 blocks, Re-Attention in all.
+
+    Command: vitx train deepvit-32 --data IMAGENET
+    Hardware: one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 80.90 %, the plain ViT of this size 79.27 % (Zhou et al.).
+    """
+    return _deepvit("deepvit-32", "deepvit_32b")
+
+
+def deepvit_s() -> Recipe:
+    """DeepViT-S: CNN embedding, 16 blocks, Re-Attention in the last five; 27 M parameters.
+
+    Command: vitx train deepvit-s --data IMAGENET
+    Hardware: one node of 8 GPUs; 300 epochs at batch 1024.
+    Time: not measured here.
+    Result: top-1 82.3 % (Zhou et al.). Their code's regulariser: --set losses.attention=0.1
+    """
+    return _deepvit("deepvit-s", "deepvit_s")
+
+
+def deepvit_l() -> Recipe:
+    """DeepViT-L: CNN embedding, 32 blocks, Re-Attention in the last twelve; 59 M parameters.
+
+    Command: vitx train deepvit-l --data IMAGENET
+    Hardware: one node of 8 GPUs; 300 epochs at batch 1024; --set execution.grad_checkpointing=true saves memory.
+    Time: not measured here.
+    Result: top-1 83.1 %; fine-tuned at 384 px (deepvit-l-384) 84.25 % (Zhou et al.).
+    """
+    return _deepvit("deepvit-l", "deepvit_l")
+
+
+def deepvit_l_384() -> Recipe:
+    """deepvit-l fine-tuned at 384 px.
+
+    Command: vitx train deepvit-l-384 --data IMAGENET --set model.initial_checkpoint=runs/deepvit-l
+    Hardware: one node of 8 GPUs; 30 epochs at batch 512.
+    Time: not measured here.
+    Result: top-1 84.25 % (Zhou et al.). The schedule is DeiT's for fine-tuning.
+    """
+    return _finetuned(deepvit_l(), "deepvit-l-384", "deepvit_l_384", 384, "runs/deepvit-l")
+
+
+def alternet_cifar() -> Recipe:
+    """AlterNet-18 (Park & Kim, arXiv 2202.06709) on CIFAR-100.
+
+    Command: vitx train alternet-cifar --data FOLDER (with cifar-100-python or cifar-100-binary in it)
+    Hardware: one GPU; 300 epochs at batch 96, as in the paper.
+    Time: not measured here.
+    Result: not trained here; the paper draws its CIFAR-100 results and prints none for this network.
+    """
+    return Recipe(
+        name="alternet-cifar",
+        data="cifar100",
+        model=ModelChoice(name="alternet_18_cifar", kwargs={"drop_path_rate": 0.1}),
+        preprocessing=Preprocessing(image_size=32, mean=(0.5071, 0.4867, 0.4408), std=(0.2675, 0.2565, 0.2761)),
+        augmentation=Augmentation(padding=4, flip=0.5, auto_augment="rand-m9-n2-mstd1.0", erasing=0.25),
+        mixup=DEIT_MIXUP,
+        losses=Losses(label_smoothing=0.1),
+        optimizer=Optimizer(lr=1.25e-4, weight_decay=0.05, clip=0),
+        schedule=Schedule(warmup=5 / 300, warmup_lr=1e-6, min_lr=1e-5),
+        ema_decay=0.999,
+        epochs=300,
+        batch_size=96,
+    )
+
+
+def _deit(name: str, model: str) -> Recipe:
+    return _on_imagenet(name, model, {"drop_path_rate": 0.1}, epochs=300, min_lr=1e-5)
+
+
+def _deepvit(name: str, model: str) -> Recipe:
+    recipe = _on_imagenet(name, model, {"drop_path_rate": 0.1}, epochs=300, min_lr=1e-5)
+    return recipe.model_copy(update={"preprocessing": Preprocessing(image_size=224, crop_fraction=0.9)})
+
+
+def _patchvit(name: str, model: str, *, drop_path: float) -> Recipe:
+    """The paper's 300 epochs and the 100 that follow at the same drop path, as one cosine."""
+    return _on_imagenet(
+        name,
+        model,
+        {"drop_path_rate": drop_path, "drop_rate": 0.2},
+        epochs=400,
+        min_lr=1e-7,
+        augmentation=DEIT_AUGMENTATION.model_copy(update={"repeats": 1}),
+        mixup=Mixup(),
+        cutmix=CutMix(probability=1.0),
+        losses=Losses(contrastive=1.0, mixing=1.0, label_smoothing=0.1),
+    )
+
+
+def _on_imagenet(
+    name: str, model: str, arguments: dict[str, Any], *, epochs: int, min_lr: float, **settings: Any
+) -> Recipe:
+    """AdamW, lr 5e-4 · batch/512, five epochs of warm-up, half a cosine, averaged weights."""
+    return Recipe(
+        name=name,
+        data="imagenet",
+        model=ModelChoice(name=model, kwargs=arguments),
+        preprocessing=PIXELS,
+        optimizer=Optimizer(lr=1e-3, weight_decay=0.05, clip=0),
+        schedule=Schedule(warmup=5 / epochs, warmup_lr=1e-6, min_lr=min_lr),
+        ema_decay=0.99996,
+        epochs=epochs,
+        batch_size=1024,
+        workers=8,
+        **{
+            "augmentation": DEIT_AUGMENTATION,
+            "mixup": DEIT_MIXUP,
+            "losses": Losses(label_smoothing=0.1),
+            **settings,
+        },
+    )
+
+
+def _finetuned(recipe: Recipe, name: str, model: str, image_size: int, initial_checkpoint: str) -> Recipe:
+    """DeiT's fine-tuning: lr 5e-6 · batch/512, hardly any weight decay, 30 epochs, the whole image evaluated."""
+    choice = {"name": model, "initial_checkpoint": initial_checkpoint}
+    crop = recipe.preprocessing.crop_fraction if image_size == 224 else 1.0
+    pixels = {"image_size": image_size, "crop_fraction": crop}
+    return recipe.model_copy(
+        update={
+            "name": name,
+            "model": recipe.model.model_copy(update=choice),
+            "preprocessing": recipe.preprocessing.model_copy(update=pixels),
+            "optimizer": Optimizer(lr=5e-6, weight_decay=1e-8, clip=0),
+            "schedule": Schedule(warmup=0.1, min_lr=1e-6),
+            "epochs": 30,
+            "batch_size": 512,
+        }
+    )

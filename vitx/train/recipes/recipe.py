@@ -1,0 +1,204 @@
+"""A recipe: everything that decides a training run, as one immutable record that JSON holds."""
+
+import contextlib
+import json
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from vitx.core.errors import InputError, unknown_name
+from vitx.core.files import Record
+from vitx.core.preprocess import Preprocessing
+from vitx.data.image_set import NAMED_SETS
+from vitx.train.recipes.image_groups import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
+from vitx.train.recipes.optimizer_groups import (
+    Distillation,
+    Execution,
+    Optimizer,
+    Schedule,
+    Selection,
+    refuse_unsupported,
+)
+
+# What --set cannot change: the name says which recipe it is, and --data adapts the augmentation too.
+FIXED = ("name", "data")
+# Model arguments that follow from the rest of the recipe or from the data.
+DERIVED_ARGUMENTS = {
+    "num_classes": "the data",
+    "img_size": "preprocessing.image_size",
+    "patch_head": "losses.mixing",
+    "pretrained": "model.initial_checkpoint=timm",
+}
+
+
+class ModelChoice(Record):
+    """A name that `timm.create_model` knows, and its arguments."""
+
+    name: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    initial_checkpoint: str = Field(
+        default="", description="weights to begin with: a run folder, a file, or timm (published for the name)"
+    )
+
+
+class Recipe(Record):
+    """A training run. The network has as many outputs as the data has classes."""
+
+    name: str
+    data: str
+    model: ModelChoice
+    preprocessing: Preprocessing
+    augmentation: Augmentation = Augmentation()
+    mixup: Mixup = Mixup()
+    cutmix: CutMix = CutMix()
+    losses: Losses = Losses()
+    optimizer: Optimizer
+    schedule: Schedule = Schedule()
+    execution: Execution = Execution()
+    distillation: Distillation = Distillation()
+    selection: Selection = Selection()
+    ema_decay: Decay = Field(
+        default=0.99, description="of the averaged weights, which are evaluated and exported; it rises to this"
+    )
+    epochs: PositiveInt
+    batch_size: PositiveInt = Field(description="images of one optimizer step, over all processes")
+    checkpoint_steps: NonNegativeInt = Field(
+        default=0, description="steps between checkpoints within an epoch; 0 is at its end and at SIGTERM only"
+    )
+    workers: NonNegativeInt = Field(
+        default=2, description="processes that prepare images; the result does not depend on it"
+    )
+    seed: NonNegativeInt = 0
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        refuse_double_mixing(self.mixup, self.cutmix, self.losses)
+        for name, source in DERIVED_ARGUMENTS.items():
+            if name in self.model.kwargs:
+                raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
+        refuse_unsupported(self.optimizer, self.schedule, self.execution)
+        return self
+
+    def on_data(self, data: str) -> "Recipe":
+        """The same recipe on other images: a folder of photographs gets random crops and flips instead of the digits'
+        rotations and shifts.
+        """
+        if data in NAMED_SETS:
+            return self.model_copy(update={"data": data})
+        crops = Augmentation(smallest_crop=0.35, flip=0.5) if self.data == "digits" else self.augmentation
+        return self.model_copy(update={"data": str(Path(data).absolute()), "augmentation": crops})
+
+
+def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
+    """Return the recipe with `key=value` texts applied, such as "optimizer.lr=3e-4".
+
+    A value is JSON, or plain text where the field is a text. Another `model.name` drops the recipe's `model.kwargs`,
+    which were chosen for its own network. Raises InputError for an unknown key (the nearest and all valid names), for a
+    value of another type or out of range (key, given, expected), and for a contradiction.
+    """
+    plain = recipe.model_dump(mode="json")
+    for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
+        _check_key(recipe, key)
+        plain = _with_value(plain, key, text)
+        if key == "model.name" and plain["model"]["name"] != recipe.model.name:
+            plain["model"]["kwargs"] = {}
+    return _validated(plain)
+
+
+def _split(override: str) -> tuple[str, str]:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise InputError(f"--set {override}: expected KEY=VALUE, such as --set optimizer.lr=3e-4")
+    return key, text
+
+
+def setting_names(recipe: Recipe) -> list[str]:
+    """Every key that `apply_overrides` accepts, dotted; arguments of the model appear as `model.kwargs.NAME`."""
+    return [name for name in _leaves(recipe, "") if name not in FIXED]
+
+
+def first_difference(given: Recipe, stored: Recipe, *, but: Collection[str] = ()) -> str | None:
+    """Name the first setting, none of `but`, in which two recipes differ, with both values; None when none does."""
+    ours, theirs = (
+        dict(flat_settings(given.model_dump(mode="json"))),
+        dict(flat_settings(stored.model_dump(mode="json"))),
+    )
+    for key in [*theirs, *(key for key in ours if key not in theirs)]:
+        if key not in but and ours.get(key) != theirs.get(key):
+            return f"{key} is {theirs.get(key, 'absent')} in the run but {ours.get(key, 'absent')} was asked for"
+    return None
+
+
+def _leaves(record: Record, prefix: str) -> Iterator[str]:
+    for name in type(record).model_fields:
+        value = getattr(record, name)
+        if isinstance(value, Record):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif isinstance(value, dict):
+            yield f"{prefix}{name}.NAME"
+        else:
+            yield f"{prefix}{name}"
+
+
+def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe as plain values, each with its dotted name."""
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_key(recipe: Recipe, key: str) -> None:
+    names = setting_names(recipe)
+    group, _, argument = key.rpartition(".")
+    if key in names or (f"{group}.NAME" in names and argument.isidentifier()):
+        return
+    if key == "data":
+        raise InputError("--set data: pass --data PATH instead")
+    members = [name for name in names if name.startswith(f"{key}.")]
+    if members:
+        raise InputError(f"--set {key} is a group of settings: set one of {', '.join(members)}")
+    raise unknown_name("setting", key, names)
+
+
+def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
+    """Return a copy in which `key` holds the value of `text`, whose type is right."""
+    problems: list[str] = []
+    for value in _readings(text):
+        changed = json.loads(json.dumps(plain))
+        *groups, name = key.split(".")
+        place = changed
+        for group in groups:
+            place = place[group]
+        place[name] = value
+        problem = _problem_at(changed, tuple(key.split(".")))
+        if problem is None:
+            return dict(changed)
+        problems.append(problem)
+    raise InputError(f"--set {key}: given '{text}', expected: {problems[0]}")
+
+
+def _readings(text: str) -> Iterator[Any]:
+    with contextlib.suppress(json.JSONDecodeError):
+        yield json.loads(text)
+    yield text
+
+
+def _problem_at(plain: dict[str, Any], place: tuple[str, ...]) -> str | None:
+    try:
+        Recipe.model_validate_json(json.dumps(plain), strict=True)
+    except ValidationError as error:
+        for detail in error.errors():
+            if detail["loc"][: len(place)] == place:
+                return detail["msg"].removeprefix("Input should be ")
+    return None
+
+
+def _validated(plain: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate_json(json.dumps(plain), strict=True)
+    except ValidationError as error:
+        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None

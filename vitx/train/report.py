@@ -1,0 +1,179 @@
+"""The report of a run: one HTML page with curves, recipe, environment, confusion matrix and layers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vitx.core.console import log, progress
+from vitx.core.errors import InputError
+from vitx.core.files import read_record, write_bytes
+from vitx.core.page import page, picture, section, table
+from vitx.core.panels import png
+from vitx.core.probabilities import classification_metrics
+from vitx.core.run import Checkpoint, RunFolder
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
+from vitx.models import image_tensor, load_run_model
+from vitx.train.loop.checkpoint import Metrics, best_of, read_metrics
+from vitx.train.loop.environment import RunEnvironment
+from vitx.train.recipes.recipe import Recipe, flat_settings
+from vitx.train.recipes.registry import RECIPES, get_recipe
+from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
+
+MOST_CONFUSED = 10
+BATCH_SIZE = 64
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def confusion_matrix(labels: Int64Array, predicted: Int64Array, classes: int) -> Int64Array:
+    """Counts int64 (classes, classes): row the label, column the predicted class, of labels and predictions (N,)."""
+    return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
+
+
+def most_confused(matrix: Int64Array) -> list[tuple[int, int, int]]:
+    """(label, predicted, count) of the largest entries beside the diagonal, none of them 0."""
+    wrong = matrix - np.diag(np.diag(matrix))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CONFUSED]
+    places = [np.unravel_index(place, wrong.shape) for place in order]
+    return [(int(label), int(given), int(wrong[label, given])) for label, given in places if wrong[label, given]]
+
+
+def write_report(
+    run: RunFolder,
+    out: Path,
+    *,
+    data: str | None = None,
+    which: Checkpoint = "best",
+    device: torch.device,
+    skip_bad: bool = False,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Write the page `out`; return what it says of the checkpoint.
+
+    Images that are not there any more cost the page its confusion matrix, and it says so; with `data` that is an
+    InputError. Raises InputError for a run whose first epoch is not done, and for images of other classes.
+    """
+    recipe = read_record(run.path / "recipe.json", Recipe)
+    folder, state = run.checkpoint(which)
+    history = read_metrics(run.metrics_path, run.checkpoint("last")[1].epoch)
+    try:
+        images = _images(run, data, skip_bad=skip_bad)
+    except InputError as error:
+        if data is not None:
+            raise
+        logits, absent = None, f"No confusion matrix: {error}"
+        log(absent, quiet=quiet)
+    else:
+        logits = _logits(run, which, images, device, quiet=quiet)
+    summary: dict[str, Any] = {
+        "page": str(out),
+        "checkpoint": folder.name,
+        "epochs": f"{len(history)} of {recipe.epochs}",
+    }
+    if logits is not None:
+        summary |= {"images": len(images), **classification_metrics(logits, images.labels)}
+    body = [*_facts(run, recipe, history, summary), *_curves(history, recipe, state.epoch)]
+    if logits is None:
+        body.append(section("confusion", "Confusion matrix", absent))
+    else:
+        matrix = confusion_matrix(images.labels, logits.argmax(axis=1), len(images.class_names))
+        body += _confusion(matrix, images.class_names, images.name)
+    body += [*_recipe(recipe), *_environment(read_record(run.path / "environment.json", RunEnvironment))]
+    write_bytes(out, page(run.info.name, body).encode())
+    return summary
+
+
+def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
+    info = run.info
+    images = open_images(data or info.data, "val", skip_bad=skip_bad)
+    if images.class_names != info.class_names:
+        raise InputError(
+            f"'{images.name}' has {len(images.class_names)} classes that are not the {len(info.class_names)} of "
+            f"'{run.path}': give the run's --data"
+        )
+    return images
+
+
+def _logits(
+    run: RunFolder, which: Checkpoint, images: ImageSet, device: torch.device, *, quiet: bool
+) -> npt.NDArray[np.float32]:
+    """Logits (N, C) of the averaged weights on the evaluation split."""
+    model, _ = load_run_model(run, which)
+    model.to(device)
+    preprocessing, batches, done = run.info.preprocessing, [], 0
+    with torch.inference_mode(), progress("report", len(images), quiet=quiet) as bar:
+        for pixels in images.batches(preprocessing, BATCH_SIZE):
+            inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
+            batches.append(model(inputs).float().cpu().numpy())
+            bar.update(done := done + len(pixels))
+    return np.concatenate(batches)
+
+
+def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict[str, Any]) -> Iterator[str]:
+    info, best = run.info, best_of(history, recipe.selection.metric)
+    shown = {name: f"{summary[name]:.4f}" for name in ("nll", "ece", "brier") if name in summary}
+    top1 = {"top-1": f"{summary['top1']:.2%} of {summary['images']} images"} if "top1" in summary else {}
+    yield table(
+        [
+            ("recipe", info.recipe),
+            ("network", f"{info.model.name}, {info.model.num_classes} classes"),
+            ("data", info.data),
+            ("epochs", summary["epochs"]),
+            ("best epoch", f"{best['epoch']} by {recipe.selection.metric}, top-1 {best['top1']:.2%}"),
+            ("last epoch", f"top-1 {history[-1]['top1']:.2%}"),
+            ("seconds", round(sum(row["seconds"] for row in history), 1)),
+            ("checkpoint shown", summary["checkpoint"]),
+            *top1.items(),
+            *((name.upper() if name != "brier" else "Brier", value) for name, value in shown.items()),
+        ]
+    )
+
+
+def _curves(history: list[Metrics], recipe: Recipe, shown: int) -> Iterator[str]:
+    yield section(
+        "curves",
+        "Curves",
+        "Losses are means over an epoch's training batches, unweighted; the rest is of the averaged weights on the "
+        f"evaluation split. The dotted line is the checkpoint shown, epoch {shown}. Its epoch was chosen by "
+        f"{recipe.selection.metric} on that split if it is the best one.",
+    )
+    yield picture(png(draw_curves(history, shown)), "losses, accuracy, calibration and learning rate by epoch")
+    if history[-1]["cos_sim"]:
+        yield section(
+            "layers",
+            "Layers",
+            "CosSim is the mean cosine between different patches after a block: 1 is patches that are all alike. The "
+            "spread of attention is the standard deviation over keys: 0 is attention that is the same everywhere.",
+        )
+        yield picture(png(draw_layers(history, shown)), "similarity of patches and spread of attention by block")
+
+
+def _confusion(matrix: Int64Array, class_names: tuple[str, ...], name: str) -> Iterator[str]:
+    counts = f"{matrix.sum()} images of {name}, {np.trace(matrix)} right."
+    yield section("confusion", "Confusion matrix", f"{counts} Rows are labels, columns what was predicted.")
+    yield picture(png(draw_confusion(matrix, class_names)), "confusion matrix")
+    pairs = [
+        (f"{class_names[label]} taken for {class_names[given]}", f"{count} of {matrix[label].sum()}")
+        for label, given, count in most_confused(matrix)
+    ]
+    if pairs:
+        yield table(pairs)
+
+
+def _recipe(recipe: Recipe) -> Iterator[str]:
+    settings = dict(flat_settings(recipe.model_dump(mode="json")))
+    named = dict(flat_settings(get_recipe(recipe.name).model_dump(mode="json"))) if recipe.name in RECIPES else settings
+    yield section("recipe", "Recipe", f"A star marks what differs from {recipe.name} as vitx has it now.")
+    yield table(
+        (key if named.get(key) == value else f"{key} *", value) for key, value in settings.items() if key != "name"
+    )
+
+
+def _environment(environment: RunEnvironment) -> Iterator[str]:
+    yield section("environment", "Environment")
+    yield table(flat_settings(environment.model_dump(mode="json")))

@@ -1,0 +1,1 @@
+"""The same training in several variants and seeds, side by side."""

@@ -1,0 +1,113 @@
+"""The build-up rule of AlterNet, automated (Park & Kim, How Do Vision Transformers Work?, arXiv 2202.06709, §4).
+
+Convolutions are replaced by self-attention (MSA) in turn, from the end of the last stage; where that does not help, the
+replacement is taken back and the next is at the end of an earlier stage. Late stages have more heads.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import Record
+from vitx.core.run import ModelSpec
+from vitx.models import build_model
+from vitx.models.alternet import STAGE_WIDTHS, AlterNet
+from vitx.train.study.result import StudyResult, Variant, rows_of
+from vitx.train.study.study import Study
+
+Depths = tuple[int, ...]
+# top-1, then −NLL: among equals the lower NLL is better, as for checkpoints. Rounded, so that sums of equals are equal.
+Quality = tuple[float, float]
+
+
+class Replacement(Record):
+    """What to train next: so many MSA units in each stage; `stage` has one more than before, None is the beginning."""
+
+    stage: int | None
+    attention_depths: Depths
+
+
+class Step(Replacement):
+    """A replacement that was trained, and whether it stays."""
+
+    top1: float
+    nll: float
+    kept: bool
+
+
+def next_replacement(depths: Depths, steps: Sequence[Step]) -> Replacement | None:
+    """Return what the rule tries after `steps` on stages of `depths` units; None when it is at its end.
+
+    A stage takes one MSA for every two units. Pure: the same steps give the same answer.
+    """
+    if not steps:
+        return Replacement(stage=None, attention_depths=(0,) * len(depths))
+    last, kept = steps[-1], next(step.attention_depths for step in reversed(steps) if step.kept)
+    start = len(depths) - 1 if last.stage is None else last.stage - (not last.kept)
+    for stage in range(start, -1, -1):
+        if 2 * (kept[stage] + 1) <= depths[stage]:
+            more = tuple(count + (index == stage) for index, count in enumerate(kept))
+            return Replacement(stage=stage, attention_depths=more)
+    return None
+
+
+def build_up(depths: Depths, train: Callable[[Replacement], Quality]) -> Iterator[Step]:
+    """Follow the rule: yield each step once it is trained and kept, or taken back for being no better."""
+    steps: list[Step] = []
+    best: Quality | None = None
+    while (tried := next_replacement(depths, steps)) is not None:
+        quality = train(tried)
+        kept = best is None or quality > best
+        best = quality if kept else best
+        top1, negative_nll = quality
+        steps.append(Step(**tried.model_dump(), top1=top1, nll=-negative_nll, kept=kept))
+        yield steps[-1]
+
+
+def study_alternet(study: Study) -> StudyResult:
+    """Build an AlterNet up from the recipe's network without attention, each step over all seeds.
+
+    Raises InputError for a recipe of another network, CheckFailed when a step cannot be trained.
+    """
+    depths = _stages(study)
+    tried: list[Variant] = []
+    steps: list[Step] = []
+
+    def train(replacement: Replacement) -> Quality:
+        tried.append(_variant(replacement.attention_depths))
+        study.check(tried[-1:])
+        study.run(tried[-1:])
+        result = study.write(tried, [step.model_dump() for step in steps])
+        if study.failed:
+            name, reason = next(iter(study.failed.items()))
+            raise CheckFailed(f"the rule cannot go on without {name}, which failed: {reason}")
+        row = next(rows_of(tried[-1:], result.runs))
+        return round(row.top1.mean, 9), -round(row.nll.mean, 9)
+
+    for step in build_up(depths, train):
+        steps.append(step)
+        study.write(tried, [step.model_dump() for step in steps])
+    return study.write(tried, [step.model_dump() for step in steps])
+
+
+def _variant(attention_depths: Depths) -> Variant:
+    text = "-".join(map(str, attention_depths))
+    return Variant(
+        f"msa-{text}",
+        (f"model.kwargs.attention_depths={list(attention_depths)}",),
+        {"attention_depths": list(attention_depths)},
+    )
+
+
+def _stages(study: Study) -> Depths:
+    """How many units each stage of the recipe's network has."""
+    recipe, classes = study.base, len(study.train_images.class_names)
+    name, kwargs = recipe.model.name, recipe.model.kwargs
+    if not isinstance(build_model(ModelSpec(name=name, num_classes=classes)), AlterNet):
+        raise InputError(f"model '{name}' is no AlterNet: give --recipe digits-alternet or alternet-cifar")
+    heads = kwargs.get("num_heads", ())
+    if list(heads) != sorted(heads):
+        raise InputError(f"model.kwargs.num_heads={heads}: the rule wants no fewer heads in later stages")
+    nowhere = {**kwargs, "attention_depths": (0,) * len(STAGE_WIDTHS)}  # the recipe's own may not fit its depths
+    model = build_model(ModelSpec(name=name, num_classes=classes, kwargs=nowhere))
+    assert isinstance(model, AlterNet)
+    return tuple(len(list(stage.children())) for stage in model.stages)

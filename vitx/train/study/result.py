@@ -1,0 +1,142 @@
+"""What a study comes to: one score a run, one row a variant, and `study.json`."""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vitx.core.files import Record
+from vitx.train.loop.checkpoint import Metrics, best_of
+
+Kind = Literal["ablation", "depth", "alternet"]
+# The last layers are the last of so many equal parts of the blocks.
+LAST_PART = 4
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of a study: what it is called, and the settings that make it."""
+
+    name: str
+    overrides: tuple[str, ...]
+    factors: Mapping[str, Any] = field(default_factory=dict)
+    published: float | None = None
+
+
+class Score(Record):
+    """What one run came to: its last epoch, and the top-1 of its best one, which the evaluation split has chosen."""
+
+    variant: str
+    seed: int
+    epochs: int
+    top1: float
+    best_top1: float
+    nll: float
+    cos_sim: tuple[float, ...] = Field(description="of the patches after each block; empty without blocks")
+    attention_std: tuple[float, ...] = Field(description="of each block's softmax maps over the keys")
+    seconds: float
+
+    @classmethod
+    def of(cls, variant: str, seed: int, history: list[Metrics]) -> "Score":
+        """Of a finished run's history, one entry an epoch."""
+        last = history[-1]
+        return cls(
+            variant=variant,
+            seed=seed,
+            epochs=len(history),
+            best_top1=best_of(history)["top1"],
+            seconds=round(math.fsum(row["seconds"] for row in history), 1),
+            **{name: last[name] for name in ("top1", "nll", "cos_sim", "attention_std")},
+        )
+
+
+class Spread(Record):
+    """A mean over seeds and the standard deviation of a sample (n − 1); none of a single one."""
+
+    mean: float
+    std: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        return cls(mean=statistics.fmean(values), std=statistics.stdev(values) if len(values) > 1 else None)
+
+    def text(self, scale: float = 1.0, digits: int = 3) -> str:
+        spread = "" if self.std is None else f" ± {scale * self.std:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{spread}"
+
+
+class Row(Record):
+    """A variant over its seeds."""
+
+    name: str
+    factors: dict[str, Any]
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    top1: Spread
+    gain: Spread | None = Field(description="top-1 over the first row's with the same seed; of the first row none")
+    best_top1: Spread
+    nll: Spread
+    cos_sim_last_block: Spread | None
+    cos_sim_last_layers: Spread | None
+    attention_std_last_layers: Spread | None
+    cos_sim_by_block: tuple[float, ...]
+    published_top1: float | None
+
+
+class StudyResult(Record):
+    """`study.json`."""
+
+    format_version: Literal[1] = 1
+    study: Kind
+    recipe: str
+    data: str
+    classes: int
+    images: dict[str, int]
+    settings: tuple[str, ...]
+    seeds: tuple[int, ...]
+    jobs: int
+    machine: dict[str, str | int]
+    versions: dict[str, str]
+    seconds: float = Field(description="of all finished runs together")
+    rows: tuple[Row, ...]
+    runs: tuple[Score, ...]
+    steps: tuple[dict[str, Any], ...] = ()
+    failed: dict[str, str]
+
+
+def rows_of(variants: Sequence[Variant], scores: Sequence[Score]) -> Iterator[Row]:
+    """The table: each variant with at least one finished run, against the first variant."""
+    first = {score.seed: score.top1 for score in scores if score.variant == variants[0].name}
+    for variant in variants:
+        runs = [score for score in scores if score.variant == variant.name]
+        if not runs:
+            continue
+        gains = [run.top1 - first[run.seed] for run in runs if run.seed in first]
+        yield Row(
+            name=variant.name,
+            factors=dict(variant.factors),
+            settings=variant.overrides,
+            seeds=tuple(run.seed for run in runs),
+            top1=Spread.of([run.top1 for run in runs]),
+            gain=Spread.of(gains) if gains and variant is not variants[0] else None,
+            best_top1=Spread.of([run.best_top1 for run in runs]),
+            nll=Spread.of([run.nll for run in runs]),
+            cos_sim_last_block=_spread([run.cos_sim[-1:] for run in runs]),
+            cos_sim_last_layers=_spread([last_layers(run.cos_sim) for run in runs]),
+            attention_std_last_layers=_spread([last_layers(run.attention_std) for run in runs]),
+            cos_sim_by_block=tuple(map(statistics.fmean, zip(*(run.cos_sim for run in runs), strict=True))),
+            published_top1=variant.published,
+        )
+
+
+def last_layers(by_block: Sequence[float]) -> Sequence[float]:
+    """The last quarter of the blocks, at least one."""
+    return by_block[-max(1, len(by_block) // LAST_PART) :]
+
+
+def _spread(parts: Sequence[Sequence[float]]) -> Spread | None:
+    """Over runs, of each run's mean over blocks; None for networks without blocks."""
+    return Spread.of([statistics.fmean(part) for part in parts]) if all(parts) else None

@@ -1,0 +1,183 @@
+"""Studies: the same training in several variants and seeds, side by side. Specification: docs/studies.md."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vitx.core.console import log
+from vitx.core.errors import InputError
+from vitx.core.files import read_record, write_json
+from vitx.core.machine import describe_machine, installed_versions
+from vitx.data.open import open_images
+from vitx.train.loop.network import build_checked, model_spec
+from vitx.train.recipes.recipe import Recipe
+from vitx.train.recipes.registry import resolve_recipe
+from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
+from vitx.train.study.trials import Runner, Trial
+
+LOSSES = ("cosine", "contrastive", "mixing")
+ATTENTIONS = ("plain", "talking-heads", "re-attention")
+DEPTHS = (6, 12, 24, 32)
+# ImageNet top-1 (%) of DeiT-B with these losses: Gong et al., arXiv 2104.12753, Table 1. All three are not in it.
+PUBLISHED = {
+    (): 81.8,
+    ("cosine",): 82.0,
+    ("mixing",): 82.4,
+    ("contrastive",): 82.3,
+    ("cosine", "mixing"): 82.3,
+    ("cosine", "contrastive"): 82.3,
+    ("contrastive", "mixing"): 82.6,
+}
+
+
+def ablation_variants(recipe: Recipe) -> list[Variant]:
+    """Table 1 of Gong et al.: cosine × contrastive × mixing. A loss that is on has the recipe's weight, or 1."""
+    variants = []
+    for count in range(len(LOSSES) + 1):
+        for on in itertools.combinations(LOSSES, count):
+            weights = {name: (getattr(recipe.losses, name) or 1.0) if name in on else 0.0 for name in LOSSES}
+            overrides = tuple(f"losses.{name}={weight:g}" for name, weight in weights.items())
+            variants.append(Variant("+".join(on) or "none", overrides, weights, PUBLISHED.get(on)))
+    return variants
+
+
+def depth_variants(depths: Sequence[int], attentions: Sequence[str] = ATTENTIONS) -> list[Variant]:
+    """Every depth with every kind of attention in all its blocks."""
+    return [
+        Variant(
+            f"{depth}-{attention}",
+            (f"model.kwargs.depth={depth}", f"model.kwargs.attention={attention}"),
+            {"depth": depth, "attention": attention},
+        )
+        for depth in depths
+        for attention in attentions
+    ]
+
+
+@dataclass
+class Study:
+    """What all variants have in common, and where the runs go."""
+
+    kind: Kind
+    recipe: str
+    out: Path
+    seeds: tuple[int, ...]
+    data: str | None = None
+    overrides: tuple[str, ...] = ()
+    jobs: int = 1
+    device: str = "auto"
+    skip_bad: bool = False
+    quiet: bool = False
+    failed: dict[str, str] = field(default_factory=dict)
+    scores: dict[Trial, Score] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.seeds:
+            raise InputError("no seeds: give at least one, such as --seeds 0,1,2")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise InputError(f"--seeds {','.join(map(str, self.seeds))}: each only once")
+        if self.jobs < 1:
+            raise InputError(f"--jobs {self.jobs}: expected at least 1")
+        for override in self.overrides:
+            if override.partition("=")[0] == "seed":
+                raise InputError(f"--set {override}: a study has --seeds instead")
+        _check_folder(self.out, self.kind)
+        self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides)
+        data = self.base.data
+        self.train_images, self.val_images = (
+            open_images(data, "train", skip_bad=self.skip_bad),
+            open_images(data, "val", skip_bad=self.skip_bad),
+        )
+
+    def trials(self, variants: Sequence[Variant]) -> list[Trial]:
+        """Seed by seed, so that a study that is stopped has whole sets of rows."""
+        return [
+            Trial(variant.name, seed, self.recipe, self.data, (*self.overrides, *variant.overrides))
+            for seed in self.seeds
+            for variant in variants
+        ]
+
+    def check(self, variants: Sequence[Variant]) -> None:
+        """Raise InputError for a variant that cannot be built, and for runs begun with other settings or images."""
+        classes = len(self.train_images.class_names)
+        for trial in self.trials(variants):
+            trial.check_begun(self.out, self.train_images, self.val_images)
+            if trial.seed == self.seeds[0]:
+                recipe = trial.resolved()
+                build_checked(recipe, model_spec(recipe, classes))
+
+    def run(self, variants: Sequence[Variant], after_each: Callable[[], object] = lambda: None) -> None:
+        """Bring every trial to its end; those that failed are in `failed`, the others in `scores`."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        trials = self.trials(variants)
+        runner = Runner(self.out, self.jobs, self.device, self.skip_bad)
+        with closing(runner.run(trials)) as outcomes:
+            for count, (trial, failure) in enumerate(outcomes, 1):
+                history = trial.history(self.out)
+                if failure is None and history is not None:
+                    self.scores[trial] = Score.of(trial.variant, trial.seed, history)
+                    self.failed.pop(trial.name, None)
+                    said = _said(self.scores[trial])
+                else:
+                    self.failed[trial.name] = said = failure or "its run folder is gone"
+                log(f"{count}/{len(trials)} {trial.name}: {said}", quiet=self.quiet)
+                after_each()
+
+    def result(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
+        """All that is known so far."""
+        scores = [self.scores[trial] for trial in self.trials(variants) if trial in self.scores]
+        return StudyResult(
+            study=self.kind,
+            recipe=self.recipe,
+            data=self.base.data,
+            classes=len(self.train_images.class_names),
+            images={"train": len(self.train_images), "val": len(self.val_images)},
+            settings=self.overrides,
+            seeds=self.seeds,
+            jobs=self.jobs,
+            machine=describe_machine(),
+            versions=installed_versions(),
+            seconds=round(math.fsum(score.seconds for score in scores), 1),
+            rows=tuple(rows_of(variants, scores)),
+            runs=tuple(scores),
+            steps=tuple(steps),
+            failed=dict(self.failed),
+        )
+
+    def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
+        """Write study.json and return what it holds."""
+        result = self.result(variants, steps)
+        write_json(self.out / "study.json", result)
+        return result
+
+
+def compare(study: Study, variants: Sequence[Variant]) -> StudyResult:
+    """Train every variant with every seed. study.json is there from the first finished run on.
+
+    Raises InputError before anything is trained, TrainingStopped when asked to stop.
+    """
+    study.check(variants)
+    study.run(variants, lambda: study.write(variants))
+    return study.write(variants)
+
+
+def _said(score: Score) -> str:
+    similarity = f", CosSim of the last block {score.cos_sim[-1]:.3f}" if score.cos_sim else ""
+    return f"top-1 {score.top1:.2%}{similarity}, {score.seconds:.0f} s"
+
+
+def _check_folder(out: Path, kind: Kind) -> None:
+    """Refuse a folder that holds another study, or something else."""
+    if (out / "study.json").is_file():
+        there = read_record(out / "study.json", StudyResult)
+        if there.study != kind:
+            raise InputError(f"'{out}' holds a study of {there.study}, not of {kind}: choose another --out")
+    elif out.exists() and (not out.is_dir() or any(path.name not in _OURS for path in out.iterdir())):
+        raise InputError(f"'{out}' holds something that is no study: choose another --out")
+
+
+_OURS = ("runs", "logs", ".lock")

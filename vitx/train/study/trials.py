@@ -1,0 +1,209 @@
+"""The runs of a study: each a `vitx train` in a process of its own, taken up where it was left."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from vitx.core.errors import InputError
+from vitx.core.files import read_record
+from vitx.core.run import CheckpointState, RunFolder
+from vitx.data.image_set import ImageSet
+from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics
+from vitx.train.loop.environment import DataRecord, RunEnvironment
+from vitx.train.loop.interruption import TrainingStopped
+from vitx.train.recipes.recipe import Recipe, first_difference
+from vitx.train.recipes.registry import resolve_recipe
+
+# A child asks the kernel for SIGTERM when its study dies, so that nothing trains on unseen.
+_CHILD = (
+    "from vitx.train.study.trials import end_with_parent; end_with_parent({parent}); from vitx.cli import main; main()"
+)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a study. `variant` is the row it counts for, `overrides` what `vitx train --set` gets."""
+
+    variant: str
+    seed: int
+    recipe: str
+    data: str | None
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}-seed{self.seed}"
+
+    def resolved(self) -> Recipe:
+        return resolve_recipe(self.recipe, data=self.data, overrides=[*self.overrides, f"seed={self.seed}"])
+
+    def folder(self, study: Path) -> Path:
+        return study / "runs" / self.name
+
+    def history(self, study: Path) -> list[Metrics] | None:
+        """One entry an epoch of a run that has come to its end; None before."""
+        run = RunFolder(self.folder(study))
+        last = run.checkpoint_path("last")
+        if not last.is_symlink():
+            return None
+        history = read_metrics(run.metrics_path, read_record(last / "state.json", CheckpointState).epoch)
+        recipe = self.resolved()
+        return history if is_finished(history, recipe.epochs, recipe.selection) else None
+
+    def check_begun(self, study: Path, train: ImageSet, val: ImageSet) -> None:
+        """Raise InputError when the run has been begun with another recipe or on other images."""
+        folder = self.folder(study)
+        if not (folder / "run.json").is_file():
+            return
+        difference = first_difference(self.resolved(), read_record(folder / "recipe.json", Recipe))
+        if difference:
+            raise InputError(f"cannot go on with '{folder}': {difference}; choose another --out")
+        begun = read_record(folder / "environment.json", RunEnvironment)
+        classes = RunFolder(folder).info.class_names
+        found = {"train": DataRecord.of(train), "val": DataRecord.of(val)}
+        if classes != train.class_names or begun.data != found:
+            raise InputError(
+                f"cannot go on with '{folder}': it was begun on {begun.data['train'].images} images of {len(classes)} "
+                f"classes, and '{train.name}' has other ones ({len(train)} of {len(train.class_names)}); choose "
+                "another --out"
+            )
+
+
+@dataclass
+class Runner:
+    """Runs trials, `jobs` at a time; with more than one each computes with one thread."""
+
+    study: Path
+    jobs: int
+    device: str = "auto"
+    skip_bad: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _live: set["subprocess.Popen[bytes]"] = field(default_factory=set)
+    _stopping: bool = False
+
+    def run(self, trials: Sequence[Trial]) -> Generator[tuple[Trial, str | None], None, None]:
+        """Yield each trial when it has ended, with the reason if it failed; finished ones are not run again.
+
+        SIGTERM and Ctrl-C end the runs under way after the step they are at, all saved. Raises TrainingStopped then.
+        """
+        waiting = [trial for trial in trials if trial.history(self.study) is None]
+        yield from ((trial, None) for trial in trials if trial not in waiting)
+        if not waiting:
+            return
+        with _in_use(self.study) as lock, _raising_when_stopped(), ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                futures = {pool.submit(self._train, trial, lock): trial for trial in waiting}
+                for future in as_completed(futures):
+                    yield futures[future], future.result()
+            except BaseException:
+                self._stop()
+                raise
+
+    def _train(self, trial: Trial, lock: int) -> str | None:
+        """Train to the end in a process; return what went wrong, or None."""
+        log = self.study / "logs" / f"{trial.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            with self._lock:
+                if self._stopping:
+                    return "not begun"
+                process = subprocess.Popen(
+                    self._command(trial),
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    env=self._environment(),
+                    pass_fds=(lock,),  # the study is in use as long as one of its runs is
+                    start_new_session=True,  # Ctrl-C is the study's to pass on
+                )
+                self._live.add(process)
+            code = process.wait()
+            with self._lock:
+                self._live.discard(process)
+        if trial.history(self.study) is not None:
+            return None
+        return f"exit code {code}: {_last_line(log)}"
+
+    def _command(self, trial: Trial) -> list[str]:
+        folder = trial.folder(self.study)
+        words = ["train", trial.recipe, "--out", str(folder), "--device", self.device]
+        words += ["--data", trial.data] if trial.data is not None else []
+        for override in (*trial.overrides, f"seed={trial.seed}"):
+            words += ["--set", override]
+        words += ["--skip-bad"] if self.skip_bad else []
+        words += ["--resume"] if (folder / "run.json").is_file() else []
+        return [sys.executable, "-c", _CHILD.format(parent=os.getpid()), *words]
+
+    def _environment(self) -> Mapping[str, str]:
+        return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.jobs > 1 else os.environ
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            for process in self._live:
+                process.send_signal(signal.SIGTERM)
+
+
+def end_with_parent(parent: int) -> None:
+    """Get SIGTERM when the process `parent`, which began this one, ends however it does; on Linux."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextmanager
+def _in_use(study: Path) -> Iterator[int]:
+    """Hold the study's lock and yield its descriptor; raise InputError while another study or its runs hold it."""
+    import fcntl  # POSIX only, like the signals that stop a run
+
+    descriptor = os.open(study / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"'{study}' is in use: another study trains there, or one that was killed still has runs that save "
+                "and stop; wait for it, or choose another --out"
+            ) from None
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _raising_when_stopped() -> Iterator[None]:
+    """SIGTERM and SIGINT raise TrainingStopped in the main thread, once; a second Ctrl-C is KeyboardInterrupt."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.default_int_handler)
+        raise TrainingStopped(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("error: ") if lines else "no word"
