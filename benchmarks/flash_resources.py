@@ -35,11 +35,11 @@ from triton.compiler import ASTSource
 from support.targets import begun, saved
 from vitx.models.flash import kernels as flash_kernels
 from vitx.models.flash.reattention import (
-    BACKWARD_TILES,
     SUMS_TILES,
     WEIGHT_GRAD_COLUMNS,
     WEIGHT_GRAD_TILES,
     Tiles,
+    backward_tiles,
     forward_tiles,
     options_of,
     padded_width,
@@ -84,13 +84,14 @@ class Kernel(NamedTuple):
 def kernels(width: int) -> list[Kernel]:
     """All that one pass forward and one backward launch, in order."""
     mix = {"BEFORE": False, "BIAS": True}
+    forward, backward = forward_tiles(HEADS, padded_width(width)), backward_tiles(HEADS, padded_width(width))
     return [
         Kernel("forward: sums", "sums_kernel", SUMS_TILES, {"BEFORE": False}),
-        Kernel("forward: out", "mix_kernel", forward_tiles(width), {**mix, "BY_COLUMN": False}),
+        Kernel("forward: out", "mix_kernel", forward, {**mix, "BY_COLUMN": False}),
         Kernel("backward: mix", "weight_grad_kernel", WEIGHT_GRAD_TILES, {"C": WEIGHT_GRAD_COLUMNS}),
-        Kernel("backward: v", "mix_kernel", BACKWARD_TILES, {**mix, "BY_COLUMN": True}),
-        Kernel("backward: q", "score_grad_kernel", BACKWARD_TILES, {"BY_COLUMN": False}),
-        Kernel("backward: k", "score_grad_kernel", BACKWARD_TILES, {"BY_COLUMN": True}),
+        Kernel("backward: v", "mix_kernel", backward, {**mix, "BY_COLUMN": True}),
+        Kernel("backward: q", "score_grad_kernel", backward, {"BY_COLUMN": False}),
+        Kernel("backward: k", "score_grad_kernel", backward, {"BY_COLUMN": True}),
     ]
 
 
@@ -166,7 +167,7 @@ def longest_loop(listing: str) -> dict[str, int]:
 def roofline(rows: dict[str, dict[str, Any]], width: int, gpu: Gpu) -> dict[str, Any]:
     """Microseconds of the forward pass by what could bind it, and which does."""
     clocks = gpu.multiprocessors * gpu.clock * 1e3  # a microsecond
-    sums, out = SUMS_TILES, forward_tiles(width)
+    sums, out = SUMS_TILES, forward_tiles(HEADS, padded_width(width))
     padded, groups = padded_width(width), HEADS // out.heads
     warps, issued, exponentials, moved = 0.0, 0.0, 0.0, 0.0
     for title, tiles, programs_a_tile, steps in (

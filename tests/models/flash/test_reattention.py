@@ -53,6 +53,16 @@ def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int)
         assert found["stack_bytes"] == 0, kernel
 
 
+def test_the_largest_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 heads of width 64 in the 99 KiB that a block has on most GPUs."""
+    import flash_resources
+
+    monkeypatch.setattr(flash_resources, "HEADS", 16)
+    for kernel in flash_resources.kernels(64):
+        if kernel.name != "weight_grad_kernel":  # which holds one head
+            assert flash_resources.compiled(kernel, 64, 89).metadata.shared <= 99 * 1024, kernel
+
+
 TRACED = """
 import torch, triton
 from torch._functorch.aot_autograd import aot_export_module

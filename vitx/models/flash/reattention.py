@@ -60,15 +60,27 @@ CANDIDATES = (
     *(Tiles(32, 16, 2), Tiles(32, 16, 2, 2), Tiles(32, 16, 2, 2, 6), Tiles(64, 32, 4, 1, 3), Tiles(128, 16, 8)),
 )
 SUMS_TILES = Tiles(64, 64, 4, 2, 1)
-BACKWARD_TILES = Tiles(heads=2)
 WEIGHT_GRAD_TILES = Tiles(64, 32, 4, 2, 1)
 WEIGHT_GRAD_COLUMNS = 128
 _forced: Tiles | None = None
 
 
-def forward_tiles(width: int) -> Tiles:
-    """The tiles that spill no register on any GPU since Ampere (benchmarks/flash_resources.py)."""
-    return _forced or Tiles(heads=4 if width <= 32 else 3)
+def forward_tiles(heads: int, width: int) -> Tiles:
+    """The tiles of the output: at the published shapes they spill no register on any GPU since Ampere.
+
+    benchmarks/flash_resources.py shows it.
+    """
+    return _forced or _of_rows(heads, width, 4 if width <= 32 else 3)
+
+
+def backward_tiles(heads: int, width: int) -> Tiles:
+    """The same for the gradients of queries, keys and values."""
+    return _of_rows(heads, width, 2)
+
+
+def _of_rows(heads: int, width: int, outputs: int) -> Tiles:
+    """The queries of all heads lie in shared memory, of which a block has 99 KiB on most GPUs: fewer of wide ones."""
+    return Tiles(heads=outputs) if heads * width <= 512 else Tiles(32, 16, 2, 1, outputs)
 
 
 @contextmanager
@@ -259,7 +271,7 @@ def _forward(
     """Out (B, H, N, K) and, for the backward pass, log2 of the sums of each softmax row, float32 (B, H, N)."""
     q, k, v = _one_layout(q, k, v)
     _, H, N, K = q.shape
-    given, tiles = before is not None, forward_tiles(K)
+    given, tiles = before is not None, forward_tiles(H, K)
     first_pass = tiles if given else SUMS_TILES
     mixes = weight, weight if bias is None else bias, weight if before is None else before
     out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -296,7 +308,7 @@ def _backward(
     arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
     _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
-    tiles = BACKWARD_TILES
+    tiles = backward_tiles(H, K)
     constants = sizes(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
     arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad
     _run("mix_kernel", q, *arguments, *qkv, *given, *made, N, scale, tiles=tiles, **constants)
