@@ -1,4 +1,4 @@
-"""Calibration against the reference numbers of MATHS §5."""
+"""Calibration against the reference numbers of docs/maths.md §5.2."""
 
 import numpy as np
 import pytest

@@ -136,10 +136,3 @@ def test_the_tree_names_every_folder() -> None:
     paths = [line.split("/") for line in listed.splitlines() if "/" in line and not line.startswith(".")]
     inner = {"/".join(path[:2]) for path in paths if len(path) > 2 and path[0] == "vitx"}
     assert named == {path[0] for path in paths} | inner
-
-
-def test_links_lead_somewhere() -> None:
-    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
-            if "://" not in target:
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"

@@ -1,4 +1,4 @@
-"""Re-Attention and talking heads against MATHS §3, a plain formula in float64, and autograd."""
+"""Re-Attention and talking heads against docs/maths.md §3, a plain formula in float64, and autograd."""
 
 from typing import Any
 

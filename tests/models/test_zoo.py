@@ -42,7 +42,7 @@ def on_meta(name: str, **kwargs: Any) -> Any:
     ],
 )
 def test_parameter_counts(name: str, millions: float) -> None:
-    """The DeiT sizes of MATHS §3 are those with talking heads and the extra patch head."""
+    """The DeiT sizes of docs/maths.md §3.4 are those with talking heads and the extra patch head."""
     model = on_meta(name, **({"patch_head": True} if name.startswith("deit") else {}))
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=5e-4)
 

@@ -21,7 +21,7 @@ class Flip(Record):
 
 
 class TokenSimilarity(Record):
-    """CosSim of the patch tokens after each block (MATHS §1), of both sides, mean over `images` images."""
+    """CosSim of the patch tokens after each block (docs/maths.md §1.1), of both sides, mean over `images` images."""
 
     images: int
     layers: tuple[str, ...]
@@ -36,7 +36,7 @@ class TokenSimilarity(Record):
 
 
 class Certificate(SealedRecord):
-    """Reference against candidate on the same images (MATHS §6)."""
+    """Reference against candidate on the same images (docs/maths.md §6)."""
 
     format_version: Literal[1] = 1
     verdict: Literal["pass", "fail"]

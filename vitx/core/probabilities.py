@@ -1,4 +1,4 @@
-"""Probabilities and how far they can be trusted (MATHS §5); numpy alone, so that every stage counts alike."""
+"""Probabilities and how far they can be trusted (docs/maths.md §5.2); numpy alone, so that every stage counts alike."""
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +54,8 @@ def calibration_error(
 ) -> float:
     """Expected calibration error of probabilities (N, C) against labels (N,), over equal bins of the top confidence.
 
-    Bins are (lo, hi], the first includes 0; one rule for counts, confidences and accuracies (MATHS §5). `signed` keeps
-    the sign of accuracy − confidence, so that over- and under-confidence cancel.
+    Bins are (lo, hi], the first includes 0; one rule for counts, confidences and accuracies (docs/maths.md §5.2).
+    `signed` keeps the sign of accuracy − confidence, so that over- and under-confidence cancel.
     """
     confidence = np.asarray(probabilities, dtype=np.float64).max(axis=1)
     correct = np.argmax(probabilities, axis=1) == labels

@@ -119,7 +119,10 @@ class HeadMixAttention(nn.Module):
         return dropped
 
     def _flash_weights(self) -> FlashWeights:
-        """Widths of 33 and 35 get columns of zeros, so that a head begins where 16 bytes can be read (MATHS §4, 8)."""
+        """Widths of 33 and 35 get columns of zeros, so that a head begins where 16 bytes can be read.
+
+        Rewrite 8 of docs/maths.md §4.
+        """
         mixes = self.linear_mixes()
         assert mixes is not None
         scaled = [None if part is None else self.value_scale * part.float() for part in mixes[:2]]
@@ -321,7 +324,7 @@ def reattention_impl(model: nn.Module) -> str | None:
 
 
 def fold_head_mix(re_attention: ReAttention) -> tuple[Tensor, Tensor]:
-    """Fold the BatchNorm and `reatten_scale` of a Re-Attention into its head mix (MATHS §4, rewrite 1).
+    """Fold the BatchNorm and `reatten_scale` of a Re-Attention into its head mix (docs/maths.md §4, rewrite 1).
 
     Returns weight (H, H) and bias (H,) so that the evaluation-mode map is `weight · maps + bias`. With
     s = γ/√(σ²+eps): weight = r·s⊙W, bias = r·(s⊙(b−μ)+β). Raises InputError for a LayerNorm over heads, which is not

@@ -1,9 +1,10 @@
 """BatchNorm statistics measured on data, and those of Re-Attention that follow from the weights alone.
 
-A softmax row sums to one, so the mean of a mixed map over N keys is data-free: μ_h = Σ_g W[h,g]/N + b_h (MATHS §3).
-Kept from another N it breaks the zero sum of the trained rows; the variance has no closed form and is measured again.
-Averaged weights want measured statistics too: running ones lag behind by some steps, and the variance of the maps
-(about 1e-4) is near BatchNorm's eps, so a small error of the mean is repeated in all N entries of a row.
+A softmax row sums to one, so the mean of a mixed map over N keys is data-free: μ_h = Σ_g W[h,g]/N + b_h
+(docs/maths.md §3.1). Kept from another N it breaks the zero sum of the trained rows; the variance has no closed form
+and is measured again. Averaged weights want measured statistics too: running ones lag behind by some steps, and the
+variance of the maps (about 1e-4) is near BatchNorm's eps, so a small error of the mean is repeated in all N entries of
+a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

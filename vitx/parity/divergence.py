@@ -145,7 +145,10 @@ def compare_token_similarity(
     *,
     precision: Precision = "fp32",
 ) -> TokenSimilarity:
-    """CosSim by layer of a graph's patch tokens and of the network's (MATHS §1). Raises what `trace_layers` does."""
+    """CosSim by layer of a graph's patch tokens and of the network's (docs/maths.md §1.1).
+
+    Raises what `trace_layers` does.
+    """
     trace = trace_layers(model, preprocessing, graph, images, precision=precision, own=False)
     measured = [
         (layer.name, layer.similarity_reference, layer.similarity_candidate)

@@ -1,4 +1,4 @@
-"""Patch-aligned CutMix: the reference boxes of MATHS §2, and what a mixed batch holds."""
+"""Patch-aligned CutMix: the reference boxes of docs/maths.md §2.4, and what a mixed batch holds."""
 
 import random
 

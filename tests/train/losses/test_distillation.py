@@ -121,7 +121,7 @@ def test_fine_tuning_begins_with_a_runs_weights_at_another_size(
     assert torch.equal(model.head.weight, source.head.weight)
     assert model.pos_embed.shape == (1, 1 + 12 * 12, 16)
     assert torch.equal(model.pos_embed[:, 0], source.pos_embed[:, 0])
-    # The mean of a mixed map follows from the number of tokens (MATHS §3).
+    # The mean of a mixed map follows from the number of tokens (docs/maths.md §3.1).
     mix, norm = model.blocks[1].attn.reatten_matrix, model.blocks[1].attn.var_norm
     torch.testing.assert_close(norm.running_mean, mix.weight.flatten(1).sum(1) / 145 + mix.bias)
 

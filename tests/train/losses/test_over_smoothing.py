@@ -1,4 +1,4 @@
-"""The losses against reference numbers (MATHS §2), slow formulas and numerical gradients."""
+"""The losses against reference numbers (docs/maths.md §2), slow formulas and numerical gradients."""
 
 from collections.abc import Callable
 

@@ -138,7 +138,7 @@ def fuse_reattention(
 
 
 def definition(operator: Operator, opset: int) -> onnx.FunctionProto:
-    """The plain form of an operator: maps written out, and the bias after softmax as rank one (MATHS §4)."""
+    """The plain form of an operator: maps written out, and the bias after softmax as rank one (docs/maths.md §4)."""
     talking = operator == "TalkingHeads"
     before = _MIX.format(of="raw", to="before", weight="scores_weight") + _BIAS_BEFORE
     text = _DEFINITION.format(

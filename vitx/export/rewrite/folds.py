@@ -1,4 +1,4 @@
-"""Exact rewrites of transformer blocks (MATHS §4): each changes the blocks under a module in place.
+"""Exact rewrites of transformer blocks (docs/maths.md §4): each changes the blocks under a module in place.
 
 Each brings the blocks to their canonical form first and returns the number of places it changed. All are identities in
 exact arithmetic, for any parameters and statistics, in any order.

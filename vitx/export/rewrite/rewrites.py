@@ -1,4 +1,4 @@
-"""Exact rewrites of a trained network before it is traced (MATHS §4).
+"""Exact rewrites of a trained network before it is traced (docs/maths.md §4).
 
 Each is an identity in exact arithmetic, changes a copy of the model in place, and can be left out by its name.
 """

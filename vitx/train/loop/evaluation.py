@@ -20,8 +20,8 @@ from vitx.train.loop.inputs.prefetch import Prefetcher
 class Evaluation:
     """Metrics of one network on one image set.
 
-    `cos_sim` is the token similarity of every block's output patches (MATHS §1), `attention_std` the spread of every
-    block's softmax maps; a network without such blocks leaves them empty.
+    `cos_sim` is the token similarity of every block's output patches (docs/maths.md §1.1), `attention_std` the spread
+    of every block's softmax maps (§1.2); a network without such blocks leaves them empty.
     """
 
     top1: float

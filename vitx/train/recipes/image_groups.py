@@ -66,7 +66,7 @@ class CutMix(Record):
 
 
 class Losses(Record):
-    """Weights of the losses beside the cross-entropy (MATHS §2); 0 is off."""
+    """Weights of the losses beside the cross-entropy (docs/maths.md §2); 0 is off."""
 
     cosine: Weight = 0.0
     contrastive: Weight = 0.0
