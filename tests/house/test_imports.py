@@ -146,6 +146,17 @@ def test_serving_imports_no_torch(room: str) -> None:
         assert not rooms_of(names) & {"models", "train", "export", "analyze"}, path
 
 
+@pytest.mark.parametrize(
+    ("room", "torch_files"), [("bench", ()), ("runtimes", ("torch.py",)), ("parity", ("divergence.py",))]
+)
+def test_what_runs_bundles_leaves_torch_to_one_file(room: str, torch_files: tuple[str, ...]) -> None:
+    for path in sources(room):
+        if path.name not in torch_files:
+            names = imports_of(path)
+            assert not {name for name in names if name.split(".")[0] in {"torch", "timm"}}, path
+            assert "models" not in rooms_of(names), path
+
+
 @pytest.mark.parametrize("room", ["cli", "core", "data"])
 def test_no_heavy_import_at_the_top(room: str) -> None:
     for path in sources(room):

@@ -42,6 +42,7 @@ def test_wheel_contents(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names} == {"vitx", f"{NAME}.dist-info"}
     assert {name for name in names if name.startswith("vitx/")} == files_of_the_package()
     assert {"vitx/py.typed", "vitx/serve/http/page.html", "vitx/models/zoo.json"} <= names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
 def test_sdist_contents(wheel: Path) -> None:
@@ -51,3 +52,9 @@ def test_sdist_contents(wheel: Path) -> None:
     assert {name for name in names if "/" not in name} == about
     assert {name.split("/")[0] for name in names if "/" in name} == {"vitx", "vitx.egg-info"}
     assert {name for name in names if name.startswith("vitx/")} == files_of_the_package()
+
+
+def test_version_is_stated_once() -> None:
+    import vitx
+
+    assert vitx.__version__ == PYPROJECT["project"]["version"]
