@@ -121,7 +121,9 @@ class SqliteLedger:
             return False
         # Never waits: who holds the lock may be asleep, and it is this process that wakes it.
         with closing(sqlite3.connect(self._path, timeout=0)) as database, suppress(sqlite3.OperationalError):
-            return database.execute("SELECT 1 FROM vitx_shard WHERE digest IS NULL LIMIT 1").fetchone() is None
+            # A ledger that was made a moment ago has no shards yet, and is not done.
+            shards, finished = database.execute("SELECT count(*), count(digest) FROM vitx_shard").fetchone()
+            return bool(0 < shards == finished)
         return False
 
     def strike(self, chance: random.Random, events: Counter[str]) -> None:

@@ -139,10 +139,12 @@ def test_rows_are_those_of_the_local_path(
     killed: list[int] = []
 
     def kill_one() -> None:
-        wait_for_shards(out, 3)
+        wait_until(lambda: len(processes(ACTOR)) == 2)
         first, *others = processes(ACTOR)
-        for other in others:  # else they may have done all before the next one has begun
+        for other in others:  # else they may have done all before the first, or the next one, has begun
             os.kill(other, signal.SIGSTOP)
+        # What they had done before is among them: three more are the first one's.
+        wait_for_shards(out, 3 + len(list((out / PREDICTIONS).glob("part-*"))))
         os.kill(first, signal.SIGKILL)
         killed.append(first)
         try:

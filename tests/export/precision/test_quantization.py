@@ -215,9 +215,11 @@ def test_fp8_is_valid_and_close(trained: Any) -> None:
     assert quantizers
     assert {held[node.input[2]].data_type for node in quantizers} == {TensorProto.FLOAT8E4M3FN}
     assert not any(node.op_type == "Conv" and "dequantized" in node.input[0] for node in lowered.graph.graph.node)
-    agreement = agreement_of(logits_of(graph, held_out), logits_of(lowered.graph, held_out, fused=False))
+    logits = logits_of(graph, held_out)
+    agreement = agreement_of(logits, logits_of(lowered.graph, held_out, fused=False))
     assert agreement.agreement >= 0.95
-    assert agreement.max_error < 0.5
+    # Of their standard deviation: the network is trained here, and its last bits are the processor's.
+    assert agreement.max_error < 0.3 * logits.std()
 
 
 def test_a_weight_shared_by_two_products_gets_scales_for_each() -> None:
