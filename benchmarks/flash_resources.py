@@ -98,8 +98,6 @@ def kernels(width: int) -> list[Kernel]:
 def compiled(kernel: Kernel, width: int, architecture: int) -> Any:
     """Triton's result, with the alignments that a launch on these shapes has."""
     constants = sizes(HEADS, padded_width(width), kernel.tiles, **kernel.flags)
-    if kernel.name == "weight_grad_kernel":
-        del constants["G"]
     function: Any = getattr(flash_kernels, kernel.name)
     signature = {name: type_of(name, constants) for name in function.arg_names}
     aligned = {

@@ -11,11 +11,9 @@ Runtime's CUDA provider, TensorRT where its Python package is. It holds
 - `joules_per_image` from NVML, and the clock and temperature it was measured at;
 - `parity`: logits of --parity images at this batch size against the network in float32 in eager mode, no TF32.
 
-By default 18 rows, each compiled for its batch size; what is named is multiplied, so name what is asked. A runtime that
-cannot be had, or refuses the graph, leaves a row with the reason, which a later run tries again. Weights are random
-(seed 0) unless --weights names a folder of NAME.safetensors; the runtimes of a network take turns. Exit code 3 without
-a GPU or pydantic. `--dry-run` lists the rows; `--device cpu --small` tries the script anywhere. On a rented GPU without
-network run lease.py, which asks less and cannot lose a whole run to one failure.
+By default 18 rows. A runtime that cannot be had, or refuses the graph, leaves a row with the reason, which a later run
+tries again. Weights are random (seed 0) unless --weights names a folder of NAME.safetensors; runtimes take turns. Exit
+code 3 without a GPU or pydantic. `--dry-run` lists the rows; `--device cpu --small` tries the script anywhere.
 """
 
 import argparse

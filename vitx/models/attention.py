@@ -141,8 +141,10 @@ class HeadMixAttention(nn.Module):
 
     def derived(self, name: str, make: Callable[[], T]) -> T:
         """`make()`, kept while no weight changes. Made anew where gradients flow through it, and in a traced graph."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return make()
         weights = (*self.parameters(), *self.buffers())
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(weight.is_inference() for weight in weights):
+        if any(weight.is_inference() for weight in weights):  # which have no version
             return make()
         versions = [(id(weight), weight.data_ptr(), weight._version) for weight in weights]
         if name not in self._derived or self._derived[name][0] != versions:

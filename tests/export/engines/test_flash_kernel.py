@@ -94,7 +94,7 @@ def test_launch_is_what_triton_itself_makes_of_it() -> None:
         assert kernel.shared == compiled.metadata.shared
         assert kernel.threads == 32 * compiled.metadata.num_warps
         assert kernel.name == compiled.metadata.name
-        groups = 4 // kernel.tiles.heads if kernel.tiles.heads != 3 else 2  # of 4 heads, 3 do not divide: 2 and 2
+        groups = 2  # of two heads each: three do not divide four
         assert [kernel.grid_x(tokens) for tokens in (1, 65)] == [groups, groups * -(-65 // kernel.tiles.queries)]
 
 

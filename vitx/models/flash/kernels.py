@@ -452,10 +452,10 @@ def weight_grad_kernel(
     q_base, k_base, v_base, mix_base, sums_base, out_grad_base, row_sums_base, shares_base,
     stride_b, stride_n, out_stride_b, out_stride_n,
     tokens, scale,
-    H: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """For M queries and one head g of one image: D, and the products of R_g with dO summed over the queries.
+    """For M queries and one head g of one image (G = 1): D, and the products of R_g with dO summed over the queries.
 
     R_g = P_g [V_1 … V_H] is made in blocks of C of its H·K columns. D goes to (B, H, tokens), the products to
     (programs, H, H·K).

@@ -304,7 +304,6 @@ def _backward(
     row_sums, tiles = torch.empty_like(sums), WEIGHT_GRAD_TILES
     shares = torch.empty(B * _tiles(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
     constants = sizes(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
-    del constants["G"]
     arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
     _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
