@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check soak update clean
+.PHONY: help demo test check mutate soak update clean
 help:
 	@echo "make demo    install, then the main job on handwritten digits, ending in one table"
 	@echo "make test    install, lint, types, tests"
 	@echo "make check   lint and types only"
+	@echo "make mutate ROOM=parity   wrong lines put into vitx/parity one by one: do its tests notice? (docs/mutation.md)"
 	@echo "make soak    half an hour of mixed requests against a server"
 	@echo "make update  install the newest allowed versions and write them to constraints.txt"
 
@@ -30,8 +31,13 @@ check: $(VENV)/.dev.stamp
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
 
+# SAMPLE=100 tries so many of the room's mutants; exit code 1 below the floor of benchmarks/mutation/rooms.toml.
+mutate: $(VENV)/.dev.stamp
+	@test -n "$(ROOM)" || { echo "which room? make mutate ROOM=parity, or serve/batching, core/files.py, …"; exit 2; }
+	$(BIN)/python benchmarks/mutate.py $(ROOM) $(if $(SAMPLE),--sample $(SAMPLE))
+
 soak: $(VENV)/.dev.stamp
-	$(BIN)/python benchmarks/soak.py --minutes 30
+	$(BIN)/python benchmarks/serve/soak.py --minutes 30
 
 update:
 	rm -rf .venv-update

@@ -25,7 +25,6 @@ import time
 import warnings
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import vitx.models
-from support.targets import all_hold, begun, saved, verdict
+from support.targets import all_hold, command_line, report_header, save_report, verdict
+from support.turns import take_turns
 from vitx.analyze.activations import stream_activations
 from vitx.analyze.curvature import hessian, hessian_eigenvalues
 from vitx.analyze.metric import ActivationMetric
@@ -189,7 +189,7 @@ def hessian_products(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def one_pass(arguments: argparse.Namespace) -> dict[str, Any]:
-    """(b)"""
+    """(b) All metrics of activations against one forward pass with attention maps."""
     torch.manual_seed(0)
     model = timm.create_model("deit_small_12").eval()
     images, preprocessing = open_images("digits", "val").first(64), Preprocessing(image_size=224)
@@ -211,20 +211,17 @@ def one_pass(arguments: argparse.Namespace) -> dict[str, Any]:
         for metric in metrics:
             metric.result()
 
-    pairs = []
-    for pair in range(arguments.pairs + 1):
-        order = (
-            (("forward", forward), ("metrics", measured)) if pair % 2 else (("metrics", measured), ("forward", forward))
-        )
-        times = {}
-        for name, call in order if pair % 2 else reversed(order):
-            start = time.process_time()
-            call()
-            times[name] = time.process_time() - start
-        pairs.append(times)
-    ratios = [times["metrics"] / times["forward"] for times in pairs[1:]]  # the first pair warms up
+    def processor_time(call: Callable[[], None]) -> float:
+        start = time.process_time()
+        call()
+        return time.process_time() - start
+
+    calls = {"forward": lambda: processor_time(forward), "metrics": lambda: processor_time(measured)}
+    times = take_turns(calls, arguments.pairs)
+    ratios = [metrics / alone for metrics, alone in zip(times["metrics"], times["forward"], strict=True)]
+    pairs = [dict(zip(times, pair, strict=True)) for pair in zip(*times.values(), strict=True)]
     row = {
-        "seconds": pairs[1:],
+        "seconds": pairs,
         "ratio": statistics.median(ratios),
         "ratios": sorted(ratios),
         "target": PASS_TARGET,
@@ -241,22 +238,21 @@ PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], dict[str, Any]]]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the networks of (a)")
     parser.add_argument("--batch", type=int, default=64, help="images of the Hessian of (a)")
     parser.add_argument("--pairs", type=int, default=5, help="of (b)")
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    report = begun()
+    report = report_header()
     print(json.dumps(report["machine"]))
     for part in arguments.parts.split(","):
         title, measure = PARTS[part]
         if part == "a":
             report["versions"]["pyhessian"] = metadata.version("pyhessian")
         report[title] = measure(arguments)
-    return 0 if all_hold(saved(report, arguments.json)) else 1
+    return 0 if all_hold(save_report(report, arguments.json)) else 1
 
 
 if __name__ == "__main__":

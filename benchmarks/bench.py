@@ -15,24 +15,24 @@ Exit code 1 when a target is missed. With --json what was run replaces the same 
 sweep a number of threads. So it can be run in pieces.
 """
 
-import argparse
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from support.targets import command_line, report_header
+from support.turns import take_turns
 from vitx.bench import bench_bundle, random_images
 from vitx.bench.autotune import tune
-from vitx.bench.roofline import usable_cores
 from vitx.bench.timing import Lane
 from vitx.core.bundle import Bundle
 from vitx.core.latency import Latency, LatencyPoint
-from vitx.core.machine import describe_machine, installed_versions
+from vitx.core.machine import usable_cores
 from vitx.runtimes import load_session
 
 OVERHEAD_TARGET, SPREAD_TARGET = 0.01, 0.05
@@ -65,11 +65,8 @@ def overhead(bundle: Bundle) -> dict[str, Any]:
 
     expected = bare(50)
     calls = round(PAIR_SECONDS / expected)
-    ratios = []
-    for pair in range(PAIRS):
-        order: list[tuple[str, Callable[[int], float]]] = [("bare", bare), ("metered", metered)]
-        times = {name: loop(calls) for name, loop in (order if pair % 2 else reversed(order))}
-        ratios.append(times["metered"] / times["bare"])
+    times = take_turns({"bare": lambda: bare(calls), "metered": lambda: metered(calls)}, PAIRS, warm_up=0)
+    ratios = [ours / theirs for ours, theirs in zip(times["metered"], times["bare"], strict=True)]
     return {
         "model": bundle.manifest.name,
         "batch_size": size,
@@ -118,20 +115,15 @@ def share_change(first: LatencyPoint, second: LatencyPoint) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("bundles", nargs="+", type=Path)
     parser.add_argument("--parts", default="a,b,c,d")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", default=",".join(str(threads) for threads in sorted({1, usable_cores()})))
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     known = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.is_file() else {}
     command = "python benchmarks/bench.py " + " ".join(Path(word).name for word in sys.argv[1:])
-    report: dict[str, Any] = {
-        "machine": describe_machine(),
-        "versions": installed_versions(),
-        "commands": [*known.get("commands", []), command],
-    }
+    report: dict[str, Any] = {**report_header(), "commands": [*known.get("commands", []), command]}
     parts = arguments.parts.split(",")
     if "a" in parts:
         report["overhead"] = overhead(Bundle.open(arguments.bundles[0]))
@@ -166,7 +158,7 @@ def merged(known: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_sweeps(path: Path, threads: Iterable[int]) -> dict[str, Any]:
-    """(c)"""
+    """(c) The batch sweep for each number of threads."""
     return {
         f"{count} threads": sweep(path, count, (1, 8, 32), 1.0).model_dump(
             mode="json", include={"runtime", "cost", "roof", "points"}
@@ -176,7 +168,7 @@ def measure_sweeps(path: Path, threads: Iterable[int]) -> dict[str, Any]:
 
 
 def measure_tuning(path: Path) -> dict[str, Any]:
-    """(d)"""
+    """(d) What `--tune` found and how long it took."""
     bundle = Bundle.open(path)
     start = time.perf_counter()
     tuning = tune(

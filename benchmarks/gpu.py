@@ -24,31 +24,37 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 try:
-    import timm
     import torch
-    from safetensors.torch import load_file
     from torch import Tensor, nn
 
-    import vitx.models
+    from support.gpu_networks import (
+        Float32Logits,
+        Run,
+        Unavailable,
+        build,
+        cuda_graph_run,
+        parity,
+        parity_images,
+        reference_logits,
+    )
+    from support.gpu_runtimes import onnxruntime_run, tensorrt_run
+    from support.gpu_timing import PRECISIONS, device_times, product_rate
     from vitx.bench.energy import gpu_energy
     from vitx.core.errors import VitxError
     from vitx.core.files import write_json
     from vitx.core.machine import describe_machine, installed_versions
     from vitx.core.preprocess import Preprocessing
-    from vitx.core.tolerance import SHARE_OF_STD
-    from vitx.data.open import open_images
     from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_for_export
     from vitx.models.flops import count_flops
 except ModuleNotFoundError as error:
@@ -56,20 +62,9 @@ except ModuleNotFoundError as error:
     raise SystemExit(3) from None
 
 MODELS = ("deit_base_12", "deepvit_16b", "plainvit_16b")
-PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 BATCHES = (64,)
 RUNTIMES = ("torch", "torch-compile", "cuda-graph", "compile-cuda-graph", "onnxruntime", "tensorrt")
 TURNS = 5
-# Of the standard deviation of the reference's logits; below float32 the certificate's own tolerances.
-ALLOWED = {"fp32": 1e-3, "fp16": SHARE_OF_STD["fp16"], "bf16": SHARE_OF_STD["bf16"]}
-PRODUCT_SIDE = {"cuda": 8192, "cpu": 256}
-
-# uint8 (N, S, S, 3) on the device → float32 (N, C) on the device, enqueued on the current stream.
-Run = Callable[[Tensor], Tensor]
-
-
-class Unavailable(Exception):
-    """Why a runtime cannot make a row."""
 
 
 @dataclass(frozen=True)
@@ -79,30 +74,6 @@ class Network:
     classifier: nn.Module
     graph: Callable[[], Path]
     size: int
-
-
-class Float32Logits(nn.Module):
-    """uint8 (N, S, S, 3) → float32 logits, whatever `classifier` computes in."""
-
-    def __init__(self, classifier: nn.Module) -> None:
-        super().__init__()
-        self.classifier = classifier
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(images)
-        return logits.float()
-
-
-def build(name: str, weights: Path | None, *, small: bool) -> tuple[Any, Preprocessing]:
-    """The network in float32 on the processor, and its preprocessing; small: its last two blocks, 64 px images."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"img_size": 64} if small else {}
-    model: Any = timm.create_model(name, **sizes).eval()
-    if small:
-        model.blocks = model.blocks[-2:]
-    if weights is not None:
-        model.load_state_dict(load_file(weights / f"{name}.safetensors"))
-    return model, Preprocessing(image_size=64 if small else model.pretrained_cfg["input_size"][1])
 
 
 def lowered(model: nn.Module, preprocessing: Preprocessing, precision: str, device: str, folder: Path) -> Network:
@@ -140,152 +111,14 @@ def load(runtime: str, network: Network, example: Tensor) -> Run:
     return cuda_graph_run(module, example)
 
 
-def cuda_graph_run(module: Run, example: Tensor) -> Run:
-    """Capture one call; a replay copies the images into the graph's own buffer first, which is in the time."""
-    if example.device.type != "cuda":
-        raise Unavailable("CUDA graphs need a GPU")
-    buffer = example.clone()
-    make_stream: Any = torch.cuda.Stream
-    side = make_stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what capture forbids happens here: compilation, handles, workspaces
-        for _ in range(3):
-            module(buffer)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = module(buffer)
-
-    def run(images: Tensor) -> Tensor:
-        buffer.copy_(images)
-        graph.replay()
-        return logits
-
-    return run
-
-
-def onnxruntime_run(graph: Callable[[], Path], example: Tensor) -> Run:
-    """ONNX Runtime on torch's stream and torch's memory; a node that would fall back to the processor is an error."""
-    import onnxruntime
-
-    cuda = example.device.type == "cuda"
-    provider = "CUDAExecutionProvider" if cuda else "CPUExecutionProvider"
-    if provider not in onnxruntime.get_available_providers():
-        raise Unavailable(f"this onnxruntime {onnxruntime.__version__} has no {provider}: install onnxruntime-gpu")
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    settings: dict[str, str] = {}
-    if cuda:
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        settings = {"use_tf32": "0", "user_compute_stream": str(torch.cuda.current_stream().cuda_stream)}
-    session = onnxruntime.InferenceSession(str(graph()), options, providers=[(provider, settings)])
-    if session.get_providers()[0] != provider:
-        raise Unavailable(f"ONNX Runtime took {session.get_providers()[0]} instead of {provider}")
-    classes = session.get_outputs()[0].shape[1]
-    logits = torch.empty(len(example), classes, device=example.device)
-    device = example.device.type
-
-    def run(images: Tensor) -> Tensor:
-        binding = session.io_binding()
-        binding.bind_input("images", device, 0, np.uint8, tuple(images.shape), images.data_ptr())
-        binding.bind_output("logits", device, 0, np.float32, tuple(logits.shape), logits.data_ptr())
-        session.run_with_iobinding(binding)
-        return logits
-
-    return run
-
-
-def tensorrt_run(graph: Callable[[], Path], example: Tensor) -> Run:
-    """A plan for exactly this batch, built here; not kept."""
-    if example.device.type != "cuda":
-        raise Unavailable("TensorRT needs a GPU")
-    try:
-        import tensorrt
-    except ModuleNotFoundError:
-        raise Unavailable("the package 'tensorrt' is not installed") from None
-    from vitx.core.tensorrt_plan import Profile
-    from vitx.export import engine_from_onnx
-
-    size, path = len(example), graph()
-    plan = path.with_suffix(".plan")
-    engine_from_onnx(
-        *(path, plan), flavor="tensorrt", profiles=[Profile(minimum=size, optimum=size, maximum=size)], quiet=True
-    )
-    engine = tensorrt.Runtime(tensorrt.Logger(tensorrt.Logger.ERROR)).deserialize_cuda_engine(plan.read_bytes())
-    context = engine.create_execution_context()
-    context.set_input_shape("images", tuple(example.shape))
-    shape: Any = context.get_tensor_shape("logits")
-    logits = torch.empty(tuple(shape), device=example.device)
-
-    def run(images: Tensor) -> Tensor:
-        context.set_tensor_address("images", images.data_ptr())
-        context.set_tensor_address("logits", logits.data_ptr())
-        if not context.execute_async_v3(torch.cuda.current_stream().cuda_stream):
-            raise Unavailable("TensorRT could not run the plan")
-        return logits
-
-    return run
-
-
-def device_times(run: Callable[[], object], seconds: float, device: str) -> list[float]:
-    """Seconds of each call in about `seconds`: by events between the calls on a GPU, by the clock on a processor."""
-    if device == "cpu":
-        times: list[float] = []
-        end = time.perf_counter() + seconds
-        while not times or time.perf_counter() < end:
-            start = time.perf_counter()
-            run()
-            times.append(time.perf_counter() - start)
-        return times
-    run()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    calls = max(3, min(2000, round(seconds / (time.perf_counter() - start))))
-    make_event: Any = torch.cuda.Event
-    events = [make_event(enable_timing=True) for _ in range(calls + 1)]
-    events[0].record()
-    for event in events[1:]:
-        run()
-        event.record()
-    torch.cuda.synchronize()
-    return [first.elapsed_time(second) / 1000 for first, second in pairwise(events)]
-
-
 def host_times(run: Run, images: np.ndarray, seconds: float, device: str) -> list[float]:
-    """Seconds from the host's array to the host's logits."""
-    return device_times_on_host(lambda: run(torch.from_numpy(images).to(device)).cpu().numpy(), seconds)
+    """Seconds from the host's array to the host's logits, after one call that is not counted."""
 
+    def call() -> object:
+        return run(torch.from_numpy(images).to(device)).cpu().numpy()
 
-def device_times_on_host(call: Callable[[], object], seconds: float) -> list[float]:
     call()
     return device_times(call, seconds, "cpu")
-
-
-def product_rate(precision: str, device: str, seconds: float) -> float:
-    """FLOP/s of a square product of random values in this precision now."""
-    side = PRODUCT_SIDE[device]
-    left, right = (torch.randn(side, side, device=device, dtype=PRECISIONS[precision]) for _ in range(2))
-    out = torch.empty_like(left)
-    return 2 * side**3 / statistics.median(device_times(lambda: torch.mm(left, right, out=out), seconds, device))
-
-
-def parity(run: Run, images: Tensor, batch: int, reference: Tensor, precision: str) -> dict[str, Any]:
-    """All images at this batch size against the reference; the last batch is filled from the start again."""
-    rows: Any = torch.arange(-(-len(images) // batch) * batch) % len(images)
-    found = torch.cat([run(images[part]).cpu().clone() for part in rows.split(batch)])[: len(images)].double()
-    error = (found - reference).abs()
-    share = float(error.max() / reference.std())
-    return {
-        "images": len(images),
-        "flips": int((found.argmax(1) != reference.argmax(1)).sum()),
-        "max_logit_error": float(error.max()),
-        "mean_logit_error": float(error.mean()),
-        "max_error_over_std": share,
-        "allowed_over_std": ALLOWED[precision],
-        "verdict": "pass" if share <= ALLOWED[precision] else "fail",  # NaN fails
-    }
 
 
 def gpu_state() -> dict[str, Any]:
@@ -421,20 +254,6 @@ def rows_of(
     return list(rows.values())
 
 
-def reference_logits(model: nn.Module, preprocessing: Preprocessing, images: Tensor, device: str) -> Tensor:
-    """float64 (N, C) on the processor, of the network in float32 in eager mode, 32 at a time."""
-    classifier = ImageClassifier(model, preprocessing).eval().to(device)
-    logits = torch.cat([classifier(part).cpu() for part in torch.split(images, 32)]).double()
-    model.cpu()
-    return logits
-
-
-def parity_images(data: str, count: int, preprocessing: Preprocessing) -> np.ndarray:
-    """The first `count` images of the evaluation split, uint8 (N, S, S, 3)."""
-    found = open_images(data, "val")
-    return np.stack([preprocessing.from_bytes(found.read(index)) for index in range(min(count, len(found)))])
-
-
 def keys(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """What names each row that was asked for."""
     chosen = product(arguments.models, arguments.precisions, arguments.batches, arguments.runtimes)
@@ -486,7 +305,6 @@ def main(words: list[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available() and not arguments.dry_run:
         print("error: torch sees no GPU: run this on a machine with one, or --device cpu --small", file=sys.stderr)
         return 3
-    assert vitx.models.registry, "registers our networks with timm"
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     results = Results(arguments.out, arguments.device if torch.cuda.is_available() else "cpu")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
 
-from lease_step import now, read, write  # noqa: E402  # beside this file, wherever it is called from
+from lease_steps.step_report import now, read, write  # noqa: E402  # beside this file, wherever it is called from
 
 # Seconds that each step may take, in the order of their value.
 PARTS: dict[str, dict[str, int]] = {
@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
 def run_step(part: str, step: str, report: Path, log: Path, seconds: float, *, rehearse: bool) -> Outcome:
     """Run one step in a process group of its own, which ends with it."""
-    command = [sys.executable, str(FOLDER / f"lease_{part}.py"), step, "--report", str(report)]
+    command = [sys.executable, "-m", f"lease_steps.{part}", step, "--report", str(report)]
     started = time.perf_counter()
     errors = log.with_suffix(".stderr")
     with log.open("a") as out, errors.open("w+") as stderr:
@@ -106,7 +106,7 @@ def run_step(part: str, step: str, report: Path, log: Path, seconds: float, *, r
 
 
 def end_group(process: subprocess.Popen[Any]) -> None:
-    """Nothing of a step outlives it, or it would be in the next one's times."""
+    """Kill what is left of a step: it would slow down the next one."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

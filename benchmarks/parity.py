@@ -30,8 +30,9 @@ import timm
 import torch
 from PIL import Image
 
+from support.onnx_session import cpu_session
+from support.targets import report_header
 from vitx.core.bundle import timestamp
-from vitx.core.machine import describe_machine, installed_versions
 from vitx.core.preprocess import Preprocessing, UInt8Array, decode
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -43,15 +44,14 @@ from vitx.runtimes.torch import TorchSession
 PHOTOGRAPH, NOISE = (500, 375), 22
 
 
-class GraphSession:
+class GraphSession(Session):
     """A graph in ONNX Runtime without a bundle around it."""
 
     def __init__(self, path: Path, threads: int) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        super().__init__()
+        self.session = cpu_session(path, threads)
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         logits: Float32Array = self.session.run(None, {"images": images})[0]
         return logits
 
@@ -160,8 +160,7 @@ def main() -> None:
             "benchmark": "parity",
             "command": "python benchmarks/parity.py --size SIZE --images N --of M --repeats R --threads T --json FILE",
             "created": timestamp(),
-            "machine": describe_machine(),
-            "versions": installed_versions(),
+            **report_header(),
             "results": [*before, row],
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n")

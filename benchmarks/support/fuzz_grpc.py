@@ -26,7 +26,7 @@ METHODS = (
     *("ModelInfer", "RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload", "SystemSharedMemoryStatus"),
     *("SystemSharedMemoryRegister", "SystemSharedMemoryUnregister", "CudaSharedMemoryStatus", "TraceSetting"),
 )
-# How a call that is not as it should be may end. UNAUTHENTICATED: management without its token.
+# How a malformed call may end. UNAUTHENTICATED: management without its token.
 REFUSALS = frozenset(
     (
         *("INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"),
@@ -65,7 +65,7 @@ def flipped(chance: random.Random, model: str) -> tuple[str, bytes]:
 
 
 def lengths(chance: random.Random, model: str) -> tuple[str, bytes]:
-    """Fields that say to be longer than the message, and groups in one another."""
+    """Fields whose length is beyond the end of the message, and nested groups."""
     huge = chance.choice((2**14, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1))
     tag = bytes([8 * chance.choice((1, 4, 5, 6, 7)) + 2])
     nested = chance.choice((b"\x0b", b"\x2a\x80\x01", b"\x22\x40")) * chance.choice((10, 3000))
@@ -74,7 +74,7 @@ def lengths(chance: random.Random, model: str) -> tuple[str, bytes]:
 
 
 def tensors(chance: random.Random, model: str) -> tuple[str, bytes]:
-    """Well formed requests for what there is not: wrong shapes, types, names, sizes, parameters."""
+    """Well-formed requests with wrong shapes, types, names, sizes or parameters."""
     shapes: list[list[int]] = [
         [],
         [0, 16, 16, 3],
@@ -116,7 +116,7 @@ def methods(chance: random.Random, model: str) -> tuple[str, bytes]:
 
 
 def others(chance: random.Random, model: str) -> tuple[str, bytes]:
-    """The other calls, about what does not exist or is not theirs."""
+    """The other methods, with names of models and regions that do not exist or must not be reached."""
     name = chance.choice(("nothing", "../" + model, "a" * 3000, "\0", "/etc/passwd"))
     key = chance.choice(("/../../etc/passwd", "..", "", "/", "nobody\0", "a" * 300))
     method, request = chance.choice(
@@ -258,7 +258,7 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 
 def _headers(path: str) -> bytes:
-    """RFC 7541, 6.2.2: literal fields that nobody need remember."""
+    """RFC 7541, 6.2.2: literal fields that are not put into the table."""
     fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "vitx")]
     fields += [("content-type", "application/grpc"), ("te", "trailers")]
     return b"".join(b"\0" + bytes([len(name)]) + name.encode() + bytes([len(of)]) + of.encode() for name, of in fields)

@@ -236,7 +236,7 @@ def half_requests(chance: random.Random, model: str) -> bytes:
 
 
 def memory_requests(chance: random.Random, model: str) -> bytes:
-    """Shared memory of others, or of nobody."""
+    """Shared memory regions that belong to others, or do not exist."""
     key = chance.choice(
         ("/../../etc/passwd", "..", "/proc/self/mem", "", "/", "sem.x", "nobody\x00", "a" * 300, 7, None)
     )
@@ -281,7 +281,7 @@ def make_request(seed: int, number: int, model: str) -> tuple[str, bytes]:
 
 
 def is_refused(kind: str, answer: str) -> bool:
-    """Whether an answer to a request of this kind is as it must be."""
+    """Whether this answer to a request of this kind is right."""
     return answer == "closed" or answer.startswith("4") or (answer == "200" and kind in MAY_PASS)
 
 

@@ -53,7 +53,7 @@ class Load:
 
 
 def percentile_ms(seconds: Sequence[float], percent: float) -> float | None:
-    """None of nothing."""
+    """None for an empty sequence."""
     return round(1e3 * float(np.percentile(seconds, percent)), 3) if len(seconds) else None
 
 
@@ -125,7 +125,7 @@ class _Pool:
         connection.close()
 
     def ready(self, seconds: float = _PATIENCE_SECONDS) -> list[Connection]:
-        """Wait for at most so long; raise TimeoutError if that was the client's patience."""
+        """Wait for at most `seconds`; raise TimeoutError when a server has not answered for _PATIENCE_SECONDS."""
         events = self._poll.poll(seconds)
         if not events and seconds >= _PATIENCE_SECONDS:
             raise TimeoutError(f"no answer for {seconds:g} s")

@@ -1,11 +1,16 @@
-"""Time and memory of a command with all its processes, on Linux: for benchmarks of whole commands."""
+"""Time and memory of other processes: of a command with all its descendants, of functions run at once."""
 
+import multiprocessing
 import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 SAMPLING_SECONDS = 0.02
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -46,19 +51,40 @@ def peak_resident_bytes(command: Sequence[str]) -> int:
 
 def family(pid: int) -> list[int]:
     """A process and its descendants, those of them that still live."""
-    children = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children += [int(child) for child in path.read_text().split()]
-        except OSError:
-            continue
-    return [pid, *(descendant for child in children for descendant in family(child))]
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return [pid]
 
 
 def resident_bytes(pid: int) -> int:
     """0 for a process that is gone."""
     try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, IndexError):
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process, its ended children's included; 0 for a process that is gone."""
+    try:
+        return float(sum(psutil.Process(pid).cpu_times()[:4]))
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def own_peak_bytes() -> int:
+    """The largest resident size of this process, which psutil does not tell.
+
+    Not getrusage's: that one survives exec, so a child begins with its parent's peak.
+    """
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
+
+
+def together(function: Callable[..., Any], count: int, *arguments: Any) -> list[Any]:
+    """Call function(number, …, barrier) in `count` processes at once."""
+    context = multiprocessing.get_context("spawn")
+    with multiprocessing.Manager() as manager, ProcessPoolExecutor(count, mp_context=context) as pool:
+        ready = manager.Barrier(count)
+        calls = [pool.submit(function, number, *arguments, ready) for number in range(count)]
+        return [call.result() for call in calls]

@@ -1,4 +1,4 @@
-"""The servers that `benchmarks/server.py` sets against each other, each a process with its requests and answers."""
+"""The servers that serve/server.py compares: each is a process, with a function for its requests and its answers."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from support.http_load import Address, Connection
-from support.process_tree import family, resident_bytes
+from support.process_tree import family, processor_seconds, resident_bytes
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.files import sha256_file, staged_folder, write_json
@@ -29,7 +29,6 @@ from vitx.core.run import ModelSpec
 INSTANCES, MAX_BATCH, MAX_DELAY_MS = 2, 32, 2
 PEERS = Path(__file__).parent / "peers"
 _START_SECONDS = 60.0
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 TRITON_CONFIG = """
 name: "vit"
@@ -55,7 +54,7 @@ class Network:
     classes: int
 
 
-# The first is the issue's; the second is about ten times as slow at the same size of a request.
+# SLOW takes about ten times as long as SMALL for a request of the same size.
 SMALL = Network("vit", 32, 4, 96, 6, 3, 10)
 SLOW = Network("slow", 32, 4, 384, 12, 6, 10)
 TINY = Network("tiny", 32, 8, 32, 1, 1, 10)
@@ -84,7 +83,7 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """Of all its processes so far."""
-        return sum(map(_cpu_seconds, family(self.process.pid)))
+        return sum(map(processor_seconds, family(self.process.pid)))
 
     def resident_bytes(self) -> int:
         return sum(map(resident_bytes, family(self.process.pid)))
@@ -116,6 +115,14 @@ def bundle_of(network: Network, folder: Path) -> Bundle:
         onnx_from_model(rewrite_for_export(model.eval(), preprocessing), preprocessing, labels, graph, check=False)
         write_json(stage / MANIFEST, _manifest(network, preprocessing, graph))
     return Bundle.open(path)
+
+
+def export_deit_tiny(path: Path) -> Bundle:
+    """`vitx export` of timm's DeiT-Ti with random weights."""
+    from vitx.export import SourceRequest, export_bundle
+
+    request = SourceRequest("model:timm/deit_tiny_patch16_224", weights="random")
+    return export_bundle(request, path, quiet=True)
 
 
 def _manifest(network: Network, preprocessing: Preprocessing, graph: Path) -> Manifest:
@@ -324,15 +331,6 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         return
-
-
-def _cpu_seconds(pid: int) -> float:
-    """User and system time of a process, its ended children's included; 0 for one that is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS
 
 
 def _site_packages(venv: Path, package: str, remedy: str) -> Path:

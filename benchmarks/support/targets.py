@@ -1,5 +1,6 @@
-"""What was measured: whether it meets its targets (a result says so under `holds`), and its file of results."""
+"""What the scripts share around a measurement: the command line, targets (met or not: `holds`), the file of results."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -9,31 +10,44 @@ from vitx.core.bundle import timestamp
 from vitx.core.machine import describe_machine, installed_versions
 
 
+def command_line(description: str | None) -> argparse.ArgumentParser:
+    """A parser that has --json, the file of results."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
 def verdict(result: dict[str, Any]) -> str:
     return "holds" if result["holds"] else "MISSED"
 
 
 def all_hold(report: Any) -> bool:
-    """No measured target below `report` was missed."""
+    """Whether every target in `report`, at any depth, was met."""
     if not isinstance(report, dict):
         return True
     return report.get("holds", True) and all(map(all_hold, report.values()))
 
 
-def begun() -> dict[str, Any]:
+def report_header() -> dict[str, Any]:
     """A report that names its machine and versions, and no results yet."""
     return {"machine": describe_machine(), "versions": installed_versions()}
 
 
-def saved(report: dict[str, Any], path: Path | None, command: str | None = None) -> dict[str, Any]:
-    """`report` over what the file at `path` holds, part by part, beside the commands that are there; written to it.
+def write_report(report: dict[str, Any], path: Path | None) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
-    command: of this run, which has ended now; by default that of this process.
+
+def save_report(report: dict[str, Any], path: Path | None, command: str | None = None) -> dict[str, Any]:
+    """Write `report` to `path`: its parts replace those of the file, all other parts and commands stay. Returns both.
+
+    command: what made this report; by default the command line of this process.
     """
     if path is None:
         return report
-    command = command or " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).parents[2].resolve())
+    command = command or " ".join(["python", str(script), *sys.argv[1:]])
     old = json.loads(path.read_text()) if path.is_file() else {}
     whole = {**old, **report, "commands": {**old.get("commands", {}), command: timestamp()}}
-    path.write_text(json.dumps(whole, indent=2) + "\n")
+    write_report(whole, path)
     return whole

@@ -1,4 +1,4 @@
-"""`vitx analyze`: any metrics of one network or two, kept, reported, and nothing changed in the network."""
+"""`vitx analyze`: metrics of one network or two, their cache and their report; the network is left unchanged."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -14,10 +14,10 @@ from PIL import Image
 from browser import PROGRAM, Browser, running_browser
 from cli_fixture import Vitx
 from train_fixture import TINY_SETTINGS
-from vitx.analyze import METRICS, NotApplicable, Options, analyze, chosen_metrics, compare_representations
+from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chosen_metrics, compare_representations
+from vitx.analyze.analysis_report import draw
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
-from vitx.analyze.report import draw
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
@@ -61,7 +61,7 @@ def test_the_network_is_left_as_it_was(run: Path, images: ImageSet) -> None:
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    found = analyze(source, images, FAST, Options(), quiet=True)
+    found = analyze(source, images, FAST, AnalysisOptions(), quiet=True)
     assert set(found.results) == set(FAST)
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -95,34 +95,34 @@ def test_lesions_are_those_of_networks_without_the_unit(run: Path, images: Image
         assert unit.accuracy == accuracy(lesioned), name
 
 
-def test_results_are_kept_and_measured_again_when_anything_changes(
+def test_results_are_cached_and_measured_again_when_anything_changes(
     run: Path, images: ImageSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = SourceRequest(str(run)).load()
     names = ("over-smoothing", "attention-collapse", "lesions")
-    first = analyze(source, images, names, Options(), cache=tmp_path, quiet=True)
+    first = analyze(source, images, names, AnalysisOptions(), cache=tmp_path, quiet=True)
     calls: list[int] = []
     source.model.register_forward_hook(lambda *_: calls.append(1))
-    again = analyze(source, images, names, Options(), cache=tmp_path, quiet=True)
+    again = analyze(source, images, names, AnalysisOptions(), cache=tmp_path, quiet=True)
     assert not calls
     assert again.results == first.results
     assert again.seconds == first.seconds
-    other_threshold = Options(similar_above=0.1)
+    other_threshold = AnalysisOptions(similar_above=0.1)
     third = analyze(source, images, names, other_threshold, cache=tmp_path, quiet=True)
     assert calls
     assert len(list(tmp_path.iterdir())) == 4  # of the three only attention-collapse depends on the threshold
     assert third.results["attention-collapse"] != first.results["attention-collapse"]
     calls.clear()
-    analyze(source, images.first(12), names, Options(), cache=tmp_path, quiet=True)
+    analyze(source, images.first(12), names, AnalysisOptions(), cache=tmp_path, quiet=True)
     assert calls
     kept = {path: path.write_text("{}") for path in tmp_path.glob("lesions-*.json")}
     with pytest.raises(InputError, match=r"lesions-\w+\.json is not a valid"):
-        analyze(source, images, ("lesions",), Options(), cache=tmp_path, quiet=True)
+        analyze(source, images, ("lesions",), AnalysisOptions(), cache=tmp_path, quiet=True)
     assert len(kept) == 2
 
 
 def test_what_does_not_apply_is_listed_with_its_reason(images: ImageSet) -> None:
-    found = analyze(resnet(7), images, FAST, Options(), quiet=True)
+    found = analyze(resnet(7), images, FAST, AnalysisOptions(), quiet=True)
     assert "no attention" in found.not_applicable["attention-collapse"]
     assert "10 classes, the network knows 7" in found.not_applicable["lesions"]
     assert {"fourier", "variance", "cka"} <= set(found.results)
@@ -133,7 +133,7 @@ def test_a_folder_without_labels(run: Path, tmp_path: Path) -> None:
     for index in range(5):
         Image.fromarray(generator.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(tmp_path / f"{index}.png")
     images = open_analysis_images(str(tmp_path))
-    found = analyze(SourceRequest(str(run)).load(), images, FAST, Options(), quiet=True)
+    found = analyze(SourceRequest(str(run)).load(), images, FAST, AnalysisOptions(), quiet=True)
     assert found.not_applicable == {"lesions": "the images have no labels"}
     assert "over-smoothing" in found.results
     (tmp_path / "empty").mkdir()
@@ -150,15 +150,15 @@ def test_limits_take_images_evenly() -> None:
 
 def test_cka_between_a_network_and_itself_is_its_own(run: Path, images: ImageSet) -> None:
     source = SourceRequest(str(run)).load()
-    own = analyze(source, images, ("cka",), Options(), quiet=True).results["cka"]
-    between = compare_representations(source, SourceRequest(str(run)).load(), images, Options(), quiet=True)
+    own = analyze(source, images, ("cka",), AnalysisOptions(), quiet=True).results["cka"]
+    between = compare_representations(source, SourceRequest(str(run)).load(), images, AnalysisOptions(), quiet=True)
     assert np.allclose(np.array(between.matrix), np.array(own.matrix), atol=1e-5)  # type: ignore[attr-defined]
-    other = compare_representations(source, resnet(), images, Options(), quiet=True)
+    other = compare_representations(source, resnet(), images, AnalysisOptions(), quiet=True)
     assert (len(other.layers), len(other.columns)) == (7, 9)
     linear = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 10))
     blank = Source(**{**vars(resnet()), "model": linear})
     with pytest.raises(NotApplicable):
-        compare_representations(source, blank, images, Options(), quiet=True)
+        compare_representations(source, blank, images, AnalysisOptions(), quiet=True)
 
 
 def test_unknown_metrics_are_refused() -> None:
@@ -168,8 +168,8 @@ def test_unknown_metrics_are_refused() -> None:
     assert chosen_metrics(["all"]) == tuple(METRICS)
 
 
-def test_every_metric_is_measured_told_and_drawn(run: Path, tmp_path: Path) -> None:
-    options = Options(batch_size=4, eigenvalues=2, loss_batches=1, landscape_points=3)
+def test_every_metric_is_measured_described_and_drawn(run: Path, tmp_path: Path) -> None:
+    options = AnalysisOptions(batch_size=4, eigenvalues=2, loss_batches=1, landscape_points=3)
     images = open_analysis_images("digits", 8)
     source = SourceRequest(str(run)).load()
     found = analyze(source, images, chosen_metrics(["all"]), options, cache=tmp_path, quiet=True)

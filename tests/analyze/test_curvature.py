@@ -208,7 +208,7 @@ def snapshot(model: Any) -> dict[str, Any]:
     }
 
 
-def test_what_cannot_be() -> None:
+def test_bad_input_is_refused() -> None:
     model, (images, labels) = network("vit"), batch()
     with pytest.raises(InputError, match=r"unknown module 'blocks\.7': did you mean blocks"):
         hessian_eigenvalues(model, images, labels, module="blocks.7")

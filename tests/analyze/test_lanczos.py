@@ -166,7 +166,7 @@ def test_density_integrates_to_one() -> None:
     assert smoothed_density([0.0, 0.0], [0.5, 0.5]).sigma == 1.0
 
 
-def test_what_cannot_be() -> None:
+def test_bad_input_is_refused() -> None:
     matrix = dense(SPECTRA["two"])
     with pytest.raises(InputError, match="0 eigenvalues of an operator of size 2 in 300 products"):
         top_eigenvalues(matrix.__matmul__, 2, 0, generator=seeded())

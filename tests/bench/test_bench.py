@@ -1,7 +1,6 @@
-"""What the meter measures, on sessions whose speed is known, and on a bundle."""
+"""The closed loop on sessions whose speed is known and on a bundle, and the command."""
 
 import json
-import re
 import time
 from functools import partial
 from pathlib import Path
@@ -9,31 +8,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from bundle_fixture import IMAGE_SIZE, Float32Array, colour_image, png
 from cli_fixture import Vitx
 from vitx.bench import autotune, bench, bench_bundle, bench_together, device_of
+from vitx.bench.options import BenchOptions
 from vitx.bench.timing import MIN_CALLS
-from vitx.cli.options import batch_sizes as parse_batch_sizes
 from vitx.core.bundle import LATENCY, Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
-from vitx.runtimes import load_session
+from vitx.runtimes import Session, load_session
 
 SHAPE = (IMAGE_SIZE, IMAGE_SIZE, 3)
 LaneOf = tuple[str, int]
 
 
-class Sleeper:
+class Sleeper(Session):
     """Takes a known time for a batch: a fixed part and a part for each image, in seconds."""
 
     def __init__(self, fixed: float, each: float = 0.0, name: str = "", calls: list[LaneOf] | None = None) -> None:
+        super().__init__()
         self.fixed, self.each, self.name = fixed, each, name
         self.calls: list[LaneOf] = [] if calls is None else calls
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         assert images.dtype == np.uint8
         assert images.shape[1:] == SHAPE
         self.calls.append((self.name, len(images)))
@@ -81,10 +82,10 @@ def test_impossible_settings_are_refused(sizes: tuple[int, ...], seconds: float)
 
 
 def test_batch_sizes_are_read_from_text() -> None:
-    assert parse_batch_sizes("--batch", "1, 8,32") == (1, 8, 32)
+    assert BenchOptions(batch="1, 8,32").batch == (1, 8, 32)  # type: ignore[arg-type]  # a text, as on the command line
     for text in ("", "1,,2", "0", "a", "1.5", "-1"):
-        with pytest.raises(InputError, match=f"--batch {re.escape(text)}: expected batch sizes such as 1,8,32"):
-            parse_batch_sizes("--batch", text)
+        with pytest.raises(ValidationError, match="expected batch sizes such as 1,8,32"):
+            BenchOptions(batch=text)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_bench_command(tiny_bundle: Bundle, tiny_run: RunFolder, tmp_path: Path,
         (("--plot", "plot.pdf"), 2, "expected a name that ends in .png or .svg"),
         (("--image", "nowhere.png"), 2, "no image at 'nowhere.png'"),
         (("--tune", "--rate", "10"), 2, "--tune goes with"),
-        (("--tune", "--runtime", "onnxruntime,onnxruntime-cpu"), 2, "--tune take one runtime"),
+        (("--tune", "--runtime", "onnxruntime,onnxruntime-cpu"), 2, "--tune: expected one runtime that runs bundles"),
     ],
 )
 def test_bench_command_refuses(
@@ -215,12 +216,12 @@ def test_bench_command_refuses(
     assert not (tiny_bundle.path / LATENCY).exists()  # nothing was measured
 
 
-def test_a_runtime_that_is_not_had_is_refused_before_anything_is_measured(
+def test_a_runtime_that_cannot_run_here_is_refused_before_anything_is_measured(
     tiny_bundle: Bundle, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vitx.runtimes import requirements
 
-    monkeypatch.setattr(requirements, "cuda_device_count", lambda: 0)
+    monkeypatch.setattr(requirements, "local_gpus", lambda: ())
     code, _, err = vitx("bench", tiny_bundle.path, "--runtime", "onnxruntime-cpu,onnxruntime-cuda")
     assert code == 3
     assert "GPU" in err

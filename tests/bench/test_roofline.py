@@ -1,4 +1,6 @@
-"""The rule that names a limit, the counts it stands on, and the probes."""
+"""The rule that names a limit, the FLOPs and bytes it is given, and the probes."""
+
+from contextlib import ExitStack
 
 import numpy as np
 import onnx
@@ -12,7 +14,7 @@ from vitx.bench.roofline import copy_probe, empty_call, fixed_seconds, name_limi
 from vitx.bench.timing import Lane, Probe
 from vitx.core.bundle import Bundle
 from vitx.core.latency import GraphCost, Limit
-from vitx.runtimes import load_session
+from vitx.runtimes import SessionClosed, load_session
 
 # One image: 1 GFLOP and 1 MB of activations; 2 MB of weights.
 COST = GraphCost(flops=10**9, activation_bytes=10**6, weight_bytes=2 * 10**6)
@@ -146,9 +148,12 @@ def test_the_empty_graph_is_the_bundles_contract(tiny_bundle: Bundle) -> None:
 
 
 def test_an_empty_call_goes_through_the_same_runtime(tiny_bundle: Bundle) -> None:
-    lane = empty_call(tiny_bundle, lambda bundle: load_session(bundle, device="cpu", threads=1))
-    assert lane is not None
-    assert np.asarray(lane.call()).tolist() == [[0, 0, 0, 0]]
+    with ExitStack() as opened:
+        lane = empty_call(tiny_bundle, lambda bundle: load_session(bundle, device="cpu", threads=1), opened)
+        assert lane is not None
+        assert np.asarray(lane.call()).tolist() == [[0, 0, 0, 0]]
+    with pytest.raises(SessionClosed):
+        lane.call()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -1,4 +1,4 @@
-"""The fleet that benchmarks/scale.py plans, against arithmetic by hand."""
+"""The fleet that benchmarks/predict/scale.py plans, against arithmetic by hand."""
 
 import sys
 from typing import Any

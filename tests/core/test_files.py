@@ -1,16 +1,24 @@
 """Files and folders appear whole or not at all."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
+import re
 from pathlib import Path
 
 import pytest
 
+from faulty_disk import assert_old_or_new, failures_at_every_step, faulty_disk
+from vitx.core import files
 from vitx.core.errors import InputError, unknown_name
-from vitx.core.files import Record, link_atomically, read_record, replace_folder, staged_folder, write_bytes, write_json
+from vitx.core.files import (
+    Record,
+    link_atomically,
+    make_folder,
+    read_record,
+    replace_folder,
+    staged_folder,
+    write_bytes,
+    write_json,
+)
 
 
 class Point(Record):
@@ -89,31 +97,200 @@ def test_links_switch(tmp_path: Path) -> None:
         assert os.readlink(tmp_path / "link") == name
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL")
-def test_a_killed_writer_leaves_a_whole_folder(tmp_path: Path) -> None:
-    """A process that replaces a folder for ever is killed at an arbitrary moment: a reader finds a whole one."""
-    code = (
-        "import sys; from pathlib import Path; from vitx.core.files import staged_folder\n"
-        "i = 0\n"
-        "while True:\n"
-        "    with staged_folder(Path(sys.argv[1])) as stage:\n"
-        "        (stage / 'a').write_text(str(i)); (stage / 'b').write_text(str(i))\n"
-        "    i += 1\n"
-    )
-    target = tmp_path / "folder"
-    for delay in (0.05, 0.11, 0.17):
-        process = subprocess.Popen([sys.executable, "-c", code, str(target)])
-        while not (target / "b").is_file():
-            assert process.poll() is None
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert (target / "a").read_text() == (target / "b").read_text()
-
-
 def test_unknown_names_suggest_the_nearest() -> None:
     message = str(unknown_name("recipe", "digits-deepvitt", ["digits-deit", "digits-deepvit"]))
     assert message == (
         "unknown recipe 'digits-deepvitt': did you mean digits-deepvit or digits-deit? "
         "known: digits-deepvit, digits-deit"
     )
+
+
+def nothing(folder: Path) -> None:
+    folder.mkdir()
+
+
+def content(folder: Path) -> str | None:
+    path = folder / "file.json"
+    return path.read_text() if path.exists() else None
+
+
+def test_a_new_file_is_flushed_before_it_is_named_and_its_folder_after(tmp_path: Path) -> None:
+    calls = assert_old_or_new(tmp_path, nothing, lambda folder: write_bytes(folder / "file.json", b"new"), content)
+    assert calls == ["fsync .file.json.*", "chmod .file.json.*", "replace file.json", "fsync (root)"]
+
+
+def test_an_old_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    def prepare(folder: Path) -> None:
+        write_json(folder / "file.json", {"value": 1})
+
+    calls = assert_old_or_new(tmp_path, prepare, lambda folder: write_json(folder / "file.json", {"value": 2}), content)
+    assert calls == ["fsync .file.json.*", "chmod .file.json.*", "replace file.json", "fsync (root)"]
+
+
+def test_a_failed_call_leaves_no_temporary_file(tmp_path: Path) -> None:
+    def prepare(folder: Path) -> None:
+        write_bytes(folder / "file.json", b"old")
+
+    found = failures_at_every_step(tmp_path, prepare, lambda folder: write_bytes(folder / "file.json", b"new"), content)
+    assert found == [
+        ("fsync .file.json.*", "old", []),
+        ("chmod .file.json.*", "old", []),
+        ("replace file.json", "old", []),
+        ("fsync (root)", "new", []),
+    ]
+
+
+def test_new_folders_stay_too(tmp_path: Path) -> None:
+    calls = assert_old_or_new(
+        tmp_path, nothing, lambda folder: make_folder(folder / "a" / "b"), lambda folder: (folder / "a" / "b").is_dir()
+    )
+    assert calls.count("fsync a") == calls.count("fsync (root)") == 1
+    with faulty_disk(tmp_path) as disk:
+        make_folder(tmp_path / "whole" / "a" / "b")
+    assert disk.calls.count("fsync a") == 0  # nothing was made
+
+
+def texts(folder: Path) -> list[tuple[str, str]] | None:
+    target = folder / "target"
+    if not target.exists():
+        return None
+    return sorted((path.relative_to(target).as_posix(), path.read_text()) for path in target.rglob("*.txt"))
+
+
+def write_stage(folder: Path, text: str) -> None:
+    """Two files, one of them in a folder of its own, neither flushed by who writes it."""
+    with staged_folder(folder / "target") as stage:
+        (stage / "sub").mkdir()
+        (stage / "a.txt").write_text(text)
+        (stage / "sub" / "b.txt").write_text(text)
+
+
+def test_a_new_folder_is_whole(tmp_path: Path) -> None:
+    calls = assert_old_or_new(tmp_path, nothing, lambda folder: write_stage(folder, "new"), texts)
+    assert calls[-2:] == ["rename target", "fsync (root)"]
+    assert {"fsync a.txt", "fsync b.txt", "fsync sub", "fsync .target.*"} <= set(calls[:-2])
+
+
+def test_an_old_folder_is_exchanged_in_one_step(tmp_path: Path) -> None:
+    calls = assert_old_or_new(
+        tmp_path, lambda folder: write_stage(folder, "old"), lambda folder: write_stage(folder, "new"), texts
+    )
+    # The old content is removed when the exchange is on the disk, not before.
+    assert calls[calls.index("exchange target") + 1] == "fsync (root)"
+
+
+def test_without_an_exchange_the_old_folder_is_put_aside_until_the_new_one_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_exchange", lambda first, second: False)
+
+    def read(folder: Path) -> list[tuple[str, str]] | None:
+        found = texts(folder)
+        aside = [texts(path) for path in folder.glob(".target.old.*")]
+        return found or next(filter(None, aside), None)
+
+    calls = assert_old_or_new(
+        tmp_path, lambda folder: write_stage(folder, "old"), lambda folder: write_stage(folder, "new"), read
+    )
+    renames = [index for index, call in enumerate(calls) if call == "rename target"]
+    assert len(renames) == 2
+    assert calls[renames[1] + 1] == "fsync (root)"
+
+
+def test_a_folder_whose_writing_fails_leaves_the_old_one_and_no_other(tmp_path: Path) -> None:
+    found = failures_at_every_step(
+        tmp_path, lambda folder: write_stage(folder, "old"), lambda folder: write_stage(folder, "new"), texts
+    )
+    switched = next(index for index, (call, *_) in enumerate(found) if call == "exchange target")
+    for index, (call, state, left) in enumerate(found):
+        assert state == [("a.txt", text := "new" if index > switched else "old"), ("sub/b.txt", text)], call
+        assert call.startswith(("unlink", "rmdir")) or not left, call
+
+
+def test_a_link_switches_in_one_step(tmp_path: Path) -> None:
+    def prepare(folder: Path) -> None:
+        for name in ("a", "b"):
+            make_folder(folder / name)
+        link_atomically(folder / "link", "a")
+
+    calls = assert_old_or_new(
+        tmp_path,
+        prepare,
+        lambda folder: link_atomically(folder / "link", "b"),
+        lambda folder: os.readlink(folder / "link"),
+    )
+    assert calls == ["symlink .link.*", "replace link", "fsync (root)"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_files_and_folders_have_the_modes_of_the_umask(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        write_bytes(tmp_path / "file.json", b"{}")
+        write_stage(tmp_path, "text")
+        assert os.umask(mask) == mask  # as it was
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("file.json", "target", "target/a.txt")}
+    file, folder = 0o666 & ~mask, 0o777 & ~mask
+    assert list(modes.values()) == [file, folder, file], modes
+
+
+def test_a_file_is_its_owners_alone_until_it_is_whole(tmp_path: Path) -> None:
+    with faulty_disk(tmp_path, kill_after=1):
+        write_bytes(tmp_path / "file.json", b"secret")
+    (left,) = tmp_path.iterdir()
+    assert left.stat().st_mode & 0o777 == 0o600
+    files.remove_unfinished(tmp_path / "file.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_lasts_is_written_by_one_layer() -> None:
+    """No other file flushes or renames with `os`, so what holds here holds of every file that is written to last."""
+    package = Path(files.__file__).parent.parent
+    calls = re.compile(r"\bos\.(fsync|fdatasync|replace|rename|renames|link|symlink)\b")
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if calls.search(path.read_text())}
+    assert found == {"core/files.py"}
+
+
+def test_the_bytes_of_a_json_file(tmp_path: Path) -> None:
+    """Digests are of these bytes, so another blank would make every sealed file a changed one."""
+    write_json(tmp_path / "file.json", {"name": "Größe", "values": [1, 2.5]})
+    expected = '{\n  "name": "Größe",\n  "values": [\n    1,\n    2.5\n  ]\n}\n'
+    assert (tmp_path / "file.json").read_bytes() == expected.encode("utf-8")
+
+
+def test_digests_are_sha256(tmp_path: Path) -> None:
+    """FIPS 180-2's example."""
+    digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    (tmp_path / "abc").write_bytes(b"abc")
+    assert files.sha256_bytes(b"abc") == files.sha256_file(tmp_path / "abc") == digest
+
+
+def test_a_record_cannot_be_changed_and_the_first_wrong_field_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        setattr(Point(x=1), "x", 2)  # noqa: B010
+    (tmp_path / "point.json").write_text('{"x": "a", "y": "b"}')
+    with pytest.raises(InputError, match="is not a valid Point: x: "):
+        read_record(tmp_path / "point.json", Point)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files as Linux lists them")
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    write_bytes(tmp_path / "file", b"")
+    write_stage(tmp_path, "text")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_leftovers_are_those_of_this_name_alone(tmp_path: Path) -> None:
+    for name in (".a[b].1", ".ab.1", "a[b]", ".a[b]c"):
+        (tmp_path / name).touch()
+    files.remove_unfinished(tmp_path / "a[b]")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".a[b]c", ".ab.1", "a[b]"]
+
+
+def test_a_link_that_a_killed_process_left_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / f".link.{os.getpid()}").symlink_to("old")
+    link_atomically(tmp_path / "link", "new")
+    assert [(path.name, os.readlink(path)) for path in tmp_path.iterdir()] == [("link", "new")]

@@ -2,6 +2,8 @@
 
 import io
 import struct
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,13 @@ import torchvision.transforms.v2 as transforms
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from vitx.core.preprocess import ImageError, Preprocessing, decode
+from cli_fixture import run_in_process
+from vitx.core.errors import InputError
+from vitx.core.preprocess import IMAGENET_MEAN, IMAGENET_STD, ImageError, Preprocessing, decode
+from vitx.core.sandbox import run_limited
+from vitx.data.image_set import ImageSet
+from vitx.train.loop.inputs.training_data import TrainingData
+from vitx.train.recipes.image_and_loss_settings import Augmentation
 
 
 def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -69,6 +77,162 @@ def test_exif_rotation_is_applied() -> None:
     assert decode(encoded(image, "JPEG", exif=exif)).size == (10, 20)
 
 
+# The number of a grey level at each corner of an upright image: top left, top right, bottom left, bottom right.
+UPRIGHT = (0, 60, 120, 240)
+
+
+@pytest.mark.parametrize(
+    ("orientation", "stored"),
+    [
+        (1, (0, 60, 120, 240)),
+        (2, (60, 0, 240, 120)),  # mirrored
+        (3, (240, 120, 60, 0)),  # upside down
+        (4, (120, 240, 0, 60)),
+        (5, (0, 120, 60, 240)),  # transposed
+        (6, (60, 240, 0, 120)),  # to be turned clockwise
+        (7, (240, 60, 120, 0)),
+        (8, (120, 0, 240, 60)),  # to be turned counter-clockwise
+    ],
+)
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_every_orientation_becomes_upright(orientation: int, stored: tuple[int, ...], kind: str) -> None:
+    image = Image.fromarray(np.array(stored, np.uint8).reshape(2, 2))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.asarray(decode(encoded(image, kind, exif=exif)))
+    assert pixels.tolist() == [[[level] * 3 for level in UPRIGHT[:2]], [[level] * 3 for level in UPRIGHT[2:]]]
+
+
+def test_grey_is_three_equal_channels_and_alpha_is_left_out() -> None:
+    grey = np.array([[0, 17], [128, 255]], np.uint8)
+    alpha = np.array([[0, 255], [1, 128]], np.uint8)
+    expected = np.repeat(grey[:, :, None], 3, axis=2).tolist()
+    assert np.asarray(decode(encoded(Image.fromarray(grey), "PNG"))).tolist() == expected
+    assert (
+        np.asarray(decode(encoded(Image.merge("LA", [*map(Image.fromarray, (grey, alpha))]), "PNG"))).tolist()
+        == expected
+    )
+    colours = np.array([[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]]], np.uint8)
+    transparent = Image.fromarray(np.dstack([colours, alpha]))
+    assert transparent.mode == "RGBA"
+    assert np.asarray(decode(encoded(transparent, "PNG"))).tolist() == colours.tolist()
+
+
+def test_the_longer_side_is_cut_in_the_middle() -> None:
+    """Without resizing, by hand: the crop of 4 begins at round(5 / 2) = 2 and round(3 / 2) = 2 of the longer side."""
+    preprocessing = Preprocessing(image_size=4, interpolation="nearest")
+    for width, first in ((9, 2), (7, 2), (8, 2), (5, 0)):
+        columns = np.broadcast_to(np.arange(width, dtype=np.uint8)[None, :, None], (4, width, 3))
+        wide = Image.fromarray(np.ascontiguousarray(columns))
+        high = wide.transpose(Image.Transpose.TRANSPOSE)
+        assert preprocessing.apply(wide)[0, :, 0].tolist() == list(range(first, first + 4))
+        assert preprocessing.apply(high)[:, 0, 0].tolist() == list(range(first, first + 4))
+
+
+@pytest.mark.parametrize(
+    ("size", "crop", "side"), [(224, 0.9, 248), (224, 0.875, 256), (224, 1.0, 224), (97, 0.73, 132), (10, 0.6, 16)]
+)
+def test_the_shorter_side_is_rounded_down(size: int, crop: float, side: int) -> None:
+    assert Preprocessing(image_size=size, crop_fraction=crop).shorter_side == side
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
+def test_each_interpolation_is_pillows(shape: tuple[int, int]) -> None:
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
+    scaled = {(5, 3): (12, 20), (3, 5): (20, 12), (4, 4): (12, 12)}[shape]
+    left, top = (scaled[0] - 12) // 2, (scaled[1] - 12) // 2
+    for name in ("nearest", "bilinear", "bicubic", "lanczos"):
+        expected = image.resize(scaled, Image.Resampling[name.upper()]).crop((left, top, left + 12, top + 12))
+        found = Preprocessing(image_size=12, interpolation=name).apply(image)
+        np.testing.assert_array_equal(found, np.asarray(expected), err_msg=name)
+
+
+def test_a_draft_resizes_the_same_square_alone() -> None:
+    """A smooth slope of 400 × 100 pixels: another square, or a stretched one, would be off by many levels."""
+    slope = np.linspace(0, 255, 400)[None, :, None] * np.linspace(0.5, 1, 100)[:, None, None] * np.ones(3)
+    wide = Image.fromarray(slope.round().astype(np.uint8))
+    preprocessing = Preprocessing(image_size=40, crop_fraction=0.8)
+    for image in (wide, wide.transpose(Image.Transpose.TRANSPOSE)):
+        whole = preprocessing.apply(image).astype(int)
+        draft = preprocessing.apply(image, draft=True).astype(int)
+        assert draft.shape == (40, 40, 3)
+        assert abs(whole - draft).max() <= 2
+    assert int(whole.max()) - int(whole.min()) > 40
+
+
+@pytest.mark.parametrize(
+    ("size", "shorter_side", "decoded"),
+    [
+        ((64, 48), 24, (32, 24)),
+        ((64, 48), 25, (64, 48)),
+        ((64, 48), 12, (16, 12)),
+        ((64, 48), 6, (8, 6)),
+        ((64, 48), 1, (8, 6)),
+        ((60, 48), 6, (15, 12)),  # 8 does not divide 60
+        ((66, 50), 12, (33, 25)),
+        ((65, 48), 12, (65, 48)),
+        ((48, 65), 12, (48, 65)),
+        ((48, 64), 12, (12, 16)),
+    ],
+)
+def test_a_jpeg_is_decoded_at_the_smallest_fraction_that_has_the_pixels(
+    size: tuple[int, int], shorter_side: int, decoded: tuple[int, int]
+) -> None:
+    data = encoded(Image.new("RGB", size, (90, 60, 30)), "JPEG")
+    assert decode(data, shorter_side=shorter_side).size == decoded
+    assert decode(data).size == size
+    assert decode(encoded(Image.new("RGB", size), "PNG"), shorter_side=shorter_side).size == size
+
+
+def test_a_draft_has_twice_the_pixels_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 × 256 and a side of 64 a half of it is decoded, not a quarter."""
+    sizes = []
+    apply = Preprocessing.apply
+
+    def seen(self: Preprocessing, image: Image.Image, *, draft: bool = False) -> object:
+        sizes.append((image.size, draft))
+        return apply(self, image, draft=draft)
+
+    monkeypatch.setattr(Preprocessing, "apply", seen)
+    data = encoded(Image.new("RGB", (256, 256)), "JPEG")
+    for draft in (True, False):
+        Preprocessing(image_size=64).from_bytes(data, draft=draft)
+    assert sizes == [((128, 128), True), ((256, 256), False)]
+
+
+def test_the_limit_of_pixels_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(Image.new("RGB", (6, 5)), "PNG")
+    assert decode(data, max_pixels=30).size == (6, 5)
+    with pytest.raises(ImageError) as caught:
+        decode(data, max_pixels=29)
+    assert str(caught.value) == "image of 6×5 pixels: more than the 29 allowed"
+    with pytest.raises(ImageError) as caught:
+        Preprocessing(image_size=1000).apply(Image.new("RGB", (1, 101)))
+    assert str(caught.value) == "image of 1×101 pixels: too thin to be resized to 1000 on its short side"
+    monkeypatch.setattr("vitx.core.preprocess.MAX_PIXELS", 1000)  # 10 × 100
+    assert Preprocessing(image_size=10).apply(Image.new("RGB", (10, 1))).shape == (10, 10, 3)
+    with pytest.raises(ImageError, match="11×1 pixels: too thin"):
+        Preprocessing(image_size=10).apply(Image.new("RGB", (11, 1)))
+
+
+@pytest.mark.parametrize("kind", ["ICO", "PPM", "TGA"])
+def test_other_formats_of_pillow_are_refused(kind: str) -> None:
+    with pytest.raises(ImageError, match=r"format that can be read \(JPEG, PNG, WebP, BMP, GIF, TIFF\)"):
+        decode(encoded(Image.new("RGB", (32, 32)), kind))
+
+
+def test_what_a_preprocessing_may_be() -> None:
+    plain = Preprocessing(image_size=8)
+    assert (plain.crop_fraction, plain.interpolation) == (1.0, "bicubic")
+    assert plain.mean == plain.std == (0.5, 0.5, 0.5)
+    assert IMAGENET_MEAN == (0.485, 0.456, 0.406)
+    assert IMAGENET_STD == (0.229, 0.224, 0.225)
+    assert Preprocessing(image_size=1, crop_fraction=1).image_size == 1
+    for wrong in ({"image_size": 0}, {"crop_fraction": 0}, {"crop_fraction": 1.01}, {"std": (1, 0, 1)}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Preprocessing(**{"image_size": 8} | wrong)
+
+
 def test_extreme_shapes() -> None:
     for size in ((1, 1), (1, 500), (500, 1), (3, 2)):
         image = Image.new("RGB", size, (10, 20, 30))
@@ -109,3 +273,40 @@ def test_truncation_is_refused(photos: list[Image.Image], kind: str) -> None:
 def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="cannot open the image: No such file"):
         decode(tmp_path / "missing.png")
+    with pytest.raises(ImageError, match="cannot open the image: Is a directory"):
+        decode(tmp_path)
+
+
+LARGE = png_claiming(9_500, 9_500)  # Pillow warns of so many pixels, MAX_PIXELS allows them; the file ends at once
+
+
+def test_pillow_warns_a_program_that_only_imports_vitx() -> None:
+    """No import changes the warnings of a process; pytest makes an error of the warning."""
+    code = "import numpy, PIL.Image, pydantic, warnings; before = warnings.filters[:]\n"
+    code += "import vitx.core.preprocess; assert warnings.filters == before"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(Image.DecompressionBombWarning):
+        decode(LARGE)
+
+
+def test_the_command_line_prints_no_warning_of_pillow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "large.png").write_bytes(LARGE)
+    arguments = ("train", "digits-deepvit", "--data", tmp_path, "--out", tmp_path / "run")
+    code, _, err = run_in_process(arguments, monkeypatch, capsys)
+    assert code == 2
+    assert "large.png: cannot decode the image" in err
+
+
+def test_other_processes_print_no_warning_of_pillow(capfd: pytest.CaptureFixture[str]) -> None:
+    preprocessing = Preprocessing(image_size=8)
+    with pytest.raises(ImageError, match="cannot decode the image"):
+        run_limited("decoding", preprocessing.from_bytes, LARGE)
+    images = ImageSet("one", ("a",), ("large.png",), np.zeros(1, np.int64), read=[LARGE].__getitem__)
+    data = TrainingData(images, preprocessing, Augmentation(), batch_size=1, seed=0)
+    with pytest.raises(InputError, match=r"large\.png: cannot decode the image"):
+        next(data.batches(0, workers=1))
+    assert "DecompressionBomb" not in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Image sets: the embedded digits, folders, and what is wrong with a folder."""
+"""Image sets: the digits, folders, and the errors of a folder that cannot be used."""
 
 from pathlib import Path
 

@@ -1,9 +1,8 @@
-"""One exported bundle for every test of the exporter; a test that damages it takes a copy. TensorRT's real bindings."""
+"""One exported bundle for all tests of the exporter (a test that changes it takes a copy), and TensorRT's bindings."""
 
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +14,18 @@ import pytest
 from vitx.export import SourceRequest
 
 TYPINGS = Path(__file__).parents[2] / "typings"
-BINDINGS = {"tensorrt-10.16": "10.16.1.11", "tensorrt-11.4": "11.4.0.106"}
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits")
 
 
 @pytest.fixture(scope="session")
 def random_source() -> SourceRequest:
-    """What `exported_bundle` was made of: deepvit_digits with random weights."""
+    """The source of `exported_bundle`: deepvit_digits with random weights."""
     return SourceRequest("model:deepvit_digits", weights="random", data="digits")
 
 
 @pytest.fixture(scope="session")
 def exported_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle that `vitx export` makes of it, certified on the digits; not to be changed."""
+    """The bundle that `vitx export` writes for it, certified on the digits; not to be changed."""
     from vitx.cli import main
 
     out = tmp_path_factory.mktemp("export") / "net.vitx"
@@ -41,18 +39,18 @@ def exported_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def own_bundle(exported_bundle: Path, tmp_path: Path) -> Path:
-    """A copy of it, alone in a folder that is the test's."""
+    """A copy of `exported_bundle`, alone in a folder of the test's own."""
     return Path(shutil.copytree(exported_bundle, tmp_path / "own" / "net.vitx"))
 
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace and lower here, where PyTorch is imported already; tests/core/test_sandbox.py is about the limits."""
+    """Trace and lower in this process, which has imported PyTorch; tests/core/test_sandbox.py tests the limits."""
 
     def run(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
         return function(*arguments)
 
-    monkeypatch.setattr("vitx.export.bundle.run_limited", run)
+    monkeypatch.setattr("vitx.export.bundling.run_limited", run)
 
 
 def load_generator() -> ModuleType:
@@ -64,7 +62,10 @@ def load_generator() -> ModuleType:
     return module
 
 
-@pytest.fixture(scope="session", params=sorted(BINDINGS))
+GENERATOR = load_generator()
+
+
+@pytest.fixture(scope="session", params=GENERATOR.CLASSIC)
 def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
     """The real bindings of the classic TensorRT, imported over stand-ins for the libraries they link to."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
@@ -72,10 +73,7 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if shutil.which("cc") is None:
         pytest.skip("no C compiler to make the stand-in libraries with")
     folder = tmp_path_factory.mktemp(request.param)
-    requirement = f"tensorrt-cu13-bindings=={BINDINGS[request.param]}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command += ["--only-binary=:all:", "--retries=1", "--timeout=10", "-d", str(folder), requirement]
-    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip(f"{requirement} cannot be downloaded here; the committed stubs are checked all the same")
-    environment: dict[str, str] = load_generator().unpack_bindings(next(folder.glob("*.whl")), folder)
+    if GENERATOR.download_bindings(request.param, folder).returncode != 0:
+        pytest.skip(f"the bindings of {request.param} cannot be downloaded here; our calls are checked all the same")
+    environment: dict[str, str] = GENERATOR.unpack_bindings(next(folder.glob("*.whl")), folder)
     return request.param, environment

@@ -1,11 +1,11 @@
-"""`vitx export` of a graph that is not the checkpoint's equal: no bundle, and the fault by its name."""
+"""`vitx export` of a graph that differs from its checkpoint: no bundle is written, and the error names the cause."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import vitx.export.bundle as vitx_export_bundle
+import vitx.export.bundling as vitx_export_bundling
 from cli_fixture import Vitx
 from vitx.export import ImageClassifier, Source
 
@@ -24,27 +24,27 @@ def normalization_left_out(source: Source) -> ImageClassifier:
 
 
 @pytest.mark.parametrize(
-    ("fault", "names"),
+    ("wrong_classifier", "messages"),
     [
         (
             head_mix_transposed,
-            ("no usual suspect explains it", "blocks.4 diverges first", "transposed: attn.reatten_matrix.weight"),
+            ("no common mistake explains it", "blocks.4 diverges first", "transposed: attn.reatten_matrix.weight"),
         ),
         (normalization_left_out, ("normalisation: mean and std are left out", "embedding diverges first")),
     ],
 )
-def test_the_error_names_fault_and_layer(
-    fault: Callable[[Source], ImageClassifier],
-    names: tuple[str, ...],
+def test_the_error_names_cause_and_layer(
+    wrong_classifier: Callable[[Source], ImageClassifier],
+    messages: tuple[str, ...],
     tmp_path: Path,
     vitx: Vitx,
     in_this_process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(vitx_export_bundle, "_classifier", fault)
+    monkeypatch.setattr(vitx_export_bundling, "_classifier", wrong_classifier)
     code, out, err = vitx("export", *SOURCE, "--out", tmp_path / "net.vitx")
     assert (code, out) == (1, "")
     assert "error: the graph is not the checkpoint's equal, no bundle written: " in err
     assert "largest logit error" in err
-    assert [name for name in names if name not in err] == []
+    assert [message for message in messages if message not in err] == []
     assert list(tmp_path.iterdir()) == []

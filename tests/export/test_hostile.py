@@ -1,4 +1,4 @@
-"""Faults put in on purpose: each is caught, and named."""
+"""Errors injected into weights, graphs and bundles: each is detected, and the message names it."""
 
 import json
 import resource
@@ -22,16 +22,16 @@ from vitx.data.open import open_images
 from vitx.export import SourceRequest, export_bundle
 from vitx.export.graph.from_model import _require_dynamic_batch
 from vitx.models import build_model
-from vitx.parity import certify_sides
-from vitx.parity.compared import bundle_side
-from vitx.parity.exported import source_side
+from vitx.parity import certify_models
+from vitx.parity.exported import model_from_source
+from vitx.parity.loaded_model import model_from_bundle
 
 REQUEST = SourceRequest("model:deepvit_digits", weights="random", data="digits")
 
 
 def verdict(bundle: Bundle) -> tuple[str, str]:
-    sides = source_side(REQUEST.load(), "auto"), bundle_side(bundle)
-    certificate = certify_sides(*sides, open_images("digits", "val"), write=True, quiet=True)
+    sides = model_from_source(REQUEST.load(), "auto"), model_from_bundle(bundle)
+    certificate = certify_models(*sides, open_images("digits", "val"), write=True, quiet=True)
     return certificate.verdict, "; ".join(certificate.reasons)
 
 
@@ -49,14 +49,14 @@ def altered(exported_bundle: Path, out: Path, change: Any) -> Bundle:
 
 
 def scale_first_convolution(graph: Any) -> None:
-    """What another standard deviation does to the folded normalisation."""
+    """The effect of a wrong standard deviation on the folded normalisation."""
     convolution = next(node for node in graph.node if node.op_type == "Conv")
     weight = next(tensor for tensor in graph.initializer if tensor.name == convolution.input[1])
     weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * np.float32(1.1), weight.name))
 
 
 def shift_first_convolution(graph: Any) -> None:
-    """What a mean that is 0.1 too low does to it."""
+    """The effect of a mean that is 0.1 too low."""
     convolution = next(node for node in graph.node if node.op_type == "Conv")
     weight, bias = (
         next(tensor for tensor in graph.initializer if tensor.name == name) for name in convolution.input[1:3]
@@ -65,7 +65,7 @@ def shift_first_convolution(graph: Any) -> None:
     bias.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(bias) + shift, bias.name))
 
 
-def test_an_honest_graph_passes(exported_bundle: Path, tmp_path: Path) -> None:
+def test_an_unchanged_graph_passes(exported_bundle: Path, tmp_path: Path) -> None:
     assert verdict(altered(exported_bundle, tmp_path / "net.vitx", lambda graph: None))[0] == "pass"
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_mean_or_std_fails_parity(exported_bundle: Path, tmp_path: Path,
 def test_a_rejected_bundle_is_not_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], in_this_process: None
 ) -> None:
-    """The same export warns of statistics that saw no batch."""
+    """The same export warns about BatchNorm statistics that saw no batch."""
 
     def refuse(bundle: Bundle) -> None:
         raise CheckFailed("no")
@@ -110,7 +110,7 @@ def test_a_frozen_batch_is_named(exported_bundle: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE")
 def test_a_full_disk_leaves_the_old_bundle(own_bundle: Path, vitx: Vitx, in_this_process: None) -> None:
-    """A file may not grow beyond 100 kB here, as on a disk with no more room."""
+    """A limit of 100 kB on the size of a file acts like a full disk."""
     before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))

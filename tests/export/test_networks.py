@@ -1,7 +1,7 @@
-"""The named networks at full width: every rewrite, every precision, judged on real images against PyTorch.
+"""The named networks at full width and depth: every rewrite and every precision, against PyTorch on real images.
 
-Full depth too. Images are 64 px, DeepViT-L's 32 px, so that a search that runs 320 of them several times takes seconds;
-test_tensorrt.py exports two networks at 224 px.
+Images are 64 px (DeepViT-L: 32 px), so that a search that runs 320 of them several times takes seconds;
+test_tensorrt_engine.py exports two networks at 224 px.
 """
 
 import io
@@ -24,9 +24,10 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export import ALL, onnx_from_model
 from vitx.export.engines.flash_nodes import fuse_reattention
-from vitx.export.graph.from_model import opset_for, opset_of
+from vitx.export.graph.dataflow import opset_of
+from vitx.export.graph.execution import logits_of
+from vitx.export.graph.from_model import opset_for
 from vitx.export.precision.acceptance import Bounds, agreement_of
-from vitx.export.precision.calibration import logits_of
 from vitx.export.precision.half import cpu_twin
 from vitx.export.precision.lower import lower_precision
 from vitx.export.rewrite.rewrites import ImageClassifier, applied_rewrites
@@ -39,7 +40,7 @@ SIZES = {  # px
     "deit_small_12_talking": 64,
     "alternet_18": 64,  # its windows of 7 do not divide the maps of 64 px
 }
-# How many places each rewrite finds; those that find nothing are left out.
+# In how many places each rewrite applies; rewrites that apply nowhere are not listed.
 DEIT = {
     "remove-dead-outputs": 50,
     "fold-normalization": 1,
@@ -78,7 +79,7 @@ PLACES = {
     "deit_small_12_talking": {**DEIT, "drop-row-constants": 12},
     "alternet_18": {"remove-dead-outputs": 4, "fold-normalization": 1},
 }
-# Attention over all tokens with a mix over heads; the last block's, of the class token alone, is none.
+# Blocks whose attention over all tokens has a mix over heads; the last block computes the class token alone.
 FUSED = {"deepvit_s": 4, "deepvit_l": 11, "deit_small_12_talking": 11}
 FIT, OTHER = 320, 32
 LABELS = tuple("0123456789")
@@ -90,7 +91,7 @@ def preprocessing_of(name: str) -> Preprocessing:
 
 @cache
 def real_images(name: str) -> UInt8Array:
-    """Crops of two photographs, and every third a handwritten digit, uint8 (FIT + OTHER, px, px, 3)."""
+    """Crops of two photographs, every third image a handwritten digit: uint8 (FIT + OTHER, px, px, 3)."""
     photos, digits = load_sample_images().images, load_digits().images
     generator = np.random.default_rng(0)
     prepared = []
@@ -139,12 +140,12 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def test_every_rewrite_finds_its_places(exported: Exported) -> None:
     assert {rewrite: count for rewrite, count in exported.places.items() if count} == PLACES[exported.name]
     norms = sum(node.op_type == "BatchNormalization" for node in exported.graph.graph.node)
-    # AlterNet's are those before an activation; attention and stems have none.
+    # AlterNet keeps those before an activation; in attention and stems all are folded.
     assert norms == (9 if exported.name == "alternet_18" else 0)
 
 
 def test_float32_equals_the_network(exported: Exported) -> None:
-    """The graph has passed ONNX's full check as it was written, and was traced with two images."""
+    """At batches that were never traced; writing the graph included ONNX's full check."""
     images, expected = exported.images[:33], exported.logits[:33]
     for batch in (1, 7, 32):
         found = logits_of(exported.graph, images, batch)
@@ -153,17 +154,17 @@ def test_float32_equals_the_network(exported: Exported) -> None:
 
 
 def test_attention_with_a_head_mix_as_one_node(exported: Exported) -> None:
-    """Through the node's definition, in ONNX Runtime."""
+    """ONNX Runtime runs the node through its definition."""
     fused = fuse_reattention(exported.graph)
     assert len(fused.fused) == FUSED.get(exported.name, 0)
-    assert bool(fused.left) == (exported.name == "alternet_18")  # relative positions are added to its scores
+    assert bool(fused.skipped) == (exported.name == "alternet_18")  # relative positions are added to its scores
     found = logits_of(fused.model, exported.images[:8], batch=7)
     assert np.abs(found - exported.logits[:8]).max() < 1e-4
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_half_precision(exported: Exported, precision: Any, tmp_path: Path) -> None:
-    """Searched on some images, held to the tolerance of a certificate on others, on the twin that rounds everywhere."""
+    """Islands are searched on some images; the certificate's tolerance is checked on others, by the float32 twin."""
     graph, opset = exported.graph, opset_for(precision)
     if opset != opset_of(graph):
         path = tmp_path / "model.onnx"
@@ -180,7 +181,7 @@ def test_half_precision(exported: Exported, precision: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_eight_bits(exported: Exported, precision: Any) -> None:
-    """Random classes lie so close that 8 bits move some images: classes are compared where they are clear."""
+    """The classes of a random network are so close that 8 bits flip some images: only clear margins are compared."""
     bounds = Bounds(SHARE_OF_STD[precision], 0.8)
     lowered = lower_precision(exported.graph, precision, exported.images[:FIT], bounds=bounds, quiet=True)
     onnx.checker.check_model(lowered.graph, full_check=True)

@@ -1,4 +1,4 @@
-"""The Triton model repository: its configuration read back with Triton's own schema."""
+"""The Triton model repository: its configuration is read back with Triton's own schema."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 
 def parsed(model: Path) -> Any:
-    """The configuration as Triton reads it; a field it does not know is an error."""
+    """The configuration as Triton parses it; an unknown field is an error."""
     return text_format.Parse((model / "config.pbtxt").read_text(), schema.ModelConfig())
 
 

@@ -1,4 +1,4 @@
-"""One wheel for all tests of the installed package."""
+"""The wheel that all tests of the installed package share."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Small installs are small: the wheel in environments that hold only the base, or the base and `serve`."""
+"""Small installs stay small: the wheel in environments with the base only, or with the base and `serve`."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from vitx.cli import VERBS
 
 
 def closure(distribution: str, extras: set[str]) -> set[str]:
-    """The distributions that an install of `distribution[extras]` brings, by their recorded requirements."""
+    """The distributions that `distribution[extras]` requires, directly or through others."""
     found: set[str] = set()
     todo = [(distribution, extras)]
     while todo:
@@ -32,7 +32,7 @@ def closure(distribution: str, extras: set[str]) -> set[str]:
 
 
 def environment(path: Path, extras: set[str], wheel: Path) -> Path:
-    """A virtual environment with the wheel and links to just the distributions it asks for; return its python."""
+    """Make a virtual environment with the wheel and links to the distributions it requires; return its python."""
     venv.create(path, with_pip=False)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(path), "platbase": str(path)}))
     source = Path(sysconfig.get_path("purelib"))

@@ -1,4 +1,4 @@
-"""Every relative link of the README and of docs leads to a file and a heading that exist, and every page is found."""
+"""Every relative link of the README and docs leads to a file and a heading that exist; the index links every page."""
 
 import re
 import subprocess
@@ -25,7 +25,7 @@ def links(page: Path) -> Iterator[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings: lower case, spaces become hyphens, other signs than letters are dropped."""
+    """GitHub's anchors of the headings: lower case, spaces become hyphens, punctuation is dropped."""
     headings = re.findall(r"^#{1,6} +(.*?) *#*$", text_of(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -57,7 +57,9 @@ def test_sections_that_the_code_cites_exist() -> None:
     cited: dict[str, str] = {}
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in listed.split():
-        if (ROOT / name).is_file():  # git lists links too, and what was removed and not committed yet
+        if (
+            ROOT / name
+        ).is_file():  # git also lists symbolic links to folders, and files that were removed but not committed
             for section in re.findall(r"docs/maths\.md §([\d.]*\d)", (ROOT / name).read_text(encoding="utf-8")):
                 cited[section] = name
     assert cited, "no file cites docs/maths.md"
@@ -66,5 +68,5 @@ def test_sections_that_the_code_cites_exist() -> None:
 
 
 def test_lists_of_links_are_read() -> None:
-    """The pattern itself: code is left out, titles and angle brackets are not part of a target."""
+    """The pattern itself: titles and angle brackets are not part of a target."""
     assert LINK.findall('[a](b.md) ![c](<d.png>) [e](f.md#g "h")') == ["b.md", "d.png", "f.md#g"]

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a processor: its rows, its resuming and its refusals. On a GPU it was not run."""
+"""benchmarks/gpu.py on a CPU: its rows, resuming, and refusals. It has not been run on a GPU."""
 
 import json
 import subprocess
@@ -49,12 +49,12 @@ def test_every_row_is_measured_and_compared_or_says_why_not(results: Path) -> No
 def test_what_is_measured_is_not_measured_again(results: Path) -> None:
     finished = run(*SMALL, *ROWS, "--out", results, "--dry-run")
     assert finished.returncode == 0, finished.stderr
-    # What was refused is tried again.
+    # Rows that were refused are tried again.
     assert finished.stdout.splitlines() == ["deit_tiny_12 fp32 1 cuda-graph", "deit_tiny_12 fp32 3 cuda-graph"]
 
 
 def test_what_a_runtime_cannot_do_is_a_row(tmp_path: Path) -> None:
-    """ONNX has no convolution of bfloat16; deepvit_s lists the attention of its blocks, and is cut to two of them."""
+    """ONNX has no convolution in bfloat16. deepvit_s names the attention of each block; --small keeps two."""
     path = tmp_path / "results.json"
     chosen = ("--models", "deepvit_s", "--precisions", "bf16", "--batches", "1", "--runtimes", "torch,onnxruntime")
     finished = run(*SMALL, *chosen, "--parity", "2", "--out", path)

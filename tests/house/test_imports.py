@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = (
+LAYERS = (
     {"cli"},
     {"bench"},
     {"serve"},
@@ -26,7 +26,7 @@ FLOORS = (
     {"data"},
     {"core"},
 )
-ALLOWED = {room: {room}.union(*FLOORS[level + 1 :]) for level, rooms in enumerate(FLOORS) for room in rooms}
+ALLOWED = {room: {room}.union(*LAYERS[level + 1 :]) for level, rooms in enumerate(LAYERS) for room in rooms}
 MOST_FILES = 20
 HEAVY = {
     "torch",
@@ -60,7 +60,7 @@ def tree_of(path: Path) -> ast.Module:
 
 
 def imported(nodes: Iterable[ast.AST]) -> set[str]:
-    """The modules of an import; of ours the files, of others the names as they stand."""
+    """The modules that import statements name; for modules of ours, the file that is meant."""
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 def top_level(tree: ast.Module) -> set[str]:
-    """What importing the module imports: everything outside functions and outside `if TYPE_CHECKING`."""
+    """The modules that are imported with this one: by statements outside functions and `if TYPE_CHECKING`."""
 
     def runs(node: ast.stmt) -> bool:
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -91,7 +91,7 @@ def rooms_of(names: set[str]) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("vitx.")}
 
 
-def test_every_room_has_its_floor() -> None:
+def test_every_room_has_its_layer() -> None:
     folders = {path.name for path in (ROOT / "vitx").iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == ALLOWED.keys()
 
@@ -111,12 +111,12 @@ def test_only_parity_sees_export_and_runtimes_together() -> None:
             assert not {"export", "runtimes"} <= rooms_of(imports_of(path)), path
 
 
-def test_no_file_imports_itself_over_others() -> None:
+def test_imports_have_no_cycles() -> None:
     graph = {module: imports_of(path) & MODULES.keys() for module, path in MODULES.items()}
     try:
         TopologicalSorter(graph).prepare()
-    except CycleError as circle:
-        pytest.fail(f"circle: {' → '.join(reversed(circle.args[1]))}")
+    except CycleError as cycle:
+        pytest.fail(f"import cycle: {' → '.join(reversed(cycle.args[1]))}")
 
 
 @pytest.mark.parametrize("top", ["vitx", "tests"])
@@ -128,7 +128,7 @@ def test_no_folder_is_crowded(top: str) -> None:
 
 @pytest.mark.parametrize("room", ["serve", "predict"])
 def test_serving_imports_no_torch(room: str) -> None:
-    """Neither itself nor by what its files import when they are imported."""
+    """Neither its own files, nor any file that is imported with them, directly or through others."""
     reached = {module_of(path) for path in sources(room)}
     todo = list(reached)
     while todo:
@@ -165,7 +165,7 @@ def test_no_heavy_import_at_the_top(room: str) -> None:
 
 
 def test_every_import_is_a_declared_dependency() -> None:
-    """Packages of the base and of an extra; what only tests use is not enough."""
+    """As a dependency of the base or of an extra; the extra `dev`, which is for tests, does not count."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     requirements = project["dependencies"] + [entry for name in extras if name != "dev" for entry in extras[name]]
@@ -180,10 +180,11 @@ def test_every_import_is_a_declared_dependency() -> None:
         "grpcio": "grpc",
         "protobuf": "google",
         "cuda-bindings": "cuda",
+        "nvidia-ml-py": "pynvml",
         "opentelemetry-sdk": "opentelemetry",
     }
     known = {import_name.get(name, name) for name in declared} | {"onnxruntime", "vitx"}
-    known.add("triton")  # torch brings it where it has a GPU to run it; elsewhere its user goes another way
+    known.add("triton")  # torch for GPUs depends on it; without it another path is taken
     for path in MODULES.values():
         roots = {name.split(".")[0] for name in imports_of(path)}
         foreign = roots - known - sys.stdlib_module_names

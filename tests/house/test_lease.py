@@ -1,6 +1,7 @@
-"""benchmarks/lease.py without a GPU: what it imports, its rehearsal, and what it says of steps that do not end well."""
+"""benchmarks/lease.py without a GPU: what it imports, its rehearsal, and how it reports steps that fail."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -9,16 +10,17 @@ from pathlib import Path
 import pytest
 
 import lease
-from lease_step import Report
-from lease_tools import bound, parse_raw_page
+from lease_steps.cuda_tools import launch_summary, parse_raw_page
+from lease_steps.step_report import Report
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 CARRIED = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
-# Where the name of a distribution is not that of its import.
+# Distribution by import name, where they differ.
 DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
-# What the steps import only when they run, or what timm, torch and typer do.
+# Imported only while a step runs, or by timm, torch and typer.
 LATER = {"sklearn", "tensorboard", "torchvision", "triton", "rich"}
+LATER |= {"onnx", "onnx_ir", "onnxruntime", "onnxscript", "ml_dtypes"}
 
 
 def normal(name: str) -> str:
@@ -26,14 +28,14 @@ def normal(name: str) -> str:
 
 
 def packages() -> set[str]:
-    """The distributions of the machine, and what is carried."""
-    lines = (BENCHMARKS / "lease_packages.txt").read_text().splitlines()
+    """The distributions that the rented machine has, and those that are carried to it."""
+    lines = (BENCHMARKS / "lease_steps" / "machine_packages.txt").read_text().splitlines()
     return {normal(line) for line in lines if line and not line.startswith("#")} | {normal(name) for name in CARRIED}
 
 
 def files_of_ours() -> list[Path]:
-    """Every file of this repository that the steps import, by Python itself."""
-    modules = ["lease", *(f"lease_{part}" for part in lease.PARTS), "vitx.cli.train"]
+    """Every file of this repository that the steps import, found by importing them."""
+    modules = ["lease", *(f"lease_steps.{part}" for part in lease.PARTS), "vitx.cli.train"]
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(BENCHMARKS)]!r}\n"
         f"import {', '.join(modules)}\n"
@@ -46,7 +48,7 @@ def files_of_ours() -> list[Path]:
 
 
 def imported_when_imported(path: Path) -> set[str]:
-    """Top-level names of what importing the file imports."""
+    """Top-level packages that are imported with the file."""
     names: set[str] = set()
     statements = list(ast.parse(path.read_text()).body)
     while statements:
@@ -64,8 +66,8 @@ def imported_when_imported(path: Path) -> set[str]:
 
 def test_every_import_is_of_that_machine_or_carried_and_is_looked_for_before_the_first_step() -> None:
     files = files_of_ours()
-    assert {"trainer.py", "reattention.py", "lease_training.py"} <= {path.name for path in files}
-    ours = {path.stem for path in BENCHMARKS.glob("*.py")} | {"vitx", "reference", "support"}
+    assert {"trainer.py", "reattention.py", "training_runs.py"} <= {path.name for path in files}
+    ours = {path.stem for path in BENCHMARKS.glob("*.py")} | {"vitx", "reference", "support", "lease_steps"}
     foreign = {name: path for path in files for name in imported_when_imported(path)}
     foreign = {name: path for name, path in foreign.items() if name not in ours | set(sys.stdlib_module_names)}
     known = packages()
@@ -101,7 +103,7 @@ def test_a_rehearsal_ends_with_a_table(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.json", "kernels.log"]
 
 
-def test_a_step_beyond_its_limit_and_one_that_fails_cost_themselves_alone(
+def test_steps_that_fail_or_time_out_do_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(lease.PARTS, "kernels", {"ceilings": 0.05, "nonsense": 30, "machine": 30})
@@ -114,7 +116,7 @@ def test_a_step_beyond_its_limit_and_one_that_fails_cost_themselves_alone(
     assert "over its limit" in capsys.readouterr().out
 
 
-def test_what_has_no_time_left_is_listed(tmp_path: Path) -> None:
+def test_steps_without_time_left_are_listed(tmp_path: Path) -> None:
     assert lease.main(["training", "--out", str(tmp_path), "--rehearse", "--minutes", "0.01"]) == 1
     steps = json.loads((tmp_path / "training.json").read_text())["steps"]
     assert {step["outcome"] for step in steps.values()} == {"skipped: time"}
@@ -126,9 +128,9 @@ def test_without_a_gpu_it_names_the_rehearsal(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert lease.main(["networks", "--out", str(tmp_path)]) == 3
-    said = capsys.readouterr().err
-    assert said.startswith("error: no GPU")
-    assert "--rehearse" in said
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: no GPU")
+    assert "--rehearse" in errors
 
 
 def test_a_missing_package_is_named_with_how_to_carry_it(
@@ -136,16 +138,16 @@ def test_a_missing_package_is_named_with_how_to_carry_it(
 ) -> None:
     monkeypatch.setattr(lease, "PACKAGES", (*lease.PACKAGES, "pydantic_missing"))
     assert lease.main(["networks", "--out", str(tmp_path), "--rehearse"]) == 3
-    said = capsys.readouterr().err
-    assert said.startswith("error: missing package: pydantic_missing: carry")
-    assert "pip install --no-index --target" in said
-    assert "What to carry" in said
+    errors = capsys.readouterr().err
+    assert errors.startswith("error: missing package: pydantic_missing: carry")
+    assert "pip install --no-index --target" in errors
+    assert "What to carry" in errors
     assert "## What to carry" in (BENCHMARKS / "lease.md").read_text()
 
 
 @pytest.mark.parametrize("part", lease.PARTS)
 def test_each_step_of_a_part_is_in_its_file(part: str) -> None:
-    module = __import__(f"lease_{part}")
+    module = importlib.import_module(f"lease_steps.{part}")
     assert list(module.STEPS) == list(lease.PARTS[part])
 
 
@@ -156,7 +158,7 @@ def test_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str], tmp_path
     assert "no step celings: the steps of kernels are machine, ceilings" in capsys.readouterr().err
 
 
-def test_rows_stand_in_the_file_as_soon_as_they_are_measured(tmp_path: Path) -> None:
+def test_rows_are_written_as_soon_as_they_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "part.json"
     first, second = Report(path, "first"), Report(path, "second")
     first.row("a", {"ms": 1.0}, "a took 1 ms")
@@ -183,6 +185,6 @@ def test_nsight_computes_raw_page_is_read() -> None:
     )
     (found,) = parse_raw_page(text)
     assert found["gpu__time_duration.sum [ns]"] == 1234567.0
-    assert bound(found).startswith("mix_kernel: 1235 µs, SM nan %")
-    assert bound(found).endswith("128 registers, occupancy nan %, stalls math_pipe_throttle 2.2 wait 0.5")
+    assert launch_summary(found).startswith("mix_kernel: 1235 µs, SM nan %")
+    assert launch_summary(found).endswith("128 registers, occupancy nan %, stalls math_pipe_throttle 2.2 wait 0.5")
     assert parse_raw_page("==ERROR== nothing") == []

@@ -1,6 +1,6 @@
-"""Every verb's arguments, options and defaults are those of golden/options.json.
+"""Every verb's arguments, options and defaults are those of golden/options.json, and docs/options.md lists them.
 
-When a change is meant: `python tests/house/test_options.py --write`, and commit the file with it.
+When a change is meant: `python tests/house/test_options.py --write`, and commit both files with it.
 """
 
 import json
@@ -14,7 +14,21 @@ from typer.main import get_command
 from vitx.cli import app
 
 GOLDEN = Path(__file__).parent / "golden" / "options.json"
-# click's names of types, for versions of typer whose parameters carry one.
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+HEAD = """# Options
+
+Every argument and option of every verb, as `vitx VERB -h` prints them. Units are in the names or in the meaning.
+
+Where a verb has `--config FILE.toml`, each option may also stand in that file (`max-batch = 64`, `watch = true`,
+`bundles = ["a.vitx"]`) or in the environment, under the name that the table gives. The command line goes before the
+environment, the environment before the file, the file before the default. Several values of one variable have spaces
+between, several paths ':'. A name in the file that is no option is refused. In Python the same options are one record:
+`vitx.serve.options.ServeOptions(max_batch=64)`.
+
+Kubernetes sets `VITX_SERVE_PORT` by itself where a Service is called `vitx-serve`: name it otherwise, or set
+`enableServiceLinks: false`.
+"""
+# Python's names for click's types, for versions of typer whose parameters have a click type.
 CLICK_TYPES = {"text": "str", "integer": "int", "boolean": "bool", "filename": "Path", "directory": "Path"}
 
 # verb path ("" for vitx itself) -> its help and parameters
@@ -25,8 +39,8 @@ def read_options() -> Options:
     return dict(_commands("", get_command(app)))
 
 
-def written(options: Options) -> str:
-    """JSON with a line a parameter, so that a change is one line of a diff."""
+def formatted(options: Options) -> str:
+    """JSON with one line for each parameter, so that a changed option is one line of a diff."""
     verbs = []
     for path, command in options.items():
         parameters = [f"{_json(name)}: {_json(fields)}" for name, fields in command["parameters"].items()]
@@ -45,12 +59,12 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# Any in what follows: newer versions of typer hold click inside, older ones depend on it.
+# The types are Any below because newer versions of typer contain click and older ones depend on it.
 def _commands(path: str, command: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A verb and, of a group, its sub-verbs, in the order in which help lists them."""
+    """Yield a verb and, for a group, its sub-verbs, in the order of the help text."""
     yield (
         path,
-        _stated(
+        _without_empty(
             help=command.help,
             help_flags=command.context_settings.get("help_option_names"),
             env_prefix=command.context_settings.get("auto_envvar_prefix"),
@@ -58,12 +72,13 @@ def _commands(path: str, command: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             parameters={_name(parameter): _parameter(parameter) for parameter in command.params},
         ),
     )
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from _commands(f"{path} {name}".strip(), inner)
+    if hasattr(command, "list_commands"):
+        for name in command.list_commands(None):
+            yield from _commands(f"{path} {name}".strip(), command.get_command(None, name))
 
 
 def _name(parameter: Any) -> str:
-    """As a user sees it: --batch-sizes, or BUNDLE. What Python calls it may change."""
+    """The name that a user sees, --batch-sizes or BUNDLE, not that of the Python parameter."""
     if parameter.param_type_name == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.name.upper())
@@ -71,7 +86,7 @@ def _name(parameter: Any) -> str:
 
 def _parameter(parameter: Any) -> dict[str, Any]:
     type_name, choices, least, most = _type(parameter)
-    return _stated(
+    return _without_empty(
         kind=parameter.param_type_name,
         other_flags=parameter.opts[1:] or None,
         opposite_flags=parameter.secondary_opts or None,
@@ -89,15 +104,15 @@ def _parameter(parameter: Any) -> dict[str, Any]:
     )
 
 
-def _stated(**fields: Any) -> dict[str, Any]:
-    """Without what is null or false, but for a default of false."""
+def _without_empty(**fields: Any) -> dict[str, Any]:
+    """The fields that are not null or false; a default of false stays."""
     return {
         name: value for name, value in fields.items() if value is not None and (value is not False or name == "default")
     }
 
 
 def _type(parameter: Any) -> tuple[str, list[str] | None, float | None, float | None]:
-    """Name, choices and both bounds."""
+    """Return (name, choices, minimum, maximum) of a parameter's type."""
     if (described := getattr(parameter, "type_descriptor", None)) is not None:
         annotation = described.annotation
         if get_origin(annotation) is list:
@@ -121,8 +136,41 @@ def _plain(default: Any) -> Any:
     return default if default is None or isinstance(default, bool | int | float | str) else str(default)
 
 
+def page(options: Options) -> str:
+    """docs/options.md: one table a verb."""
+    parts = [HEAD]
+    for path, command in options.items():
+        if not path:
+            continue
+        named = any("envvar" in fields for fields in command["parameters"].values())
+        columns = ["option", "value", "default", *(["environment"] if named else []), "meaning"]
+        rows = [columns, ["---"] * len(columns)]
+        for name, fields in command["parameters"].items():
+            environment = [f"`{fields['envvar']}`" if "envvar" in fields else ""] if named else []
+            cells = [f"`{name}`", _value(fields), _default(fields), *environment, fields["help"]]
+            rows.append([cell.replace("|", "\\|") for cell in cells])
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        parts.append(f"## vitx {path}\n\n{command['help']}\n\n{table}\n")
+    return "\n".join(parts)
+
+
+def _value(fields: dict[str, Any]) -> str:
+    if "choices" in fields:
+        return ", ".join(fields["choices"])
+    if fields["type"] == "bool":
+        return "flag"
+    least, most = fields.get("min"), fields.get("max")
+    bounds = f", {least:g} to {most:g}" if most is not None else f", at least {least:g}" if least is not None else ""
+    return f"{fields.get('metavar') or fields['type']}{bounds}{', repeated' if fields.get('multiple') else ''}"
+
+
+def _default(fields: dict[str, Any]) -> str:
+    default = fields.get("default")
+    return "required" if fields.get("required") else "" if default is None or default is False else str(default)
+
+
 def differences(golden: Options, found: Options) -> list[str]:
-    """One line a field that changed: `serve --port, default: 8000 → 8001`."""
+    """One line for each field that changed: `serve --port, default: 8000 → 8001`."""
     lines = _names("", list(golden), list(found))
     for verb in golden.keys() & found.keys():
         before, after = dict(golden[verb]), dict(found[verb])
@@ -135,10 +183,10 @@ def differences(golden: Options, found: Options) -> list[str]:
 
 
 def _names(where: str, before: list[str], after: list[str]) -> list[str]:
-    gone = [f"{where}{name}: is gone" for name in before if name not in after]
-    come = [f"{where}{name}: is new" for name in after if name not in before]
-    both = [name for name in before if name in after], [name for name in after if name in before]
-    return [*gone, *come, *([f"{where}order: {both[0]} → {both[1]}"] if both[0] != both[1] else [])]
+    removed = [f"{where}{name}: is gone" for name in before if name not in after]
+    added = [f"{where}{name}: is new" for name in after if name not in before]
+    old, new = [name for name in before if name in after], [name for name in after if name in before]
+    return [*removed, *added, *([f"{where}order: {old} → {new}"] if old != new else [])]
 
 
 def _fields(where: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -152,6 +200,10 @@ def _fields(where: str, before: dict[str, Any], after: dict[str, Any]) -> list[s
 def test_options_and_defaults_are_the_golden_ones() -> None:
     found = differences(json.loads(GOLDEN.read_text(encoding="utf-8")), read_options())
     assert not found, "\n".join(["the command line is not that of golden/options.json", *found, str(__doc__)])
+
+
+def test_the_page_lists_them() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read_options()), "python tests/house/test_options.py --write"
 
 
 def test_a_change_is_named() -> None:
@@ -175,4 +227,5 @@ if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit(__doc__)
     GOLDEN.parent.mkdir(exist_ok=True)
-    GOLDEN.write_text(written(read_options()), encoding="utf-8")
+    GOLDEN.write_text(formatted(read_options()), encoding="utf-8")
+    PAGE.write_text(page(read_options()), encoding="utf-8")

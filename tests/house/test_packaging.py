@@ -1,4 +1,4 @@
-"""The layout: one ordinary package. A built wheel and sdist hold every file of it, and nothing else at their top."""
+"""The layout is one ordinary package, and the built wheel and sdist have every file of it and no other code."""
 
 import tarfile
 import tomllib

@@ -24,7 +24,7 @@ from sklearn.datasets import load_digits
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Two epochs: the test is of the way, not of the accuracy.
+# Two epochs: what is tested is that the commands work, not the accuracy.
 SHORTER = "--set epochs=2"
 
 
@@ -54,7 +54,7 @@ def run(command: str, folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """The console script beside the running Python; one thread, since a test machine may be shared."""
+    """Environment variables with the console script of this Python on the path, and one thread for numerics."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
 

@@ -1,4 +1,4 @@
-"""Attention maps on request: ours and timm's, and everything restored."""
+"""Attention maps of our networks and of timm's; afterwards everything is as it was."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
 """Statistics of BatchNorm measured anew, against their closed form and a pass by hand."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -71,20 +72,21 @@ def test_training_is_a_linear_mix_of_statistics_that_need_no_map() -> None:
 
 
 def test_modes_and_momentum_are_restored_and_dropout_is_off(model: Any) -> None:
+    """The dropout of the first block is in training mode, and the maps of the second would see it."""
+    reference = copy.deepcopy(model).eval()
+    measure_batch_norm([reference], iter([images(1)]))
     model.train()
-    model.blocks[0].eval()
+    model.blocks[1].eval()
     modes = [module.training for module in model.modules()]
     measure_batch_norm([model], iter([images(1)]))
-    first = model.blocks[1].attn.var_norm.running_var.clone()
     assert [module.training for module in model.modules()] == modes
-    assert model.blocks[1].attn.var_norm.momentum == 0.1
-    measure_batch_norm([model], iter([images(1)]))
-    assert torch.equal(first, model.blocks[1].attn.var_norm.running_var), "dropout was on"
+    norm = model.blocks[1].attn.var_norm
+    assert norm.momentum == 0.1
+    assert torch.equal(norm.running_var, reference.blocks[1].attn.var_norm.running_var), "dropout was on"
+    assert norm.num_batches_tracked == 1
 
 
 def test_without_batch_norm_no_image_is_read() -> None:
-    def refuse() -> Any:
-        raise AssertionError("an image was read")
-        yield
-
-    measure_batch_norm([timm.create_model("deit_digits", depth=1)], refuse())
+    images = iter(["the first batch"])
+    assert measure_batch_norm([timm.create_model("deit_digits", depth=1)], images) == 0
+    assert next(images) == "the first batch"

@@ -58,12 +58,13 @@ def attention(layer: Any, x: Tensor) -> Any:
     return out @ layer.proj.weight.T + layer.proj.bias
 
 
+DROPS: dict[str, Any] = {"attn_drop": 0.4, "proj_drop": 0.3}  # of training alone
 LAYERS: dict[str, nn.Module] = {
-    "plain": PlainAttention(12, 3),
-    "talking-heads": TalkingHeadsAttention(12, 3, mix_bias=True),
-    "re-attention": ReAttention(12, 3, reatten_scale=0.7),
-    "re-attention-layer": ReAttention(12, 3, norm="layer", reatten_scale=0.7),
-    "re-attention-none": ReAttention(12, 3, norm="none"),
+    "plain": PlainAttention(12, 3, **DROPS),
+    "talking-heads": TalkingHeadsAttention(12, 3, mix_bias=True, **DROPS),
+    "re-attention": ReAttention(12, 3, reatten_scale=0.7, **DROPS),
+    "re-attention-layer": ReAttention(12, 3, norm="layer", reatten_scale=0.7, **DROPS),
+    "re-attention-none": ReAttention(12, 3, norm="none", **DROPS),
 }
 
 
@@ -72,6 +73,22 @@ def test_attention_equals_its_formula(name: str) -> None:
     layer = randomize(LAYERS[name].double()).eval()
     x = random(2, 5, 12)
     torch.testing.assert_close(layer(x), attention(layer, x), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", [PlainAttention, TalkingHeadsAttention])
+def test_training_drops_maps_and_outputs_at_their_own_rates(kind: Any, fused: bool) -> None:
+    """Dropped maps are scaled up for what is left, so their mean over many draws is the output of evaluation."""
+    x = random(1, 5, 12)
+    layer: Any = randomize(kind(12, 3, attn_drop=0.4).double()).train()
+    layer.fused_attn = fused
+    torch.manual_seed(0)
+    outputs = layer(x.expand(3000, -1, -1))
+    assert outputs.std(0).min() > 1e-3
+    allowed = 5 * outputs.std(0).max().item() / 3000**0.5
+    torch.testing.assert_close(outputs.mean(0), layer.eval()(x)[0], rtol=0, atol=allowed)
+    dropped = randomize(kind(12, 3, proj_drop=0.3).double()).train()(x.repeat(100, 1, 1))
+    assert (dropped == 0).double().mean().item() == pytest.approx(0.3, abs=0.02)
 
 
 @settings(max_examples=25, deadline=None)

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitx.core.errors import InputError
 from vitx.models import LocalAttention
 from vitx.models.flops import count_flops
-from vitx.models.summary import vitx_networks
+from vitx.models.network_summary import vitx_networks
 
 DEIT_SIZES = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12), "large": (1024, 16)}
 # Blocks, width, blocks with Re-Attention, CNN embedding; 12 heads and an MLP of three times the width in all.
@@ -172,7 +172,7 @@ def test_networks_of_timm_by_torch(name: str) -> None:
 
 
 def test_a_network_that_runs() -> None:
-    """What is counted is what a processor does with the maps written out; the network stays as it was."""
+    """The count is torch's for a forward pass on a CPU with the maps written out; the network stays as it was."""
     model = timm.create_model("deepvit_digits", depth=2, attention=["plain", "re-attention"])
     before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
     images = torch.randn(3, 3, 32, 32)
@@ -245,8 +245,8 @@ def test_a_product_by_hand(function: Any, flops: int) -> None:
     assert count_flops(Calls(function), torch.empty(3, 5, 7)) == flops
 
 
-@torch.library.custom_op("vitx_test::of_another_house", mutates_args=())
-def of_another_house(x: Tensor) -> Tensor:
+@torch.library.custom_op("vitx_test::foreign_operator", mutates_args=())
+def foreign_operator(x: Tensor) -> Tensor:
     return x.clone()
 
 
@@ -256,7 +256,7 @@ def of_another_house(x: Tensor) -> Tensor:
         (torch.fft.fft2, "aten._fft_c2c"),
         (lambda x: torch.addbmm(x[0, :, :5], x, x.transpose(1, 2)), "aten.addbmm"),
         (lambda x: torch.cdist(x, x), "aten._cdist_forward"),
-        (lambda x: of_another_house(x), "vitx_test.of_another_house"),
+        (lambda x: foreign_operator(x), "vitx_test.foreign_operator"),
     ],
 )
 def test_an_operator_without_a_formula_is_refused(function: Any, operator: str) -> None:

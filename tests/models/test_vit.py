@@ -57,6 +57,54 @@ def test_heads_and_embeddings(embedding: str, pool: str) -> None:
     torch.testing.assert_close(outputs.late_BnD, tokens[:, tokens.shape[1] - 16 :])
 
 
+def test_tokens_are_those_of_their_places() -> None:
+    """Before positions are added, after the first of three blocks, and after the last norm."""
+    model: Any = randomize(VisionTransformer(**SMALL, patch_head=True).double()).eval()
+    images = torch.rand(2, 3, 16, 16, dtype=torch.float64)
+    found = model.forward_with_tokens(images)
+    patches = model.patch_embed(images)
+    first = torch.cat([model.cls_token.expand(2, -1, -1), patches], dim=1) + model.pos_embed
+    x = model.blocks[0](first)
+    torch.testing.assert_close(found.embedding_BnD, patches)
+    torch.testing.assert_close(found.early_BnD, x[:, 1:])
+    last = model.norm(model.blocks[2](model.blocks[1](x)))
+    torch.testing.assert_close(found.late_BnD, last[:, 1:])
+    torch.testing.assert_close(found.patch_logits_BnC, last[:, 1:] @ model.patch_head.weight.T + model.patch_head.bias)
+    torch.testing.assert_close(found.logits_BC, last[:, 0] @ model.head.weight.T + model.head.bias)
+    assert model.forward_with_tokens(images, classify_patches=False).patch_logits_BnC is None
+
+
+def test_each_rate_reaches_its_layers() -> None:
+    rates: dict[str, Any] = {
+        "attn_drop_rate": 0.1,
+        "proj_drop_rate": 0.2,
+        "drop_path_rate": 0.3,
+        "drop_rate": 0.4,
+        "patch_head": True,
+    }
+    for kind in ("plain", "talking-heads", "re-attention"):
+        model: Any = VisionTransformer(**SMALL, **rates, attention=kind)
+        for index, each in enumerate(model.blocks):
+            assert (each.attn.attn_drop.p, each.attn.proj_drop.p) == (0.1, 0.2)
+            assert (each.mlp.drop1.p, each.mlp.drop2.p) == (0.2, 0.2)
+            paths = [getattr(path, "drop_prob", 0.0) for path in (each.drop_path1, each.drop_path2)]
+            assert paths == pytest.approx([0.15 * index] * 2)  # 0 in the first of three blocks
+        model.train()
+        ones = torch.ones(50, 24)
+        assert model.head_drop.p == 0.4
+        assert model.classify_patches(ones).std(0).max() > 0, "the patch head has the head's dropout"
+
+
+def test_initial_weights_have_their_spread() -> None:
+    options: dict[str, Any] = {**SMALL, "img_size": 64, "embed_dim": 192, "patch_head": True}
+    for spread in (0.02, 0.5):
+        model: Any = VisionTransformer(**options, position_std=spread)
+        assert model.pos_embed.std().item() == pytest.approx(spread, rel=0.05)
+    assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.25)
+    assert model.patch_head.weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not model.patch_head.bias.any()
+
+
 def test_checkpointing_changes_nothing() -> None:
     model = VisionTransformer(**SMALL, attention="re-attention")
     images = torch.rand(2, 3, 16, 16)

@@ -89,7 +89,7 @@ def test_local_attention_over_everything_is_plain_attention() -> None:
     torch.testing.assert_close(local(x), plain(x), atol=1e-12, rtol=0)
 
 
-def test_maps_of_local_attention_are_mixed_by_nothing() -> None:
+def test_local_attention_does_not_mix_heads() -> None:
     attention = LocalAttention(6, 2)
     for stage in ("softmax", "mixed"):
         with attention_maps(attention, stage=stage) as maps:

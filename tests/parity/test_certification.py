@@ -1,4 +1,4 @@
-"""The certificate: an honest graph passes, every seeded fault fails for the right reason."""
+"""The certificate: an honest graph passes, every planted mistake fails for the right reason."""
 
 import json
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity import WORST, certify, certify_sides, check_labels, compare
-from vitx.parity.compared import open_side
+from vitx.parity import NOT_FINITE_ERROR, AcceptanceCriteria, Comparison, certify, certify_models, check_labels, compare
 from vitx.parity.comparison import PROBE_IMAGES
+from vitx.parity.loaded_model import open_model
 from vitx.runtimes import load_session
 
 
@@ -27,19 +27,38 @@ class Altered(NumpySession):
     """The reference with its logits of each batch passed through a function."""
 
     def __init__(self, sizes: list[int] | None = None, *, add: Float32Array | None = None, at_batch: int = 0) -> None:
+        super().__init__()
         self.sizes = [] if sizes is None else sizes
         self.add, self.at_batch = add, at_batch
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         self.sizes.append(len(images))
-        logits = super().infer(images)
+        logits = super()._infer(images)
         return logits + self.add if self.add is not None and len(images) == self.at_batch else logits
 
 
-def certify_graph(tmp_path: Path, images: ImageSet, fault: Fault | None, **limits: Any) -> Certificate:
+def certify_graph(tmp_path: Path, images: ImageSet, fault: Fault | None, **criteria: Any) -> Certificate:
     bundle = write_bundle(tmp_path / "graph.vitx", fault=fault)
     session = load_session(bundle, device="cpu", threads=1)
-    return certify(NumpySession(), session, images, PREPROCESSING, subject=bundle.subject(), quiet=True, **limits)
+    return certify(
+        NumpySession(),
+        session,
+        images,
+        PREPROCESSING,
+        subject=bundle.subject(),
+        criteria=AcceptanceCriteria(**criteria),
+        quiet=True,
+    )
+
+
+def test_every_measurement_of_the_certificate_is_of_the_comparison() -> None:
+    """`certify` copies what has the same name; the other fields it writes itself."""
+    written = {
+        *("format_version", "verdict", "reasons", "subject", "reference", "reference_sha256", "candidate", "runtime"),
+        *("data", "data_sha256", "max_flip_rate", "max_logit_error_allowed", "created", "token_similarity", "sha256"),
+    }
+    measured = {*dir(Comparison), *Comparison.__dataclass_fields__}
+    assert measured & set(Certificate.model_fields) == set(Certificate.model_fields) - written
 
 
 def test_honest_graph_passes(tmp_path: Path, colours: ImageSet) -> None:
@@ -70,7 +89,7 @@ def test_honest_graph_passes(tmp_path: Path, colours: ImageSet) -> None:
         ("nan", ["flipped", "largest logit error", "other neighbours", "360 of 360 images have logits"]),
     ],
 )
-def test_seeded_fault_fails(tmp_path: Path, colours: ImageSet, fault: Fault, reasons: Sequence[str]) -> None:
+def test_a_planted_mistake_fails(tmp_path: Path, colours: ImageSet, fault: Fault, reasons: Sequence[str]) -> None:
     certificate = certify_graph(tmp_path, colours, fault)
     assert certificate.verdict == "fail"
     text = "; ".join(certificate.reasons)
@@ -79,7 +98,7 @@ def test_seeded_fault_fails(tmp_path: Path, colours: ImageSet, fault: Fault, rea
     assert Certificate.model_validate_json(certificate.model_dump_json()) == certificate
 
 
-def test_drift_alone_is_no_neighbours_fault(tmp_path: Path, colours: ImageSet) -> None:
+def test_drift_does_not_depend_on_neighbours(tmp_path: Path, colours: ImageSet) -> None:
     certificate = certify_graph(tmp_path, colours, "drift")
     assert certificate.flips == ()
     assert certificate.max_neighbour_error < 1e-5
@@ -87,7 +106,7 @@ def test_drift_alone_is_no_neighbours_fault(tmp_path: Path, colours: ImageSet) -
 
 
 def test_logits_that_are_not_finite_are_the_worst_error(tmp_path: Path, colours: ImageSet) -> None:
-    assert certify_graph(tmp_path, colours, "nan").max_logit_error == WORST
+    assert certify_graph(tmp_path, colours, "nan").max_logit_error == NOT_FINITE_ERROR
 
 
 def test_graph_of_a_fixed_batch_is_refused(tmp_path: Path, colours: ImageSet) -> None:
@@ -167,14 +186,16 @@ def test_too_few_images_say_how_many_it_takes() -> None:
 
 def test_the_rate_the_error_suggests_can_be_proved() -> None:
     images = colour_images(100)
-    certificate = certify(NumpySession(), NumpySession(), images, PREPROCESSING, max_flip_rate=0.03, quiet=True)
+    criteria = AcceptanceCriteria(max_flip_rate=0.03)
+    certificate = certify(NumpySession(), NumpySession(), images, PREPROCESSING, criteria=criteria, quiet=True)
     assert certificate.verdict == "pass"
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, float("nan")])
 def test_impossible_rates_are_refused(colours: ImageSet, rate: float) -> None:
+    criteria = AcceptanceCriteria(max_flip_rate=rate)
     with pytest.raises(InputError, match="expected a rate above 0 and below 1"):
-        certify(NumpySession(), NumpySession(), colours, PREPROCESSING, max_flip_rate=rate, quiet=True)
+        certify(NumpySession(), NumpySession(), colours, PREPROCESSING, criteria=criteria, quiet=True)
 
 
 def test_no_images_are_refused() -> None:
@@ -190,8 +211,8 @@ def test_impossible_batch_sizes_are_refused(colours: ImageSet, sizes: tuple[int,
 
 def test_another_number_of_classes_is_refused(colours: ImageSet) -> None:
     class Fewer(NumpySession):
-        def infer(self, images: UInt8Array) -> Float32Array:
-            return super().infer(images)[:, :3]
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            return super()._infer(images)[:, :3]
 
     with pytest.raises(InputError, match="not the same classifier"):
         compare(NumpySession(), Fewer(), colours, PREPROCESSING, quiet=True)
@@ -242,7 +263,7 @@ def test_certificate_that_says_fail_is_refused(uncertified_bundle: Bundle, colou
         colours,
         PREPROCESSING,
         subject=uncertified_bundle.subject(),
-        max_logit_error=1e-12,
+        criteria=AcceptanceCriteria(max_logit_error=1e-12),
         quiet=True,
     )
     write_json(uncertified_bundle.path / CERTIFICATE, certificate)
@@ -253,8 +274,8 @@ def test_certificate_that_says_fail_is_refused(uncertified_bundle: Bundle, colou
 def test_a_certificate_that_is_written_is_accepted_by_the_bundle(
     tiny_run: RunFolder, uncertified_bundle: Bundle
 ) -> None:
-    before, after = open_side(tiny_run.path, device="cpu"), open_side(uncertified_bundle.path, device="cpu")
-    certificate = certify_sides(before, after, open_images(before.data, "val"), write=True, quiet=True)
+    reference, candidate = open_model(tiny_run.path, device="cpu"), open_model(uncertified_bundle.path, device="cpu")
+    certificate = certify_models(reference, candidate, open_images(reference.data, "val"), write=True, quiet=True)
     assert uncertified_bundle.require_certificate() == certificate
     ema = tiny_run.checkpoint_path("best") / "ema.safetensors"
     assert certificate.reference_sha256 == sha256_file(ema)

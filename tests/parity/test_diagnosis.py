@@ -1,4 +1,4 @@
-"""A candidate that fails is told what is wrong with it, by the name of the fault."""
+"""A candidate that fails: the error names what is wrong with it."""
 
 import re
 from dataclasses import replace
@@ -16,21 +16,19 @@ from bundle_fixture import (
     Fault,
     Float32Array,
     NumpySession,
-    add_files,
     colour_images,
-    plan_files,
     write_bundle,
 )
 from cli_fixture import Vitx
+from gpu_fixture import add_plan
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed
-from vitx.core.files import sha256_file
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
-from vitx.parity import bundle_batch_sizes, certify_sides, check_engines, check_provider
-from vitx.parity.compared import Side, bundle_side
+from vitx.parity import bundle_batch_sizes, certify_models, check_engines, check_provider
 from vitx.parity.diagnosis import Diagnosis, diagnose
+from vitx.parity.loaded_model import LoadedModel, model_from_bundle
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
@@ -41,9 +39,10 @@ class Normalized(NumpySession):
     """The reference with another mean and std."""
 
     def __init__(self, mean: Any, std: Any) -> None:
+        super().__init__()
         self.mean, self.std = mean, std
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         normal = (images.astype(np.float64) / 255 - self.mean) / self.std
         return np.asarray(normal.mean(axis=(1, 2)) @ WEIGHT + BIAS, dtype=np.float32)
 
@@ -51,7 +50,7 @@ class Normalized(NumpySession):
 class Texture(NumpySession):
     """A classifier that sees edges, so that the filter which resized its images matters."""
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         pixels = images.astype(np.float64) / 255
         edges = np.abs(np.diff(pixels, axis=1)).mean(axis=(1, 2))
         return np.asarray((edges * 10 + pixels.mean(axis=(1, 2))) @ WEIGHT + BIAS, dtype=np.float32)
@@ -61,9 +60,10 @@ class Wrapped(NumpySession):
     """A reference that prepares its images otherwise before it sees them."""
 
     def __init__(self, of: Session, change: Any) -> None:
+        super().__init__()
         self.of, self.change = of, change
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         return self.of.infer(self.change(images))
 
 
@@ -84,16 +84,16 @@ def diagnosed(candidate: Session, images: ImageSet, reference: Session | None = 
         ("nan", "overflow: logits are NaN or infinite"),
     ],
 )
-def test_a_seeded_fault_of_the_graph_is_named(tmp_path: Path, colours: ImageSet, fault: Fault, name: str) -> None:
+def test_a_planted_mistake_of_the_graph_is_named(tmp_path: Path, colours: ImageSet, fault: Fault, name: str) -> None:
     session = load_session(write_bundle(tmp_path / "graph.vitx", fault=fault), device="cpu", threads=1)
     found = diagnosed(session, colours)
-    assert found.fault is not None
-    assert found.fault.startswith(name)
+    assert found.cause is not None
+    assert found.cause.startswith(name)
 
 
 def test_bgr_in_the_pixels_is_named(colours: ImageSet) -> None:
     found = diagnosed(Wrapped(NumpySession(), lambda images: images[..., ::-1]), colours)
-    assert found.fault == "BGR: the candidate reads the colour channels in reverse"
+    assert found.cause == "BGR: the candidate reads the colour channels in reverse"
     assert str(found).endswith("0 once it is undone)")
 
 
@@ -105,13 +105,13 @@ def test_the_wrong_interpolation_is_named(name: Any) -> None:
     found = diagnose(
         Texture(), Texture(), images, reference, candidate_preprocessing=other, renormalized=None, allowed=ALLOWED
     )
-    assert found.fault == f"interpolation: images are resized {name}, not bicubic"
+    assert found.cause == f"interpolation: images are resized {name}, not bicubic"
 
 
 def test_the_wrong_crop_is_named() -> None:
     other = PREPROCESSING.model_copy(update={"crop_fraction": 0.875})
     found = diagnosed(Texture(), colour_images(80), Texture(), candidate_preprocessing=other)
-    assert found.fault == "crop: fraction 0.875, not 1"
+    assert found.cause == "crop: fraction 0.875, not 1"
 
 
 @pytest.mark.parametrize(
@@ -123,52 +123,48 @@ def test_the_wrong_crop_is_named() -> None:
     ],
 )
 def test_other_normalisations_are_named(colours: ImageSet, mean: Any, std: Any, name: str) -> None:
-    assert diagnosed(Normalized(mean, std), colours).fault == f"normalisation: {name}"
+    assert diagnosed(Normalized(mean, std), colours).cause == f"normalisation: {name}"
 
 
 def test_a_scale_of_the_logits_is_named(colours: ImageSet) -> None:
     class Doubled(NumpySession):
-        def infer(self, images: UInt8Array) -> Float32Array:
-            return 2 * super().infer(images)
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            return 2 * super()._infer(images)
 
-    assert diagnosed(Doubled(), colours).fault == "logits scaled by 2"
+    assert diagnosed(Doubled(), colours).cause == "logits scaled by 2"
 
 
-def test_what_no_suspect_explains_is_left_to_the_trace(colours: ImageSet) -> None:
+def test_what_no_mistake_explains_is_left_to_the_trace(colours: ImageSet) -> None:
     class Squared(NumpySession):
-        def infer(self, images: UInt8Array) -> Float32Array:
-            return super().infer(images) ** 2
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            return super()._infer(images) ** 2
 
     found = diagnosed(Squared(), colours)
-    assert found.fault is None
+    assert found.cause is None
     assert "--trace names the layer" in str(found)
 
 
-def with_plan(path: Path, onnx_sha256: str | None = None) -> Bundle:
-    bundle = write_bundle(path)
-    return add_files(bundle, plan_files(b"plan", onnx_sha256 or sha256_file(bundle.model_path)))
-
-
 def test_batch_sizes_are_the_ends_of_the_profiles_and_one_below(tmp_path: Path) -> None:
-    bundle = with_plan(tmp_path / "tiny.vitx")
+    bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt")
     check_engines(bundle)
     assert bundle_batch_sizes(bundle) == (1, 2, 7, 8, 9, 31, 32)
 
 
 def test_a_stale_engine_is_named(tmp_path: Path, colours: ImageSet) -> None:
-    bundle = with_plan(tmp_path / "tiny.vitx", onnx_sha256="f" * 64)
+    bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt", onnx_sha256="f" * 64)
     with pytest.raises(CheckFailed, match=r"stale engine: tensorrt\.plan was built from graph ffffffffffffffff…"):
-        certify_sides(numpy_side(), bundle_side(bundle, device="cpu"), colours)
+        certify_models(numpy_model(), model_from_bundle(bundle, device="cpu"), colours)
 
 
-def numpy_side() -> Side:
-    return Side("numpy", NumpySession(), PREPROCESSING, LABELS, data="", sha256="")
+def numpy_model() -> LoadedModel:
+    return LoadedModel("numpy", NumpySession(), PREPROCESSING, LABELS, data="", sha256="")
 
 
 class Claims(NumpySession):
     """A session that says it runs on `provider`."""
 
     def __init__(self, provider: str) -> None:
+        super().__init__()
         self.provider = provider
 
     def describe(self) -> dict[str, Any]:
@@ -176,13 +172,13 @@ class Claims(NumpySession):
 
 
 def test_a_cpu_fallback_is_named(uncertified_bundle: Bundle, colours: ImageSet) -> None:
-    fallen = replace(bundle_side(uncertified_bundle, device="cpu"), session=Claims("CPUExecutionProvider"))
+    fallen = replace(model_from_bundle(uncertified_bundle, device="cpu"), session=Claims("CPUExecutionProvider"))
     check_provider(fallen, "auto")
     check_provider(fallen, "cpu")
-    on_gpu = replace(numpy_side(), session=Claims("cuda:0"))
+    on_gpu = replace(numpy_model(), session=Claims("cuda:0"))
     text = f"fallback: device cuda was asked for and {fallen.name} runs on CPUExecutionProvider"
     with pytest.raises(CheckFailed, match=re.escape(text)):
-        certify_sides(on_gpu, fallen, colours, device="cuda")
+        certify_models(on_gpu, fallen, colours, device="cuda")
 
 
 @pytest.mark.parametrize(
@@ -196,7 +192,7 @@ def test_a_cpu_fallback_is_named(uncertified_bundle: Bundle, colours: ImageSet) 
         ("nan", "overflow: logits are NaN or infinite"),
     ],
 )
-def test_the_command_names_the_fault(
+def test_the_command_names_the_mistake(
     tiny_run: RunFolder, colours_folder: Path, tmp_path: Path, vitx: Vitx, fault: Fault, name: str
 ) -> None:
     bundle = write_bundle(tmp_path / "tiny.vitx", fault=fault, data=str(colours_folder))
@@ -205,6 +201,6 @@ def test_the_command_names_the_fault(
     assert name in err
 
 
-def test_preprocessing_of_the_tests_is_what_the_faults_assume() -> None:
+def test_preprocessing_of_the_tests_is_what_the_mistakes_assume() -> None:
     assert Preprocessing(image_size=16).crop_fraction == 1
     assert PREPROCESSING.interpolation == "bicubic"

@@ -19,11 +19,11 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.open import open_images
 from vitx.export import ALL, lower_precision, onnx_from_model, rewrite_for_export
 from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds
-from vitx.export.precision.calibration import calibration_images, logits_of
+from vitx.export.precision.calibration import sample_images
 from vitx.export.precision.half import HALVES, HalfGraph
 from vitx.models.layer_metrics import layer_metrics
-from vitx.parity.comparison import subset
 from vitx.parity.divergence import compare_token_similarity, node_errors, overflow_text, repair, trace_layers
 
 LABELS = tuple("0123456789")
@@ -42,7 +42,7 @@ def graph(network: Any, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelP
 @pytest.fixture(scope="module")
 def images() -> UInt8Array:
     """48 evenly spaced digits of the evaluation split."""
-    return next(subset(open_images("digits", "val"), 48).batches(PREPROCESSING, 48))
+    return next(open_images("digits", "val").evenly_spaced(48).batches(PREPROCESSING, 48))
 
 
 def exported(model: Any, folder: Path, rewrites: tuple[str, ...] = ALL) -> onnx.ModelProto:
@@ -59,7 +59,7 @@ def test_an_honest_graph_differs_nowhere(network: Any, graph: onnx.ModelProto, i
     assert [layer.name for layer in trace.layers] == ["embedding", "blocks.0", "blocks.1", "blocks.2", "logits"]
     assert max(errors(trace).values()) < 1e-4
     assert trace.cause is None
-    # The embedding has no layer before it, and the class-token tail hands on no patches.
+    # The embedding has no layer before it, and the output of a block for the class token alone has no patches.
     assert [layer.own is None for layer in trace.layers] == [True, False, False, False, False]
     assert [layer.similarity_candidate is None for layer in trace.layers] == [False, False, False, True, True]
 
@@ -193,7 +193,7 @@ def test_fp16_overflow_is_named_and_repaired(network: Any, images: UInt8Array, t
     assert text is not None
     assert "fp16 overflow" in text
     assert "fp16 ends at 65504" in text
-    training = calibration_images(open_images("digits", "train"), PREPROCESSING, 320)
+    training = sample_images(open_images("digits", "train"), PREPROCESSING, 320)
     found = repair(exact, half, "fp16", training, images, quiet=True)
     assert 1 <= len(found.islands) <= 4
     assert found.before.not_finite == len(images)
@@ -201,7 +201,7 @@ def test_fp16_overflow_is_named_and_repaired(network: Any, images: UInt8Array, t
 
 
 def test_half_and_int8_keep_the_names(network: Any, graph: onnx.ModelProto, images: UInt8Array) -> None:
-    training = calibration_images(open_images("digits", "train"), PREPROCESSING, 400)
+    training = sample_images(open_images("digits", "train"), PREPROCESSING, 400)
     for precision, largest in (("fp16", 0.01), ("int8", 0.5)):
         lowered: Any = lower_precision(graph, precision, training, quiet=True)  # type: ignore[arg-type]
         trace = trace_layers(network, PREPROCESSING, lowered.graph, images, precision=precision)  # type: ignore[arg-type]

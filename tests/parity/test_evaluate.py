@@ -1,18 +1,23 @@
 """Evaluation of a bundle and of a run."""
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from bundle_fixture import NumpySession
 from cli_fixture import Vitx
+from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
-from vitx.parity.evaluate import Evaluation, evaluate_path
+from vitx.parity import evaluate as evaluating
+from vitx.parity.evaluate import Evaluation, evaluate, evaluate_path
+from vitx.parity.loaded_model import LoadedModel
 
 
 def test_metrics_are_those_of_the_independent_function(tiny_bundle: Bundle, colours_folder: Path) -> None:
@@ -26,6 +31,57 @@ def test_metrics_are_those_of_the_independent_function(tiny_bundle: Bundle, colo
     one_hot = np.eye(4)[images.labels]
     assert result.brier == pytest.approx(((probabilities - one_hot) ** 2).sum(axis=1).mean(), abs=1e-5)
     assert 0 <= result.ece <= 1
+
+
+def test_every_metric_of_five_images() -> None:
+    """Probabilities whose logarithms are the logits: 0.7 and 0.65 right, 0.65, 0.7 and 0.9 wrong."""
+    probabilities = [[0.7, 0.2, 0.1], [0.65, 0.25, 0.1], [0.25, 0.65, 0.1], [0.2, 0.7, 0.1], [0.05, 0.05, 0.9]]
+    images = numbered_images((0, 1, 1, 2, 0), ("a", "b", "c"))
+    session = TableSession(np.log(probabilities))
+    found = evaluate(session, images, PIXEL, batch_size=2, quiet=True)
+    assert session.batches == [[0, 1], [2, 3], [4]]
+    assert found.images == 5
+    assert found.top1 == 0.4
+    of_labels = [0.7, 0.25, 0.65, 0.1, 0.05]
+    assert found.nll == pytest.approx(-sum(math.log(p) for p in of_labels) / 5, abs=1e-6)
+    # Σ p² − 2·p(label) + 1, image by image.
+    brier = [0.54 - 1.4 + 1, 0.495 - 0.5 + 1, 0.495 - 1.3 + 1, 0.54 - 0.2 + 1, 0.815 - 0.1 + 1]
+    assert found.brier == pytest.approx(sum(brier) / 5, abs=1e-6)
+    # Both 0.7 share a bin and one of them is right, so do both 0.65; 0.9 is wrong.
+    assert found.ece == pytest.approx((abs(1 - 1.4) + abs(1 - 1.3) + 0.9) / 5, abs=1e-6)
+
+
+def test_images_are_run_32_at_a_time_and_none_is_refused() -> None:
+    session = TableSession(np.eye(40, 3))
+    evaluate(session, numbered_images([0] * 40, ("a", "b", "c")), PIXEL, quiet=True)
+    assert [len(batch) for batch in session.batches] == [32, 8]
+    with pytest.raises(InputError) as caught:
+        evaluate(session, numbered_images([], ("a", "b", "c")), PIXEL)
+    assert str(caught.value) == "no images to evaluate on"
+
+
+def test_what_was_asked_for_is_opened_and_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[Any] = []
+    session = TableSession([[2, 1]] * 4)
+
+    def open_model(path: Path, **options: Any) -> LoadedModel:
+        asked.append((path, options))
+        return LoadedModel("model", session, PIXEL, ("a", "b"), data="its own", sha256="")
+
+    def open_images(data: str, split: str, *, skip_bad: bool) -> Any:
+        asked.append((data, split, skip_bad))
+        return numbered_images([0, 0, 0, 1], ("a", "b"))
+
+    monkeypatch.setattr(evaluating, "open_model", open_model)
+    monkeypatch.setattr(evaluating, "open_images", open_images)
+    options: dict[str, Any] = {"runtime": "openvino", "which": "last", "device": "cpu", "threads": 3}
+    found = evaluate_path(tmp_path, data="others", skip_bad=True, quiet=True, **options)
+    assert asked == [(tmp_path, options), ("others", "val", True)]
+    assert (found.top1, session.was_freed) == (0.75, True)
+    session = TableSession([[2, 1]] * 4)
+    evaluate_path(tmp_path, quiet=True)
+    defaults = {"runtime": None, "which": "best", "device": "auto", "threads": None}
+    assert asked[2:] == [(tmp_path, defaults), ("its own", "val", False)]
 
 
 def test_run_and_bundle_agree(tiny_bundle: Bundle, tiny_run: RunFolder, vitx: Vitx) -> None:

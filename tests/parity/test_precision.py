@@ -32,7 +32,7 @@ def in_this_process() -> Iterator[None]:
         return function(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vitx.export.bundle.run_limited", run)
+        patch.setattr("vitx.export.bundling.run_limited", run)
         yield
 
 

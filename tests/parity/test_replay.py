@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from bundle_fixture import add_files, plan_files, write_bundle
+from bundle_fixture import add_files, write_bundle
 from cli_fixture import Vitx
+from gpu_fixture import add_plan
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, VitxError
-from vitx.core.files import sha256_file, write_json
+from vitx.core.files import write_json
 from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.machine import describe_machine
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
-from vitx.parity import certify_sides
-from vitx.parity.compared import open_side
+from vitx.parity import certify_models
+from vitx.parity.loaded_model import open_model
 from vitx.parity.replay import verify_files
 from vitx.serve.models.loading import open_offers
 
@@ -25,10 +26,12 @@ from vitx.serve.models.loading import open_offers
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory, tiny_run: RunFolder, colours_folder: Path) -> Bundle:
     bundle = write_bundle(tmp_path_factory.mktemp("replay") / "tiny.vitx", data=str(colours_folder))
+    bundle = add_plan(bundle, "tensorrt")
     openvino = {"openvino/model.xml": b"<net/>", "openvino/model.bin": b"weights"}
-    add_files(bundle, plan_files(b"plan" * 20, sha256_file(bundle.model_path)) | openvino)
-    before, after = open_side(tiny_run.path, device="cpu"), open_side(bundle.path, device="cpu")
-    assert certify_sides(before, after, open_images(before.data, "val"), write=True, quiet=True).verdict == "pass"
+    add_files(bundle, openvino)
+    reference, candidate = open_model(tiny_run.path, device="cpu"), open_model(bundle.path, device="cpu")
+    images = open_images(reference.data, "val")
+    assert certify_models(reference, candidate, images, write=True, quiet=True).verdict == "pass"
     points = (LatencyPoint(batch_size=1, median_ms=1.0, p95_ms=1.5, images_per_second=1000.0),)
     bundle.record_latency(Latency(runtime={}, machine=describe_machine(), points=points, created="2026-01-01"))
     return bundle
@@ -88,7 +91,7 @@ def test_one_changed_byte_anywhere_is_refused(bundle: Bundle, name: str) -> None
     assert verify_files(Bundle.open(bundle.path)).verdict == "pass"
 
 
-def test_a_certificate_that_was_made_better_is_refused(bundle: Bundle) -> None:
+def test_an_edited_certificate_is_refused(bundle: Bundle) -> None:
     certificate = bundle.certificate()
     assert certificate is not None
     write_json(bundle.path / CERTIFICATE, certificate.model_copy(update={"accuracy_candidate": 1.0}))
@@ -98,7 +101,7 @@ def test_a_certificate_that_was_made_better_is_refused(bundle: Bundle) -> None:
         read_certificate(bundle.path / CERTIFICATE)
 
 
-def test_a_stranger_in_the_folder_is_named(bundle: Bundle) -> None:
+def test_an_unknown_file_in_the_folder_is_named(bundle: Bundle) -> None:
     (bundle.path / "engines" / "other.plan").write_bytes(b"plan")
     with pytest.raises(CheckFailed, match=r"holds 'engines/other\.plan', which its manifest does not name"):
         verify_files(Bundle.open(bundle.path))
@@ -122,7 +125,7 @@ def test_verify_without_a_run_replays_the_candidate(bundle: Bundle, vitx: Vitx) 
     assert "class of every image" in out
 
 
-def test_numbers_that_are_not_seen_again_fail(bundle: Bundle, tiny_run: RunFolder, vitx: Vitx) -> None:
+def test_numbers_that_are_not_reproduced_fail(bundle: Bundle, tiny_run: RunFolder, vitx: Vitx) -> None:
     certificate = bundle.certificate()
     assert certificate is not None
     better = certificate.model_copy(update={"accuracy_candidate": 1.0, "classes_sha256": "0" * 64}).sealed()
@@ -130,7 +133,7 @@ def test_numbers_that_are_not_seen_again_fail(bundle: Bundle, tiny_run: RunFolde
     for arguments in ((bundle.path,), (bundle.path, tiny_run.path)):
         code, _, err = vitx("parity", "--verify", *arguments, "--device", "cpu", "--quiet")
         assert code == 1
-        assert "is not seen again: top-1 of the candidate" in err
+        assert "is not reproduced: top-1 of the candidate" in err
         assert "class of every image" in err
 
 

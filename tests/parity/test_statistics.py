@@ -118,3 +118,46 @@ def test_flips_allowed_is_the_most_that_prove_the_rate(n: int, rate: float, flip
 def test_too_few_images_allow_no_count_of_flips() -> None:
     with pytest.raises(ValueError, match=r"n=298: no count of flips proves a rate of at most 0\.01"):
         flips_allowed(298, 0.01)
+
+
+def test_edges_of_the_counts() -> None:
+    assert clopper_pearson_upper(1, 1) == clopper_pearson_upper(7, 7) == 1
+    assert clopper_pearson_upper(0, 1) == pytest.approx(0.95)
+    assert clopper_pearson_upper(0, 1, 0.5) == pytest.approx(0.5)
+    # P(X ≤ 1 | 2, p) = 1 − p² is 0.05.
+    assert clopper_pearson_upper(1, 2) == pytest.approx(math.sqrt(0.95), abs=1e-15)
+    assert mcnemar_exact(0, 0) == mcnemar_exact(3, 3) == 1
+    assert (mcnemar_exact(1, 0), mcnemar_exact(0, 6)) == pytest.approx((1, 2 / 64))
+    for b, c in ((-1, 2), (2, -1)):
+        with pytest.raises(ValueError, match=f"b={b}, c={c}: expected counts"):
+            mcnemar_exact(b, c)
+
+
+@pytest.mark.parametrize("needed", [1, 2, 20, 299, 1497])
+def test_images_needed_at_the_edge_of_a_rate(needed: int) -> None:
+    """The rate that `needed` images just prove, and one float below it, which takes one image more."""
+    rate = clopper_pearson_upper(0, needed)
+    assert images_needed(rate) == needed
+    assert images_needed(math.nextafter(rate, 0)) == needed + 1
+    assert flips_allowed(needed, rate) == 0
+    with pytest.raises(ValueError, match=f"n={needed}: no count of flips proves"):
+        flips_allowed(needed, math.nextafter(rate, 0))
+
+
+@pytest.mark.parametrize(("k", "n"), [(1, 2), (1, 100), (5, 1000), (298, 300), (463, 50_000)])
+def test_flips_allowed_at_the_edge_of_a_rate(k: int, n: int) -> None:
+    rate = clopper_pearson_upper(k, n)
+    assert flips_allowed(n, rate) == k
+    assert flips_allowed(n, math.nextafter(rate, 0)) == k - 1
+
+
+def test_another_confidence_is_another_plan() -> None:
+    assert (images_needed(0.01, 0.99), images_needed(0.01, 0.5)) == (459, 69)
+    # One flip among 500 proves 0.01 at 95 %, bound 0.009451, and at 99 %, 0.013197, it does not.
+    assert (flips_allowed(500, 0.01), flips_allowed(500, 0.01, 0.99)) == (1, 0)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_rates_that_no_number_proves_are_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match=r"expected 0 < max_flip_rate < 1"):
+        images_needed(rate)

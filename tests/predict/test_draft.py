@@ -18,7 +18,11 @@ from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import DRAFT_MARGIN, ImageError, Preprocessing, UInt8Array, decode
 from vitx.parity.statistics import clopper_pearson_upper
 from vitx.predict import PREDICTIONS, SUMMARY, predict
-from vitx.predict.pipeline.draft import SAMPLE
+from vitx.predict.inputs.inventory import Inventory, Item, Shard
+from vitx.predict.inputs.listing import write_list
+from vitx.predict.options import PredictOptions
+from vitx.predict.pipeline import draft
+from vitx.predict.pipeline.draft import SAMPLE_IMAGES, check_draft
 
 
 def jpeg(image: Image.Image, **options: Any) -> bytes:
@@ -65,8 +69,8 @@ def test_drafts_are_turned_upright_and_become_rgb(photo: Image.Image, mode: str)
 
 @pytest.mark.parametrize("size", [(1600, 1064), (1064, 1600), (640, 427), (100, 90), (1, 1), (900, 3)])
 @pytest.mark.parametrize(("pixels", "crop"), [(224, 0.9), (64, 1.0), (33, 0.73)])
-def test_a_drafts_pixels_are_near(photo: Image.Image, size: tuple[int, int], pixels: int, crop: float) -> None:
-    """On a photograph; edges, which the discrete cosine transform reduces in another way, differ most."""
+def test_a_drafts_pixels_are_close(photo: Image.Image, size: tuple[int, int], pixels: int, crop: float) -> None:
+    """On a photograph. Edges differ most: the discrete cosine transform shrinks them differently than a resize."""
     preprocessing = Preprocessing(image_size=pixels, crop_fraction=crop)
     data = jpeg(photo.resize(size))
     full, draft = (preprocessing.from_bytes(data, draft=draft).astype(np.int16) for draft in (False, True))
@@ -82,7 +86,7 @@ def test_the_crop_alone_differs_in_rounding_only(photo: Image.Image) -> None:
     assert (full != draft).mean() < 0.001
 
 
-def test_what_is_no_image_is_no_draft(photo: Image.Image) -> None:
+def test_a_broken_image_is_the_same_error_as_a_draft(photo: Image.Image) -> None:
     preprocessing = Preprocessing(image_size=32)
     for data in (b"", b"text", jpeg(photo)[:2000]):
         with pytest.raises(ImageError) as full:
@@ -129,13 +133,13 @@ def test_draft_is_measured_and_recorded(tiny_bundle: Bundle, photos: Path, tmp_p
     assert rows[400]["error"] is not None
     code, _, err = vitx("predict", *arguments, "--out", tmp_path / "draft")
     assert code == 2
-    assert "draft True there, False here" in err
+    assert "draft was True, is False now" in err
 
 
 class FirstPixel(NumpySession):
-    """A model that decides by one pixel's lowest bit: what it says of a draft is chance."""
+    """A model that decides by one pixel's lowest bit: its class of a draft is random."""
 
-    def infer(self, images: UInt8Array) -> Any:
+    def _infer(self, images: UInt8Array) -> Any:
         odd = images[:, 8, 8, 0] % 2
         return np.stack([odd, 1 - odd, 0 * odd, 0 * odd], axis=1).astype(np.float32)
 
@@ -145,7 +149,7 @@ def test_draft_that_changes_classes_is_refused(tiny_bundle: Bundle, photos: Path
     with pytest.raises(
         CheckFailed, match=r"--draft changes the class of \d+ of 400 images of the input: .*: leave it out"
     ):
-        predict(tiny_bundle, FirstPixel(), photos, out, draft=True, quiet=True)
+        predict(tiny_bundle, FirstPixel(), photos, out, PredictOptions(draft=True), quiet=True)
     assert not out.exists()
     assert predict(tiny_bundle, FirstPixel(), photos, out, quiet=True).images == 401
 
@@ -155,26 +159,130 @@ def test_too_few_images_cannot_show_it(tiny_bundle: Bundle, photos: Path, tmp_pa
     few.mkdir()
     for path in sorted(photos.iterdir())[:100]:
         (few / path.name).write_bytes(path.read_bytes())
-    expected = r"changes the class of 0 of 100 .*at most 0\.0295 \(95 %\), allowed 0\.01, for which 299 without"
+    expected = r"changes the class of 0 of 100 .*at most 0\.0295 \(95 %\), allowed 0\.01, which takes 299"
     with pytest.raises(CheckFailed, match=expected):
-        predict(tiny_bundle, NumpySession(), few, tmp_path / "out", draft=True, quiet=True)
+        predict(tiny_bundle, NumpySession(), few, tmp_path / "out", PredictOptions(draft=True), quiet=True)
 
 
 def test_the_certificates_rate_is_the_limit(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     (tiny_bundle.path / CERTIFICATE).unlink()
     summary = predict(
-        *(tiny_bundle, NumpySession(), photos, tmp_path / "out"), draft=True, allow_uncertified=True, quiet=True
+        *(tiny_bundle, NumpySession(), photos, tmp_path / "out"),
+        PredictOptions(draft=True, allow_uncertified=True),
+        quiet=True,
     )
     assert summary.draft is not None
     assert summary.draft.max_flip_rate == 0.01
-    assert SAMPLE >= 299
+    assert SAMPLE_IMAGES >= 299
     assert DRAFT_MARGIN >= 1
 
 
 def test_the_sample_is_spread_over_the_shards(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
-    """401 files in shards of 3: every shard gives its share, so that nothing depends on the order."""
+    """401 files in shards of 3: every shard gives its share of the sample."""
     summary = predict(
-        tiny_bundle, NumpySession(), photos, tmp_path / "out", draft=True, shard_size=3, batch_size=8, quiet=True
+        tiny_bundle,
+        NumpySession(),
+        photos,
+        tmp_path / "out",
+        PredictOptions(draft=True, shard_size=3, batch_size=8),
+        quiet=True,
     )
     assert summary.draft is not None
     assert summary.draft.images == 400
+
+
+def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) -> list[int]:
+    """The numbers of the images that are sampled from shards of a list of `count`."""
+    ranges, _ = write_list(folder / "list", (str(index) for index in range(count)), shard_size)
+    shards = tuple(Shard("images", "", part.start, part.count) for part in ranges)
+    if not known:
+        shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
+    found = draft._sample(Inventory("", shards, ""), folder / "list", None)
+    return [int(item.key) for item in found]
+
+
+@pytest.mark.parametrize(
+    ("count", "shard_size", "expected"),
+    [
+        (3, 10, [0, 1, 2]),
+        (15, 15, [0, 1, 3, 5, 7, 9, 11, 13]),  # to the end, although not twice as many as are taken
+        (16, 16, [0, 2, 4, 6, 8, 10, 12, 14]),
+        (8, 8, list(range(8))),
+        (30, 15, [0, 3, 7, 11, 15, 18, 22, 26]),
+        (30, 10, [0, 3, 6, 10, 13, 16, 20, 23, 26]),  # 8 among three shards: three of each
+        (24, 2, [0, 2, 6, 8, 12, 14, 18, 20]),  # 12 shards: one of each of 8
+    ],
+)
+def test_the_sample_is_evenly_spaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, shard_size: int, expected: list[int]
+) -> None:
+    monkeypatch.setattr(draft, "SAMPLE_IMAGES", 8)
+    assert sampled(tmp_path, count, shard_size) == expected
+
+
+def test_of_a_shard_of_unknown_size_the_first_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = 0
+
+    def items(shard: Shard, *_: object) -> Any:
+        nonlocal taken
+        for index in range(100):
+            taken += 1
+            yield Item(f"{100 * int(shard.location) + index}", b"")
+
+    monkeypatch.setattr(draft, "SAMPLE_IMAGES", 8)
+    monkeypatch.setattr(draft, "read_shard", items)
+    assert sampled(tmp_path, 4, 2, known=False) == [0, 1, 2, 3, 100, 101, 102, 103]
+    assert taken == 8
+
+
+class ByLevel(NumpySession):
+    """Logits of one grey level: at 100 or more the second class, by as much as the level is above it."""
+
+    def _infer(self, images: UInt8Array) -> Any:
+        level = images[:, 0, 0, 0].astype(np.float32)
+        return np.stack([0 * level, level - 99.5, 0 * level - 500, 0 * level - 500], axis=1)
+
+
+def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four images: equal, three levels up in one pixel, six levels down over the limit of two classes, unreadable."""
+    (tiny_bundle.path / CERTIFICATE).unlink()
+    full, lower = np.full((4, 16, 16, 3), 100, dtype=np.uint8), np.full((4, 16, 16, 3), 100, dtype=np.uint8)
+    lower[1, 5, 5, 1] = 103
+    lower[2] = 94
+
+    def from_bytes(self: Preprocessing, data: bytes, *, draft: bool = False) -> UInt8Array:
+        if data == b"3":
+            raise ImageError("torn")
+        return np.asarray((lower if draft else full)[int(data)])
+
+    monkeypatch.setattr(Preprocessing, "from_bytes", from_bytes)
+    monkeypatch.setattr(draft, "MAX_FLIP_RATE", 0.9)
+    for index in range(4):
+        (tmp_path / str(index)).write_bytes(b"%d" % index)
+    ranges, _ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
+    inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0].start, 5),), "")
+    for batch_size in (1, 2, 3):
+        found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=batch_size)
+        assert found.model_dump() == {
+            "images": 3,
+            "drafted": 2,
+            "flips": 1,
+            "flip_rate_bound": pytest.approx(0.8646497, abs=1e-6),  # (1 − p)³ + 3p(1 − p)² = 0.05
+            "max_flip_rate": 0.9,
+            "max_logit_difference": 6.0,
+            "max_grey_difference": 6,
+        }
+    bound = found.flip_rate_bound
+    monkeypatch.setattr(draft, "MAX_FLIP_RATE", bound)
+    check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)
+    monkeypatch.setattr(draft, "MAX_FLIP_RATE", bound - 1e-9)
+    with pytest.raises(CheckFailed, match=r"--draft changes the class of 1 of 3 images"):
+        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)
+
+
+def test_an_input_without_a_readable_image_proves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"")
+    write_list(tmp_path / "list", ["bad"], 5)
+    inventory = Inventory(str(tmp_path), (Shard("images", "", 0, 1),), "")
+    with pytest.raises(CheckFailed, match=r"the class of 0 of 0 images of the input: flip rate at most 1\.0000"):
+        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)

@@ -1,4 +1,4 @@
-"""Every kind of input gives the rows that its images give one by one, whatever else lies in it."""
+"""Every kind of input gives the rows of its images; all else in it is left out or becomes a row with an error."""
 
 import io
 import os
@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pydantic import ValidationError
 
 from bundle_fixture import LABELS, NumpySession, colour_image, png
 from cli_fixture import Vitx
@@ -23,6 +24,7 @@ from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.inputs import listing as listing_module
 from vitx.predict.inputs.inventory import Shard, read_item, read_shard, take_inventory
 from vitx.predict.inputs.listing import read_range, sort_paths, write_list
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter, rank
 
 IMAGES = {f"{index:02d}.png": png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)}
@@ -46,7 +48,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(bundle: Bundle, source: str | Path, out: Path, **options: Any) -> PredictionSummary:
-    return predict(bundle, NumpySession(), source, out, quiet=True, **({"batch_size": 4, "shard_size": 5} | options))
+    given = {name: options.pop(name) for name in ("patience_seconds",) if name in options}
+    asked = PredictOptions(**{"batch_size": 4, "shard_size": 5} | options)
+    return predict(bundle, NumpySession(), source, out, asked, quiet=True, **given)
 
 
 def rows(out: Path) -> dict[str, dict[str, Any]]:
@@ -57,7 +61,7 @@ def rows(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def classes(out: Path) -> dict[str, str]:
-    """Class by file name: what is before it depends on the kind of input."""
+    """Class by file name, without the folder or container before it."""
     return {path.rpartition("/")[2]: row["class"] for path, row in rows(out).items()}
 
 
@@ -119,7 +123,7 @@ def test_damaged_tar_gives_what_is_whole_and_a_row_for_the_rest(tiny_bundle: Bun
 @pytest.mark.parametrize("structs", [False, True])
 def test_parquet(tiny_bundle: Bundle, tmp_path: Path, structs: bool) -> None:
     data: list[Any] = list(IMAGES.values())
-    if structs:  # as the Hugging Face library writes images; the second is a file beside it
+    if structs:  # as the Hugging Face library writes images; the second image is a file beside the table
         (tmp_path / "01.png").write_bytes(data[1])
         data = [{"bytes": None if index == 1 else one, "path": "01.png"} for index, one in enumerate(data)]
     pq.write_table(pa.table({"label": [0] * 12, "image": data}), tmp_path / "a.parquet", row_group_size=5)
@@ -134,7 +138,8 @@ def test_parquet(tiny_bundle: Bundle, tmp_path: Path, structs: bool) -> None:
 def test_parquet_column_that_must_be_named(tiny_bundle: Bundle, tmp_path: Path) -> None:
     data = list(IMAGES.values())
     pq.write_table(pa.table({"left": data, "right": data[::-1]}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=r"columns left, right, of bytes: left, right: .* name it with --image-column"):
+    expected = r"columns left, right, of which left, right may hold .* name it with --image-column"
+    with pytest.raises(InputError, match=expected):
         run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "out")
     run(tiny_bundle, tmp_path / "a.parquet", tmp_path / "other", image_column="right")
     assert list(classes(tmp_path / "other").values()) == list(EXPECTED.values())[::-1]
@@ -158,7 +163,7 @@ def test_object_store(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None
         assert classes(tmp_path / out) == EXPECTED
 
 
-def test_store_that_fails_for_a_moment_and_one_that_stays_gone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_that_fails_twice_and_store_that_fails_always(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     from vitx.predict.inputs import stores
@@ -210,7 +215,7 @@ def test_odd_files_are_rows(tiny_bundle: Bundle, folder: Path, tmp_path: Path, m
     os.truncate(folder / "huge.png", 500_000_000)  # a hole: no bytes on the disk
     real_open = os.open
 
-    def guarded(path: Any, *arguments: Any, **options: Any) -> int:  # root may read everything
+    def guarded(path: Any, *arguments: Any, **options: Any) -> int:  # the tests may run as root, who may read all
         if str(path).endswith("closed.png"):
             raise PermissionError(13, "Permission denied")
         return real_open(path, *arguments, **options)
@@ -219,7 +224,7 @@ def test_odd_files_are_rows(tiny_bundle: Bundle, folder: Path, tmp_path: Path, m
     summary = run(tiny_bundle, folder, tmp_path / "out")
     found = rows(tmp_path / "out")
     assert {path: row["error"] for path, row in found.items() if row["error"]} == {
-        "sub/up/": "a link to a folder that it lies in: not followed",
+        "sub/up/": "a link to one of its own parent folders: not followed",
         "gone.png": "cannot open the image: No such file or directory",
         "self.png": "cannot open the image: Too many levels of symbolic links",
         "pipe.jpg": "not a regular file",
@@ -300,12 +305,12 @@ def test_ranking_is_the_sorted_softmax() -> None:
 
 def test_output_that_is_not_finite_is_a_row(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     class Broken(NumpySession):
-        def infer(self, images: UInt8Array) -> Any:
-            logits = super().infer(images)
+        def _infer(self, images: UInt8Array) -> Any:
+            logits = super()._infer(images)
             logits[1] = np.nan
             return logits
 
-    predict(tiny_bundle, Broken(), folder, tmp_path / "out", batch_size=12, quiet=True)
+    predict(tiny_bundle, Broken(), folder, tmp_path / "out", PredictOptions(batch_size=12), quiet=True)
     found = rows(tmp_path / "out")
     assert found["01.png"]["error"] == "the model's output is not finite"
     assert {name: row["class"] for name, row in found.items() if not row["error"]} == {
@@ -313,7 +318,7 @@ def test_output_that_is_not_finite_is_a_row(tiny_bundle: Bundle, folder: Path, t
     }
 
 
-def test_second_run_verifies_and_makes_only_what_is_wrong(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+def test_second_run_verifies_and_redoes_only_what_is_wrong(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = run(tiny_bundle, folder, out)
     again = run(tiny_bundle, folder, out)
@@ -327,13 +332,13 @@ def test_second_run_verifies_and_makes_only_what_is_wrong(tiny_bundle: Bundle, f
     assert (summary.images, summary.images_here) == (12, 7)
 
 
-def test_changed_input_and_changed_question_are_refused(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+def test_changed_input_and_changed_settings_are_refused(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(tiny_bundle, folder, out)
-    with pytest.raises(InputError, match=r"another run: top_k 5 there, 2 here; choose another folder, or pass --over"):
+    with pytest.raises(InputError, match=r"another run: top_k was 5, is 2 now; choose another folder, or pass --over"):
         run(tiny_bundle, folder, out, top_k=2)
     (folder / "more.png").write_bytes(IMAGES["00.png"])
-    with pytest.raises(InputError, match=r"is not what it was when it was predicted, images came or went"):
+    with pytest.raises(InputError, match=r"images were added to '.*' or removed since it was predicted"):
         run(tiny_bundle, folder, out)
     assert run(tiny_bundle, folder, out, overwrite=True).images == 13
     (out / ".vitx" / "ledger.sqlite").unlink()
@@ -345,15 +350,15 @@ def test_work_stopped_by_an_error_goes_on(tiny_bundle: Bundle, folder: Path, tmp
     class Fails(NumpySession):
         calls = 0
 
-        def infer(self, images: UInt8Array) -> Any:
+        def _infer(self, images: UInt8Array) -> Any:
             self.calls += 1
             if self.calls == 5:
                 raise RuntimeError("the GPU is gone")
-            return super().infer(images)
+            return super()._infer(images)
 
     out = tmp_path / "out"
     with pytest.raises(RuntimeError, match="the GPU is gone"):
-        predict(tiny_bundle, Fails(), folder, out, batch_size=2, shard_size=4, quiet=True)
+        predict(tiny_bundle, Fails(), folder, out, PredictOptions(batch_size=2, shard_size=4), quiet=True)
     assert not (out / SUMMARY).exists()
     assert not list((out / PREDICTIONS).glob(".*"))
     summary = run(tiny_bundle, folder, out, batch_size=2, shard_size=4)
@@ -385,11 +390,11 @@ def test_disk_that_is_full_for_a_while_and_for_good(
 
 def test_other_refusals(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.zip").touch()
-    with pytest.raises(InputError, match=r"is no known kind of input: expected a folder, an image, \.tar"):
+    with pytest.raises(InputError, match=r"is not a known kind of input: expected a folder, an image, \.tar"):
         run(tiny_bundle, tmp_path / "a.zip", tmp_path / "out")
     with pytest.raises(InputError, match=r"names no image: looked for"):
         run(tiny_bundle, tmp_path / "*.nothing", tmp_path / "out")
-    with pytest.raises(InputError, match="decode threads 0: expected at least 1"):
+    with pytest.raises(ValidationError, match="decode_threads\n  Input should be greater than or equal to 1"):
         run(tiny_bundle, folder, tmp_path / "out", decode_threads=0)
     assert not (tmp_path / "out").exists()
     assert list(read_shard(Shard("images", "", 0, 0), "", folder / "00.png", None)) == []
@@ -406,8 +411,8 @@ def test_command_on_a_list_with_logits(tiny_bundle: Bundle, folder: Path, tmp_pa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, forkserver, tmpfs")
 def test_chaos(tmp_path: Path) -> None:
-    """Ten workers, killed, sent to sleep, without disk where a small one can be mounted: 2,000 images once each."""
-    script = Path(__file__).parents[2] / "benchmarks" / "predict_chaos.py"
+    """Ten workers are killed, stopped, and run out of disk if a tmpfs can be mounted: 2,000 images, each once."""
+    script = Path(__file__).parents[2] / "benchmarks" / "predict" / "chaos.py"
     command = [sys.executable, str(script), "--images", "2000", "--seeds", "0"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,6 +1,6 @@
-"""Who does which shard: claims, leases that run out, outputs that only the holder may put in place.
+"""The ledger: claims, leases that run out, and outputs that only the holder of a shard may publish.
 
-Each test runs on a SQLite file and on a PostgreSQL server.
+Tests with the fixture `store` run on a SQLite file and on a PostgreSQL server.
 """
 
 import sqlite3
@@ -18,15 +18,15 @@ from vitx.core.files import sha256_bytes
 from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.ledger import databases
 from vitx.predict.ledger.databases import Database, PostgresDatabase, SqliteDatabase
-from vitx.predict.ledger.ledger import Done, Ledger
-from vitx.predict.pipeline.disk import Patience, is_full
+from vitx.predict.ledger.ledger import Ledger, ShardRecord
+from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 
 SHARDS = tuple(Shard("images", "", 100 * index, 4) for index in range(3))
-DONE = Done(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
+DONE = ShardRecord(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
 
 
 class Store:
-    """A place for ledgers, whose clock can be moved on: for leases that is the same as if they had been shorter."""
+    """A database for ledgers in which time can be made to pass: all leases are moved into the past."""
 
     def __init__(self, where: Path | str) -> None:
         self._where = where
@@ -41,7 +41,7 @@ class Store:
     def pass_time(self, seconds: float) -> None:
         with closing(self.database()) as database:
             change = "UPDATE vitx_shard SET lease = lease - ? WHERE run = ? AND lease > 0"
-            database.write(lambda statements: statements.execute(change, (seconds, self.run)))
+            database.write(lambda transaction: transaction.execute(change, (seconds, self.run)))
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -54,7 +54,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 @pytest.fixture
 def ledger(store: Store) -> Iterator[Ledger]:
     with closing(store.open()) as opened:
-        opened.plan(lambda: ("plan", Inventory("/images", SHARDS, "digest")))
+        opened.create_or_join(lambda: ("plan", Inventory("/images", SHARDS, "digest")))
         yield opened
 
 
@@ -76,7 +76,7 @@ def test_threads_share_out_the_shards(store: Store) -> None:
 
     def take() -> None:
         with closing(store.open()) as one:
-            one.plan(lambda: ("plan", Inventory("", shards, "")))
+            one.create_or_join(lambda: ("plan", Inventory("", shards, "")))
             while claim := one.claim():
                 taken.append(claim.shard.location)
 
@@ -88,7 +88,7 @@ def test_threads_share_out_the_shards(store: Store) -> None:
     assert sorted(taken) == sorted(shard.location for shard in shards)
 
 
-def test_threads_of_one_worker_do_not_meet_in_a_transaction(store: Store) -> None:
+def test_threads_of_one_worker_do_not_share_a_transaction(store: Store) -> None:
     shards = tuple(Shard("tar", f"{index}.tar") for index in range(100))
     taken: list[str] = []
 
@@ -100,8 +100,8 @@ def test_threads_of_one_worker_do_not_meet_in_a_transaction(store: Store) -> Non
                 assert one.commit(claim, DONE, lambda: None)
 
     with closing(store.open()) as worker:
-        worker.plan(lambda: ("plan", Inventory("", shards, "")))
-        threads = [threading.Thread(target=take, args=(worker.same_worker(),)) for _ in range(4)]
+        worker.create_or_join(lambda: ("plan", Inventory("", shards, "")))
+        threads = [threading.Thread(target=take, args=(worker.for_thread(),)) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -187,28 +187,42 @@ def test_totals_are_sums(ledger: Ledger) -> None:
     ledger.commit(claim, DONE, lambda: None)
     assert ledger.totals() == (3, 1, 4, 1, 12)
     assert all(type(total) is int for total in ledger.totals())
-    assert list(ledger.classes()) == [{0: 2, 3: 1}]
-    assert ledger.first_with_errors() == 1
-    assert ledger.has_lists()
+    assert list(ledger.class_counts()) == [{0: 2, 3: 1}]
+    assert ledger.first_shard_with_errors() == 1
+    assert ledger.has_single_files()
+
+
+def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> None:
+    for _ in range(2):
+        claim = ledger.claim()
+        assert claim is not None
+        (tmp_path / str(claim.id)).write_bytes(b"rows")
+        ledger.commit(claim, DONE._replace(images=3), lambda: None)
+    (tmp_path / "2").unlink()
+    assert ledger.verify(lambda shard: tmp_path / str(shard)) == [2]
+    # Of the second shard three images were there, which is more certain than the four that were expected.
+    assert ledger.totals() == (3, 1, 3, 1, 10)
+    assert list(ledger.class_counts()) == [DONE.classes]
+    assert ledger.first_shard_with_errors() == 1
 
 
 def test_totals_of_containers_are_not_known_beforehand(store: Store) -> None:
     with closing(store.open()) as one:
-        one.plan(lambda: ("", Inventory("", (Shard("tar", "a.tar"), Shard("tar", "b.tar")), "")))
+        one.create_or_join(lambda: ("", Inventory("", (Shard("tar", "a.tar"), Shard("tar", "b.tar")), "")))
         assert one.totals() == (2, 0, 0, 0, None)
-        assert not one.has_lists()
+        assert not one.has_single_files()
         while claim := one.claim():
             one.commit(claim, DONE, lambda: None)
         assert one.totals() == (2, 2, 8, 2, 8)
 
 
-def test_a_plan_is_made_by_one(ledger: Ledger, second: Ledger) -> None:
-    assert second.plan(lambda: pytest.fail("planned twice")) == ("plan", "/images")
-    assert second.digest() == "digest"
+def test_a_run_is_created_by_one(ledger: Ledger, second: Ledger) -> None:
+    assert second.create_or_join(lambda: pytest.fail("planned twice")) == ("plan", "/images")
+    assert second.listing_digest() == "digest"
 
 
-def test_a_plan_is_waited_for(store: Store) -> None:
-    """However long another lists the input, nobody else begins to."""
+def test_the_creation_of_a_run_is_waited_for(store: Store) -> None:
+    """While one process lists the input, no other begins to, however long it takes."""
     begun, go_on = threading.Event(), threading.Event()
     plans: list[Any] = []
 
@@ -219,7 +233,7 @@ def test_a_plan_is_waited_for(store: Store) -> None:
 
     def join(make: Any) -> None:
         with closing(store.open()) as one:
-            plans.append(one.plan(make))
+            plans.append(one.create_or_join(make))
 
     first = threading.Thread(target=join, args=(make,))
     first.start()
@@ -234,33 +248,33 @@ def test_a_plan_is_waited_for(store: Store) -> None:
     assert plans == [("first", ""), ("first", "")]
 
 
-def test_a_plan_that_fails_leaves_none(store: Store) -> None:
+def test_a_creation_that_fails_leaves_no_run(store: Store) -> None:
     with closing(store.open()) as one:
         with pytest.raises(ValueError, match="no images"):
-            one.plan(lambda: (_ for _ in ()).throw(ValueError("no images")))
-        assert not one.is_planned()
-        assert one.plan(lambda: ("later", Inventory("", SHARDS, "")))[0] == "later"
+            one.create_or_join(lambda: (_ for _ in ()).throw(ValueError("no images")))
+        assert not one.has_run()
+        assert one.create_or_join(lambda: ("later", Inventory("", SHARDS, "")))[0] == "later"
 
 
-def test_runs_of_one_database_do_not_meet(store: Store, ledger: Ledger) -> None:
+def test_runs_of_one_database_are_separate(store: Store, ledger: Ledger) -> None:
     with closing(store.open(f"{store.run} 2")) as other:
-        assert not other.is_planned()
-        other.plan(lambda: ("other", Inventory("/other", SHARDS[:1], "other digest")))
+        assert not other.has_run()
+        other.create_or_join(lambda: ("other", Inventory("/other", SHARDS[:1], "other digest")))
         claim = other.claim()
         assert claim is not None
         assert other.claim() is None
         assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
         assert other.commit(claim, DONE, lambda: None)
         assert ledger.totals() == (3, 0, 0, 0, 12)
-        other.forget()
-        assert not other.is_planned()
+        other.remove_run()
+        assert not other.has_run()
         assert ledger.remaining() == 3
 
 
 def test_a_run_that_was_removed_is_not_a_run_that_is_done(ledger: Ledger, second: Ledger) -> None:
     claim = ledger.claim()
     assert claim is not None
-    second.forget()
+    second.remove_run()
     assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
     assert ledger.claim() is None
     with pytest.raises(EnvironmentMissing, match=r"the run 'test .*' is no longer in the ledger .*: it was removed"):
@@ -268,9 +282,9 @@ def test_a_run_that_was_removed_is_not_a_run_that_is_done(ledger: Ledger, second
 
 
 def test_names_of_any_bytes_come_back(store: Store) -> None:
-    name = "caf\udce9/ö.tar"
+    name, base = "caf\udce9/ö.tar", "/b\udcff"
     with closing(store.open()) as one:
-        assert one.plan(lambda: ("", Inventory("/b\udcff", (Shard("tar", name, 1 << 40),), ""))) == ("", "/b\udcff")
+        assert one.create_or_join(lambda: ("", Inventory(base, (Shard("tar", name, 1 << 40),), ""))) == ("", base)
         claim = one.claim()
     assert claim is not None
     assert claim.shard == Shard("tar", name, 1 << 40)
@@ -278,16 +292,20 @@ def test_names_of_any_bytes_come_back(store: Store) -> None:
 
 def test_a_lock_that_is_never_freed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "ledger.sqlite"
-    with closing(Ledger(path)) as one:
-        one.plan(lambda: ("", Inventory("", SHARDS, "")))
+    with closing(Ledger(path, lease_seconds=10)) as one:
+        one.create_or_join(lambda: ("", Inventory("", SHARDS, "")))
     monkeypatch.setattr(databases, "BUSY_SECONDS", 0.05)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
-    with closing(holder), closing(Ledger(path)) as one, pytest.raises(EnvironmentMissing, match="was locked for"):
+    with (
+        closing(holder),
+        closing(Ledger(path, lease_seconds=10)) as one,
+        pytest.raises(EnvironmentMissing, match="was locked for"),
+    ):
         one.claim()
 
 
-def test_a_full_disk_is_waited_for_and_then_named(tmp_path: Path) -> None:
+def test_a_full_disk_is_waited_for_and_then_an_error(tmp_path: Path) -> None:
     calls = 0
 
     def full_twice() -> str:
@@ -297,12 +315,12 @@ def test_a_full_disk_is_waited_for_and_then_named(tmp_path: Path) -> None:
             raise OSError(28, "No space left on device")
         return "written"
 
-    assert Patience(tmp_path, 30).retry(full_twice) == "written"
+    assert DiskFullBackoff(tmp_path, 30).retry(full_twice) == "written"
     calls = -1_000
     with pytest.raises(EnvironmentMissing, match=r"the disk of '.*' has been full for 0 s \(.*No space.*make room"):
-        Patience(tmp_path, 0.1).retry(full_twice)
+        DiskFullBackoff(tmp_path, 0.1).retry(full_twice)
     with pytest.raises(OSError, match="Permission"):
-        Patience(tmp_path).retry(lambda: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
+        DiskFullBackoff(tmp_path).retry(lambda: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
 
 
 def test_sqlite_says_that_the_disk_is_full(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A ledger whose connection is cut, whose answers are lost, whose server goes away: nothing is lost or done twice."""
+"""A PostgreSQL ledger that loses connections, replies or its server: no shard is lost or recorded twice."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from vitx.core.files import sha256_bytes
 from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.ledger import databases
 from vitx.predict.ledger.databases import PostgresDatabase
-from vitx.predict.ledger.ledger import Claim, Done, Ledger
+from vitx.predict.ledger.ledger import Claim, Ledger, ShardRecord
 
 if TYPE_CHECKING:
     from postgres_server import PostgresServer
 
 SHARDS = tuple(Shard("images", "", 100 * index, 4) for index in range(3))
-DONE = Done(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
-OTHER = Done(sha256_bytes(b"the rows of another GPU"), 4, 1, {0: 2, 3: 1})
+DONE = ShardRecord(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
+OTHER = ShardRecord(sha256_bytes(b"the rows of another GPU"), 4, 1, {0: 2, 3: 1})
 PASSWORD = "not/to be@shown"
 
 
@@ -41,7 +41,7 @@ def open_ledger(url: str, run: str) -> Ledger:
 @pytest.fixture
 def ledger(postgres: "PostgresServer", run: str) -> Iterator[Ledger]:
     with closing(open_ledger(postgres.url, run)) as opened:
-        opened.plan(lambda: ("plan", Inventory("/images", SHARDS, "digest")))
+        opened.create_or_join(lambda: ("plan", Inventory("/images", SHARDS, "digest")))
         yield opened
 
 
@@ -62,8 +62,11 @@ def let_leases_run_out(postgres: "PostgresServer", run: str) -> None:
 
 
 @contextmanager
-def loses_the_answer_to(statement: bytes, port: int) -> Iterator[tuple[int, list[int]]]:
-    """Yield the port of a proxy that cuts a connection when `statement` was answered, once, and how often it did."""
+def proxy_that_drops_the_reply_to(statement: bytes, port: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield (port, cuts) of a proxy that drops the first reply to `statement` and cuts that connection.
+
+    cuts: grows by one when that has happened.
+    """
     cuts: list[int] = []
     listener = socket.create_server(("127.0.0.1", 0))
 
@@ -72,22 +75,22 @@ def loses_the_answer_to(statement: bytes, port: int) -> Iterator[tuple[int, list
             while True:
                 client = listener.accept()[0]
                 server = socket.create_connection(("127.0.0.1", port))
-                asked = threading.Event()
-                threading.Thread(target=forward, args=(client, server, asked), daemon=True).start()
-                threading.Thread(target=answer, args=(server, client, asked), daemon=True).start()
+                sent = threading.Event()
+                threading.Thread(target=forward, args=(client, server, sent), daemon=True).start()
+                threading.Thread(target=backward, args=(server, client, sent), daemon=True).start()
 
-    def forward(client: socket.socket, server: socket.socket, asked: threading.Event) -> None:
+    def forward(client: socket.socket, server: socket.socket, sent: threading.Event) -> None:
         with suppress(OSError):
             while data := client.recv(65536):
                 if statement in data and not cuts:
-                    asked.set()
+                    sent.set()
                 server.sendall(data)
         server.close()
 
-    def answer(server: socket.socket, client: socket.socket, asked: threading.Event) -> None:
+    def backward(server: socket.socket, client: socket.socket, sent: threading.Event) -> None:
         with suppress(OSError):
             while data := server.recv(65536):
-                if asked.is_set():
+                if sent.is_set():
                     cuts.append(1)
                     client.shutdown(socket.SHUT_RDWR)
                     server.shutdown(socket.SHUT_RDWR)
@@ -114,7 +117,7 @@ def test_a_connection_that_was_cut_is_made_again(postgres: "PostgresServer", led
         assert postgres.terminate_connections() == 1
         assert ledger.totals().done == done + 1
     assert postgres.terminate_connections() == 1
-    assert list(ledger.classes()) == [DONE.classes] * 3
+    assert list(ledger.class_counts()) == [DONE.classes] * 3
 
 
 def test_a_cut_before_the_record_publishes_again(postgres: "PostgresServer", ledger: Ledger) -> None:
@@ -130,10 +133,8 @@ def test_a_cut_before_the_record_publishes_again(postgres: "PostgresServer", led
     assert ledger.totals().done == 1
 
 
-def test_a_commit_whose_answer_was_lost_is_known_to_be_done(
-    postgres: "PostgresServer", ledger: Ledger, run: str
-) -> None:
-    with loses_the_answer_to(b"COMMIT", postgres.port) as (port, cuts):
+def test_a_commit_whose_reply_was_lost_is_recognised(postgres: "PostgresServer", ledger: Ledger, run: str) -> None:
+    with proxy_that_drops_the_reply_to(b"COMMIT", postgres.port) as (port, cuts):
         published: list[int] = []
         with closing(open_ledger(postgres.url.replace(str(postgres.port), str(port)), run)) as worker:
             claim = claimed(ledger)
@@ -144,9 +145,9 @@ def test_a_commit_whose_answer_was_lost_is_known_to_be_done(
     assert ledger.totals().done == 1
 
 
-def test_a_claim_whose_answer_was_lost_is_the_same_claim(postgres: "PostgresServer", ledger: Ledger, run: str) -> None:
-    """Else the shard would be renewed for ever by a worker that does not know of it."""
-    with loses_the_answer_to(b"COMMIT", postgres.port) as (port, cuts):
+def test_a_claim_whose_reply_was_lost_is_the_same_claim(postgres: "PostgresServer", ledger: Ledger, run: str) -> None:
+    """Otherwise its lease would be renewed for ever by a worker that does not know of it."""
+    with proxy_that_drops_the_reply_to(b"COMMIT", postgres.port) as (port, cuts):
         with closing(open_ledger(postgres.url.replace(str(postgres.port), str(port)), run)) as worker:
             claims = [worker.claim() for _ in range(4)]
         assert cuts == [1]
@@ -154,21 +155,21 @@ def test_a_claim_whose_answer_was_lost_is_the_same_claim(postgres: "PostgresServ
     assert postgres.run("SELECT sum(attempts) FROM vitx_shard WHERE run = %s", run) == [(3,)]
 
 
-def test_a_plan_whose_answer_was_lost_was_made_once(postgres: "PostgresServer", run: str) -> None:
+def test_a_run_whose_reply_was_lost_is_created_once(postgres: "PostgresServer", run: str) -> None:
     made: list[int] = []
 
     def make() -> tuple[str, Inventory]:
         made.append(1)
         return "plan", Inventory("", SHARDS, "")
 
-    with loses_the_answer_to(b"COMMIT", postgres.port) as (port, cuts):
+    with proxy_that_drops_the_reply_to(b"COMMIT", postgres.port) as (port, cuts):
         with closing(open_ledger(postgres.url.replace(str(postgres.port), str(port)), run)) as worker:
-            assert worker.plan(make) == ("plan", "")
+            assert worker.create_or_join(make) == ("plan", "")
             assert worker.totals().shards == 3
         assert (cuts, made) == ([1], [1])
 
 
-def test_a_plan_is_not_listed_again_because_the_connection_was_cut(postgres: "PostgresServer", run: str) -> None:
+def test_the_input_is_not_listed_again_after_a_cut_connection(postgres: "PostgresServer", run: str) -> None:
     made: list[int] = []
 
     def make() -> tuple[str, Inventory]:
@@ -177,14 +178,14 @@ def test_a_plan_is_not_listed_again_because_the_connection_was_cut(postgres: "Po
         return "plan", Inventory("", SHARDS, "")
 
     with closing(open_ledger(postgres.url, run)) as worker:
-        assert worker.plan(make) == ("plan", "")
+        assert worker.create_or_join(make) == ("plan", "")
         assert worker.totals().shards == 3
     assert made == [1]
 
 
 @pytest.mark.parametrize(("theirs", "remaining"), [(DONE, 2), (OTHER, 3)])
-def test_a_file_that_replaced_anothers_is_made_again_unless_it_is_the_same(
-    postgres: "PostgresServer", ledger: Ledger, second: Ledger, run: str, theirs: Done, remaining: int
+def test_a_file_that_replaced_a_different_one_is_made_again(
+    postgres: "PostgresServer", ledger: Ledger, second: Ledger, run: str, theirs: ShardRecord, remaining: int
 ) -> None:
     """A worker loses its connection, sleeps until another has finished its shard, and then renames its own file."""
     claim = claimed(ledger)
@@ -206,7 +207,7 @@ def test_a_file_that_replaced_anothers_is_made_again_unless_it_is_the_same(
 def test_a_worker_that_sleeps_in_a_transaction_holds_one_shard_only_for_a_while(
     postgres: "PostgresServer", ledger: Ledger, second: Ledger, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(databases, "IDLE_SECONDS", 1)
+    monkeypatch.setattr(databases, "IDLE_TRANSACTION_SECONDS", 1)
     claim = claimed(ledger)
     let_leases_run_out(postgres, run)
     published: list[str] = []
@@ -243,7 +244,7 @@ def test_a_server_that_stays_away_is_one_error_and_nothing_is_lost(
     postgres: "PostgresServer", ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = claimed(ledger)
-    monkeypatch.setattr(databases, "LOST_SECONDS", 0.3)
+    monkeypatch.setattr(databases, "RECONNECT_SECONDS", 0.3)
     postgres.stop()
     try:
         with pytest.raises(EnvironmentMissing) as raised:
@@ -253,30 +254,30 @@ def test_a_server_that_stays_away_is_one_error_and_nothing_is_lost(
         with pytest.raises(EnvironmentMissing):
             ledger.release()
         monkeypatch.undo()
-        assert waits == []  # it was waited long enough already
+        assert waits == []  # the time to wait was used up by the first call
     finally:
         postgres.start()
     pattern = (
-        rf"the ledger 127.0.0.1:{postgres.port}/postgres was lost for \d s \(.*refused.*\): run the same command again"
+        rf"the ledger 127.0.0.1:{postgres.port}/postgres could not be reached for \d s \(.*refused.*\): run the same"
     )
     assert re.match(pattern, str(raised.value))
     assert ledger.commit(claim, DONE, lambda: None)
 
 
-def test_who_was_told_to_stop_does_not_wait(postgres: "PostgresServer", ledger: Ledger) -> None:
+def test_a_stopped_thread_does_not_wait(postgres: "PostgresServer", ledger: Ledger) -> None:
     stopped = threading.Event()
-    thread_of_it = ledger.same_worker(stopped)
+    for_thread = ledger.for_thread(stopped)
     postgres.stop()
     try:
         threading.Timer(0.2, stopped.set).start()
-        with pytest.raises(EnvironmentMissing, match="was lost"):
-            thread_of_it.claim()
+        with pytest.raises(EnvironmentMissing, match="could not be reached"):
+            for_thread.claim()
     finally:
         postgres.start()
 
 
 def test_a_process_has_one_connection(postgres: "PostgresServer", ledger: Ledger) -> None:
-    threads = [ledger.same_worker() for _ in range(3)]
+    threads = [ledger.for_thread() for _ in range(3)]
     assert [one.claim() is not None for one in threads] == [True] * 3
     for one in threads:
         one.close()
@@ -285,17 +286,17 @@ def test_a_process_has_one_connection(postgres: "PostgresServer", ledger: Ledger
     assert postgres.run(count) == [(1,)]
 
 
-def test_no_session_state_is_left_for_a_pooler_to_mix_up(postgres: "PostgresServer", ledger: Ledger) -> None:
-    ledger.plan(lambda: pytest.fail("planned twice"))
+def test_no_session_state_is_left_on_a_pooled_connection(postgres: "PostgresServer", ledger: Ledger) -> None:
+    ledger.create_or_join(lambda: pytest.fail("planned twice"))
     ledger.claim()
-    database = ledger.same_worker()._database
+    database = ledger.for_thread()._database
     for setting, value in (("idle_in_transaction_session_timeout", "0"), ("search_path", '"$user", public')):
         assert database.read(f"SELECT current_setting('{setting}')") == [(value,)]
     assert database.read("SELECT count(*) FROM pg_prepared_statements") == [(0,)]
     assert database.read("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == [(0,)]
 
 
-def test_what_the_server_refuses_is_said(postgres: "PostgresServer", run: str) -> None:
+def test_a_refusal_of_the_server_is_an_error_with_its_reason(postgres: "PostgresServer", run: str) -> None:
     postgres.run("CREATE ROLE guest LOGIN PASSWORD 'guest'")
     postgres.run("CREATE DATABASE closed")
     postgres.run("REVOKE CREATE ON SCHEMA public FROM PUBLIC")
@@ -304,7 +305,7 @@ def test_what_the_server_refuses_is_said(postgres: "PostgresServer", run: str) -
         closing(PostgresDatabase(url)) as database,
         pytest.raises(EnvironmentMissing, match=r"/closed refused: permission denied for schema public"),
     ):
-        Ledger(database, run=run)
+        Ledger(database, run=run, lease_seconds=10)
 
 
 def refusals(postgres: "PostgresServer") -> dict[str, tuple[str, type[Exception], str]]:
@@ -331,7 +332,7 @@ def refusals(postgres: "PostgresServer") -> dict[str, tuple[str, type[Exception]
     "case",
     ["password", "database", "port", "unescaped", "unescaped @", "unescaped /", "parameter", "mysql", "path"],
 )
-def test_what_cannot_be_opened_is_one_line_without_the_password(postgres: "PostgresServer", case: str) -> None:
+def test_an_error_of_opening_is_one_line_without_the_password(postgres: "PostgresServer", case: str) -> None:
     url, kind, message = refusals(postgres)[case]
     with pytest.raises(kind, match=re.escape(message)) as raised:
         PostgresDatabase(url)
@@ -352,7 +353,7 @@ def test_the_environment_may_hold_the_password(
     )
     monkeypatch.setenv("PGSERVICEFILE", str(tmp_path / "services"))
     with closing(open_ledger("postgresql://?service=predictions", run)) as ledger:
-        assert not ledger.is_planned()
+        assert not ledger.has_run()
     (tmp_path / "pgpass").write_text("127.0.0.1:*:*:vitx:not/to be@shown\n")
     os.chmod(tmp_path / "pgpass", 0o600)
     monkeypatch.setenv("PGPASSFILE", str(tmp_path / "pgpass"))
@@ -366,21 +367,19 @@ def test_without_psycopg_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         PostgresDatabase("postgresql://host/db")
 
 
-def test_many_workers_whose_connections_are_cut_at_random_do_each_shard_once(
-    postgres: "PostgresServer", run: str
-) -> None:
+def test_workers_whose_connections_are_cut_at_random_do_each_shard_once(postgres: "PostgresServer", run: str) -> None:
     shards = tuple(Shard("tar", f"{index}.tar") for index in range(150))
     recorded: list[int] = []
 
-    def work(wrong: Callable[[BaseException], None]) -> None:
+    def work(report: Callable[[BaseException], None]) -> None:
         try:
             with closing(open_ledger(postgres.url, run)) as one:
-                one.plan(lambda: ("plan", Inventory("", shards, "")))
+                one.create_or_join(lambda: ("plan", Inventory("", shards, "")))
                 while one.remaining():
                     if (claim := one.claim()) and one.commit(claim, DONE, lambda: None):
                         recorded.append(claim.id)
         except BaseException as error:  # noqa: BLE001 - handed to the test
-            wrong(error)
+            report(error)
 
     failures: list[BaseException] = []
     threads = [threading.Thread(target=work, args=(failures.append,)) for _ in range(6)]

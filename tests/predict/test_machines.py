@@ -1,4 +1,4 @@
-"""Several machines on one output folder, with their ledger in PostgreSQL; a machine is a process here."""
+"""Several machines with one output folder and a ledger in PostgreSQL; here each machine is a process."""
 
 import json
 import os
@@ -16,11 +16,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import colour_image, png
+from bundle_fixture import NumpySession, colour_image, png
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.options import PredictOptions
 from vitx.runtimes import load_session
 
 if TYPE_CHECKING:
@@ -41,8 +42,9 @@ def photos(tmp_path: Path) -> Path:
 
 def run(bundle: Bundle, folder: Path, out: Path, **options: Any) -> PredictionSummary:
     session = load_session(bundle, device="cpu", threads=1)
-    options = {"quiet": True, "shard_size": 5, "decode_threads": 1} | options
-    return predict(bundle, session, folder, out, **options)
+    return predict(
+        bundle, session, folder, out, PredictOptions(**{"shard_size": 5, "decode_threads": 1} | options), quiet=True
+    )
 
 
 def paths(out: Path) -> list[str]:
@@ -92,19 +94,19 @@ def test_runs_are_told_apart_by_their_folder(
 ) -> None:
     for name in ("a", "b"):
         assert run(tiny_bundle, photos, tmp_path / name, ledger_url=postgres.url, top_k=1).images_here == 60
-    with pytest.raises(InputError, match="another run: top_k 1 there, 2 here"):
+    with pytest.raises(InputError, match="another run: top_k was 1, is 2 now"):
         run(tiny_bundle, photos, tmp_path / "a", ledger_url=postgres.url, top_k=2)
 
 
 def test_a_folder_of_the_same_name_that_is_not_shared_is_refused(
     tiny_bundle: Bundle, photos: Path, tmp_path: Path, postgres: "PostgresServer"
 ) -> None:
-    """Two machines with a local disk each: the same path, the same run, another folder."""
+    """Two machines with local disks: the same path and run name, but different folders."""
     name = str(tmp_path)
     run(tiny_bundle, photos, tmp_path / "here", ledger_url=postgres.url, run_name=name)
     there = tmp_path / "there"
     pattern = (
-        rf"there' is not the folder in which the run '{name}' was planned \(.vitx/images-\w+ is not there\): --out"
+        rf"there' is not the folder in which the run '{name}' was created \(.vitx/images-\w+ is not there\): --out"
     )
     with pytest.raises(InputError, match=pattern):
         run(tiny_bundle, photos, there, ledger_url=postgres.url, run_name=name)
@@ -118,7 +120,7 @@ def test_machines_may_mount_the_folder_elsewhere(
     name = f"named {tmp_path}"
     assert run(tiny_bundle, photos, tmp_path / "out", ledger_url=postgres.url, run_name=name).images_here == 60
     joined = run(tiny_bundle, photos, tmp_path / "mnt" / "out", ledger_url=postgres.url, run_name=name)
-    assert joined.images_here == 60  # of whom it was that wrote the summary
+    assert joined.images_here == 60  # the summary is still that of the process which did the work
     assert len(paths(tmp_path / "out")) == 60
 
 
@@ -140,21 +142,18 @@ def test_a_run_that_is_removed_meanwhile_does_not_look_finished(
 ) -> None:
     out = tmp_path / "out"
 
-    class Removing:
-        def infer(self, images: Any) -> Any:
+    class Removing(NumpySession):
+        def _infer(self, images: Any) -> Any:
             postgres.run("DELETE FROM vitx_plan WHERE run = %s", str(out))
             postgres.run("DELETE FROM vitx_shard WHERE run = %s", str(out))
-            return np.zeros((len(images), 4), dtype=np.float32)
-
-        def describe(self) -> dict[str, Any]:
-            return {}
+            return super()._infer(images)
 
     with pytest.raises(EnvironmentMissing, match=r"the run '.*out' is no longer in the ledger"):
-        predict(tiny_bundle, Removing(), photos, out, ledger_url=postgres.url, shard_size=5, quiet=True)
+        predict(tiny_bundle, Removing(), photos, out, PredictOptions(ledger_url=postgres.url, shard_size=5), quiet=True)
     assert not (out / SUMMARY).exists()
 
 
-def test_what_cannot_be_reached_leaves_no_trace(
+def test_an_unreachable_ledger_leaves_no_files(
     tiny_bundle: Bundle, photos: Path, tmp_path: Path, postgres: "PostgresServer", vitx: Vitx
 ) -> None:
     wrong = postgres.url.replace("vitx:", "vitx:wrong")
@@ -170,10 +169,10 @@ def test_what_cannot_be_reached_leaves_no_trace(
     assert not (tmp_path / "out").exists()
 
 
-def test_who_fails_does_not_remove_what_another_has_listed(
+def test_a_failing_process_does_not_remove_the_list_of_another(
     tiny_bundle: Bundle, photos: Path, tmp_path: Path, postgres: "PostgresServer"
 ) -> None:
-    """One process lists the input; another, whose input is wrong, must not take its files away."""
+    """One process is listing the input; another one, whose input is wrong, must not remove its files."""
     state = tmp_path / "out" / ".vitx"
     state.mkdir(parents=True)
     (state / "images-of-another").write_bytes(b"")
@@ -186,16 +185,18 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from vitx.core.bundle import Bundle
-from vitx.runtimes import load_session
-from vitx.predict import predict
+from vitx.runtimes import Session, load_session
+from vitx.predict import PredictOptions, predict
 opened = Bundle.open(Path(sys.argv[1]))
 session = load_session(opened, device="cpu", threads=1)
-class Slow:
-    def infer(self, images):
+class Slow(Session):
+    def _infer(self, images):
         time.sleep(0.3)
         return session.infer(images)
-    describe = session.describe
-predict(opened, Slow(), sys.argv[2], Path(sys.argv[3]), ledger_url=sys.argv[4], shard_size=20, batch_size=5, quiet=True)
+    def describe(self):
+        return session.describe()
+options = PredictOptions(ledger_url=sys.argv[4], shard_size=20, batch_size=5)
+predict(opened, Slow(), sys.argv[2], Path(sys.argv[3]), options, quiet=True)
 """
 
 
@@ -222,14 +223,14 @@ def test_a_preempted_process_gives_its_shards_back(
 
 
 def documented(heading: str) -> str:
-    """The first script under a heading of the page."""
+    """The first code block under a heading of docs/predict.md."""
     page = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
     found = re.search(rf"^### {heading}\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert found
     return found[1]
 
 
-def test_the_slurm_script_is_one(vitx: Vitx) -> None:
+def test_the_slurm_script_parses(vitx: Vitx) -> None:
     script = documented("Slurm")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     assert script.startswith("#!/bin/bash\n#SBATCH ")
@@ -238,7 +239,7 @@ def test_the_slurm_script_is_one(vitx: Vitx) -> None:
     assert (code, "/shared/B.vitx" in err) == (2, True), err
 
 
-def test_the_kubernetes_manifest_is_one(vitx: Vitx) -> None:
+def test_the_kubernetes_manifest_parses(vitx: Vitx) -> None:
     yaml = pytest.importorskip("yaml")
     job = yaml.safe_load(documented("Kubernetes"))
     assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == ("batch/v1", "Job", "Indexed")
@@ -252,8 +253,8 @@ def test_the_kubernetes_manifest_is_one(vitx: Vitx) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, forkserver, tmpfs")
 def test_chaos_on_a_server_that_crashes(tmp_path: Path, postgres: "PostgresServer") -> None:
-    """Ten workers, killed, sent to sleep, cut off, without a server, without disk: 1,500 images once each."""
-    script = BENCHMARKS / "predict_chaos.py"
+    """Ten workers are killed, stopped and disconnected, server and disk fail: 1,500 images, each once."""
+    script = BENCHMARKS / "predict" / "chaos.py"
     command = [sys.executable, str(script), "--images", "1500", "--seeds", "1", "--ledger", "private"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr

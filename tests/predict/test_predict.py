@@ -21,10 +21,11 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.preprocess import UInt8Array, decode
 from vitx.data.folder import list_images
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import ROW_GROUP
 from vitx.runtimes import load_session
 
-# core.preprocess ignores it, and pytest puts its own filters before that.
+# predict() ignores this warning, but pytest's own filters come first.
 pytestmark = pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 
 
@@ -57,11 +58,11 @@ def photos(tmp_path: Path) -> Path:
 
 def run_predict(bundle: Bundle, folder: Path, out: Path, **options: Any) -> PredictionSummary:
     session = load_session(bundle, device="cpu", threads=1)
-    return predict(bundle, session, folder, out, quiet=True, **options)
+    return predict(bundle, session, folder, out, PredictOptions(**options), quiet=True)
 
 
 def written(out: Path) -> dict[str, bytes]:
-    """What is in the output folder, beside the ledger."""
+    """The files of the output folder, without the ledger and the list."""
     files = [path for path in out.rglob("*") if path.is_file() and ".vitx" not in path.parts]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in files}
 
@@ -135,7 +136,7 @@ def test_batches_of_unreadable_images_only(tiny_bundle: Bundle, tmp_path: Path) 
     assert set(summary.classes.values()) == {0}
 
 
-def test_more_classes_than_there_are_lists_all(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_a_top_k_above_the_number_of_classes_lists_all(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     run_predict(tiny_bundle, photos, tmp_path / "out", top_k=100)
     row = pq.read_table(tmp_path / "out" / PREDICTIONS).to_pylist()[0]
     assert sorted(row["top_k_classes"]) == sorted(LABELS)
@@ -158,21 +159,17 @@ def test_decoding_runs_ahead_by_a_bounded_number(
         return decode(source, **options)
 
     monkeypatch.setattr("vitx.core.preprocess.decode", counting)
-    session = load_session(tiny_bundle, device="cpu", threads=1)
     ahead: list[int] = []
 
-    class Watched:
+    class Watched(NumpySession):
         inferred = 0
 
-        def infer(self, images: UInt8Array) -> Any:
+        def _infer(self, images: UInt8Array) -> Any:
             ahead.append(decoded - self.inferred)
             self.inferred += len(images)
-            return session.infer(images)
+            return super()._infer(images)
 
-        def describe(self) -> dict[str, Any]:
-            return session.describe()
-
-    predict(tiny_bundle, Watched(), folder, tmp_path / "out", batch_size=10, quiet=True)
+    predict(tiny_bundle, Watched(), folder, tmp_path / "out", PredictOptions(batch_size=10), quiet=True)
     assert max(ahead) <= 10 * 5
     assert pq.read_table(tmp_path / "out" / PREDICTIONS).num_rows == 200
 
@@ -190,7 +187,7 @@ def test_rows_are_written_in_groups(tiny_bundle: Bundle, tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="file names of arbitrary bytes")
-def test_file_name_that_is_no_unicode(tiny_bundle: Bundle, tmp_path: Path) -> None:
+def test_file_name_that_is_not_unicode(tiny_bundle: Bundle, tmp_path: Path) -> None:
     folder = tmp_path / "odd"
     folder.mkdir()
     (folder / os.fsdecode(b"caf\xe9.png")).write_bytes(png(colour_image(0, np.random.default_rng(0))))
@@ -199,7 +196,7 @@ def test_file_name_that_is_no_unicode(tiny_bundle: Bundle, tmp_path: Path) -> No
 
 
 def test_missing_and_empty_folders_are_refused(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"no folder at .*absent': expected a folder of images"):
+    with pytest.raises(InputError, match=r"there is nothing at .*absent': expected a folder of images"):
         run_predict(tiny_bundle, tmp_path / "absent", tmp_path / "out")
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no image: looked for \.bmp, \.gif, \.jpeg, \.jpg"):
@@ -213,7 +210,7 @@ def test_out_that_is_a_file_is_refused(tiny_bundle: Bundle, photos: Path, tmp_pa
         run_predict(tiny_bundle, photos, tmp_path / "out")
 
 
-def test_bundle_without_certificate_needs_a_word(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
+def test_bundle_without_certificate_needs_an_option(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:
     (tiny_bundle.path / CERTIFICATE).unlink()
     with pytest.raises(CheckFailed, match="has no certificate"):
         run_predict(tiny_bundle, photos, tmp_path / "out")

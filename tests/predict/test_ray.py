@@ -1,4 +1,4 @@
-"""`vitx predict --ray`: a cluster of two nodes, simulated on this machine, gives the rows of the local path."""
+"""`vitx predict --ray` on a cluster of two nodes, simulated on this machine: the same files as without Ray."""
 
 import json
 import os
@@ -7,8 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,24 @@ import pytest
 
 from bundle_fixture import colour_image, png
 from cli_fixture import Vitx
+from server_process import wait_until
 from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.ledger.ledger import Claim
+from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import (
-    ANSWER,
     ATTEMPTS,
     CLAIM,
+    RESULT,
     Assignment,
     PredictionActor,
     claim_from_text,
     claim_to_text,
-    part_from_answer,
+    part_from_result,
 )
 from vitx.predict.ray.pool import RayPool
 from vitx.predict.summary import bundle_digest
@@ -77,16 +78,23 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(certified_original: Bundle, paths: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the local path writes."""
+    """The output folder of the same prediction without Ray."""
     out = tmp_path_factory.mktemp("local") / "out"
     session = load_session(certified_original, device="cpu", threads=1)
-    predict(certified_original, session, paths, out, shard_size=SHARD, batch_size=8, decode_threads=1, quiet=True)
+    predict(
+        certified_original,
+        session,
+        paths,
+        out,
+        PredictOptions(shard_size=SHARD, batch_size=8, decode_threads=1),
+        quiet=True,
+    )
     return out
 
 
 def on_ray(bundle: Bundle, source: Path, out: Path, address: str, **options: Any) -> PredictionSummary:
     pool = RayPool(bundle, address, device="cpu", threads=1, decode_threads=1)
-    return predict(bundle, pool, source, out, shard_size=SHARD, batch_size=8, quiet=True, **options)
+    return predict(bundle, pool, source, out, PredictOptions(shard_size=SHARD, batch_size=8, **options), quiet=True)
 
 
 def command(bundle: Bundle, source: Path, out: Path, *more: str) -> list[str]:
@@ -109,46 +117,39 @@ def unfinished(out: Path, condition: str = "") -> int:
         return int(ledger.execute(f"SELECT count(*) FROM vitx_shard WHERE digest IS NULL {condition}").fetchone()[0])
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def wait_for_shards(out: Path, count: int) -> None:
-    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count)
+    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count, 60)
 
 
 def processes(title: bytes, parent: int | None = None) -> list[int]:
-    """The processes whose command line begins with `title`, and whose parent it is if one is given."""
+    """Ids of the processes with `title` in their command line; of those of one parent, if it is given."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            of = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if title in (folder / "cmdline").read_bytes() and parent in (None, of):
+            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if title in (folder / "cmdline").read_bytes() and parent in (None, its_parent):
                 found.append(int(folder.name))
     return found
 
 
-def test_rows_are_those_of_the_local_path(
+def test_rows_are_those_without_ray(
     certified_original: Bundle, paths: Path, local: Path, cluster: str, tmp_path: Path
 ) -> None:
-    """A killed actor loses nothing and doubles nothing either: the files are the same to the byte."""
+    """Although an actor is killed, the files are the same to the byte."""
     out = tmp_path / "out"
     killed: list[int] = []
 
     def kill_one() -> None:
-        wait_until(lambda: len(processes(ACTOR)) == 2)
+        wait_until(lambda: len(processes(ACTOR)) == 2, 60)
         first, *others = processes(ACTOR)
-        for other in others:  # else they may have done all before the first, or the next one, has begun
+        for other in others:  # stopped, or they may finish all before the first one or its replacement begins
             os.kill(other, signal.SIGSTOP)
-        # What they had done before is among them: three more are the first one's.
+        # Three more than the others may have finished before: those are the first one's.
         wait_for_shards(out, 3 + len(list((out / PREDICTIONS).glob("part-*"))))
         os.kill(first, signal.SIGKILL)
         killed.append(first)
         try:
-            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)))
+            wait_until(lambda: not {first, *others}.issuperset(processes(ACTOR)), 60)
             wait_for_shards(out, 1 + len(list((out / PREDICTIONS).glob("part-*"))))
         finally:
             for other in others:
@@ -164,7 +165,7 @@ def test_rows_are_those_of_the_local_path(
     assert summary.errors == len(range(0, IMAGES, BAD))
     assert summary.images_here == IMAGES
     assert summary.runtime["nodes"] == 2
-    assert summary.runtime["actors"] == 3  # one was killed, and begun again
+    assert summary.runtime["actors"] == 3  # one was killed and replaced
     assert summary.runtime["provider"] == "CPUExecutionProvider"
     assert 0 < summary.stages["decode"] <= 1
     assert [path.name[:7] for path in (out / ".vitx").iterdir() if path.name.startswith("ray-")] == []
@@ -181,11 +182,11 @@ def test_run_that_was_killed_is_finished_locally(
     driver.kill()
     driver.wait()
     done = IMAGES // SHARD - unfinished(out)
-    assert 2 <= done < IMAGES // SHARD  # the third file may be there, and not be recorded
-    wait_until(lambda: not processes(ACTOR))  # they end with their driver
+    assert 2 <= done < IMAGES // SHARD  # the third file may be renamed but not recorded yet
+    wait_until(lambda: not processes(ACTOR), 60)  # they end with their driver
     session = load_session(certified_original, device="cpu", threads=1)
-    options: dict[str, Any] = {"shard_size": SHARD, "batch_size": 8, "lease_seconds": 1.0, "quiet": True}
-    assert predict(certified_original, session, paths, out, **options).images_here == IMAGES - done * SHARD
+    options = PredictOptions(shard_size=SHARD, batch_size=8, lease_seconds=1.0)
+    assert predict(certified_original, session, paths, out, options, quiet=True).images_here == IMAGES - done * SHARD
     assert parts(out) == parts(local)
     (out / PREDICTIONS / "part-00000002.parquet").unlink()
     assert on_ray(certified_original, paths, out, cluster).images_here == SHARD
@@ -195,7 +196,7 @@ def test_run_that_was_killed_is_finished_locally(
 def test_interrupted_run_gives_its_shards_back(
     certified_original: Bundle, paths: Path, local: Path, tmp_path: Path
 ) -> None:
-    """Without an address the cluster is our own, and ends with us."""
+    """Without an address the command starts a cluster of its own and ends it."""
     out = tmp_path / "out"
     driver = subprocess.Popen(
         command(certified_original, paths, out, "--ray"), stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -204,9 +205,9 @@ def test_interrupted_run_gives_its_shards_back(
     assert processes(b"raylet", parent=driver.pid)
     cluster = [*processes(b"raylet", driver.pid), *processes(b"gcs_server", driver.pid), *processes(ACTOR)]
     os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-    _, told = driver.communicate(timeout=60)
-    assert driver.returncode == 130, told
-    assert "Traceback" not in told
+    _, errors = driver.communicate(timeout=60)
+    assert driver.returncode == 130, errors
+    assert "Traceback" not in errors
     assert not unfinished(out, "AND lease > 0")
     assert not list((out / PREDICTIONS).glob(".part-*"))
     wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster), 20)
@@ -267,7 +268,7 @@ def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
         ),
         ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
         ({"sample": "/absent/1.png"}, r"does not see the input '/absent/1\.png' of this machine"),
-        ({"bundle_sha256": "0"}, r"the bundle '.*tiny\.vitx' is another one on the node .*: give every node the same"),
+        ({"bundle_sha256": "0"}, r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every"),
     ],
 )
 def test_node_that_does_not_see_the_files(
@@ -275,21 +276,21 @@ def test_node_that_does_not_see_the_files(
 ) -> None:
     out = tmp_path / "out"
     actor = PredictionActor(assignment(certified_original, out, **changes))
-    (answer,) = actor({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[ANSWER]
+    (result,) = actor({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[RESULT]
     with pytest.raises(InputError, match=message):
-        part_from_answer(json.loads(answer), out)
+        part_from_result(json.loads(result), out)
 
 
 def test_shard_that_kills_its_actors_is_given_up(certified_original: Bundle, tmp_path: Path) -> None:
-    """Each actor leaves a byte; one that died did not remove it."""
+    """Each actor that begins a shard appends a byte to a file, which is removed when the shard is finished."""
     given = assignment(certified_original, tmp_path / "out")
     given.token.with_name(f"{given.token.name}.1").write_bytes(b"." * ATTEMPTS)
-    (answer,) = PredictionActor(given)({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[ANSWER]
-    with pytest.raises(EnvironmentMissing, match=r"10 actors died with shard 1 \(Shard\(kind='images', .* in hand"):
-        part_from_answer(json.loads(answer), tmp_path / "out")
+    (result,) = PredictionActor(given)({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[RESULT]
+    with pytest.raises(EnvironmentMissing, match=r"10 actors died while working on shard 1 \(Shard\(kind='images', "):
+        part_from_result(json.loads(result), tmp_path / "out")
 
 
-def test_claims_travel_as_text() -> None:
+def test_claims_survive_the_conversion_to_text() -> None:
     claim = Claim(3, Shard("tar", "a \udcff\n.tar", 0, None))
     assert claim_from_text(claim_to_text(claim)) == claim
 
@@ -332,9 +333,7 @@ def test_address_where_nothing_listens(certified_original: Bundle, paths: Path, 
 
 def test_too_large_actors_are_refused(certified_original: Bundle, paths: Path, cluster: str, tmp_path: Path) -> None:
     pool = RayPool(certified_original, cluster, device="cpu", threads=64)
-    with pytest.raises(
-        EnvironmentMissing, match="an actor needs 64 CPUs, and the largest such node of the cluster has 1"
-    ):
+    with pytest.raises(EnvironmentMissing, match="an actor needs 64 CPUs, and the largest node of the cluster has 1"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
     pool = RayPool(certified_original, cluster, device="cuda")
     with pytest.raises(EnvironmentMissing, match="needs 1 CPUs and a GPU"):

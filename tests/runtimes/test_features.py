@@ -1,4 +1,4 @@
-"""Features beside logits: the input of the classifier, out of the bundle's own graph."""
+"""Features and logits: the input of the classifier, taken from the bundle's own graph."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +21,9 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SourceRequest, export_bundle
-from vitx.export.rewrite.rewrites import ALL
 from vitx.models import build_model, image_tensor
 from vitx.predict import PREDICTIONS, predict
+from vitx.predict.options import PredictOptions
 from vitx.runtimes import load_session
 from vitx.runtimes.features import OnnxRuntimeFeatures, classifier, classifier_input
 
@@ -60,9 +60,9 @@ def test_features_are_the_torch_models(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("run_fixture.trained_deepvit", lambda: build_model(SMALL_DEEPVIT).eval())  # it need not learn
     run = write_trained_run(tmp_path / "run", spread)
-    monkeypatch.setattr("vitx.export.bundle.run_limited", lambda title, function, *given, **limits: function(*given))
-    rewrites = [name for name in ALL if folded or name != "fold-layer-norm-affine"]
-    bundle = export_bundle(SourceRequest(str(run.path)), tmp_path / "net.vitx", ExportOptions(rewrites=rewrites))
+    monkeypatch.setattr("vitx.export.bundling.run_limited", lambda title, function, *given, **limits: function(*given))
+    options = ExportOptions(without=() if folded else ("fold-layer-norm-affine",))
+    bundle = export_bundle(SourceRequest(str(run.path)), tmp_path / "net.vitx", options)
     images = next(open_images("digits", "val").batches(DIGITS_PREPROCESSING, 16))
     session = load_session(bundle, device="cpu", features=True)
     assert isinstance(session, OnnxRuntimeFeatures)
@@ -188,11 +188,11 @@ def test_embeddings_column(tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx) -> N
     np.testing.assert_allclose(values, expected_features(images[rest]), rtol=2e-3, atol=1e-4)
     code, _, err = vitx("predict", *arguments)
     assert code == 2
-    assert "embeddings True there, False here" in err
+    assert "embeddings was True, is False now" in err
 
 
 def test_embeddings_need_a_session_with_features(tiny_bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(colour_image(0, np.random.default_rng(0))))
     session = load_session(tiny_bundle, device="cpu")
     with pytest.raises(InputError, match=r"load_session\(…, features=True\)"):
-        predict(tiny_bundle, session, tmp_path / "a.png", tmp_path / "out", embeddings=True, quiet=True)
+        predict(tiny_bundle, session, tmp_path / "a.png", tmp_path / "out", PredictOptions(embeddings=True), quiet=True)

@@ -11,22 +11,30 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 
-from bundle_fixture import IMAGE_SIZE, LABELS, PREPROCESSING, Float32Array, NumpySession, write_bundle
+from bundle_fixture import (
+    IMAGE_SIZE,
+    LABELS,
+    PREPROCESSING,
+    Float32Array,
+    NumpySession,
+    int8_sum_graph,
+    write_bundle,
+)
 from cli_fixture import Vitx
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file, write_json
+from vitx.core.machine import Gpu, local_gpus
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.runtimes import load_session
-from vitx.runtimes.cuda import cuda_device_count
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
-from vitx.runtimes.requirements import RUNTIMES, unusable
+from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Session
-from vitx.serve.limits import Batching
 from vitx.serve.models.served_model import load_warm
+from vitx.serve.options import ServeOptions
 
-needs_no_gpu = pytest.mark.skipif(cuda_device_count() > 0, reason="this machine has a GPU")
+needs_no_gpu = pytest.mark.skipif(bool(local_gpus()), reason="this machine has a GPU")
 
 
 def name_files(bundle: Bundle, *added: Path) -> Bundle:
@@ -56,8 +64,8 @@ def session(request: pytest.FixtureRequest, certified_original: Bundle, tiny_run
         return load_session(request.getfixturevalue("bundle_with_ir"), name, device="cpu", threads=1)
     if RUNTIMES[name].source == "bundle":
         return load_session(certified_original, name, device="cpu", threads=1)
-    if unusable(name):
-        pytest.skip(unusable(name))
+    if why_unusable(name):
+        pytest.skip(why_unusable(name))
     from vitx.runtimes.torch import load_run_session
 
     return load_run_session(tiny_run, device="cpu", compiled=name == "torch-compile")
@@ -168,7 +176,7 @@ def test_runtimes_of_a_gpu_are_refused_without_one(certified_original: Bundle, n
 
 def test_a_package_that_is_missing_is_named(certified_original: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitx.runtimes.requirements.find_spec", lambda name: None)
-    monkeypatch.setattr("vitx.runtimes.requirements.cuda_device_count", lambda: 1)
+    monkeypatch.setattr("vitx.runtimes.requirements.local_gpus", lambda: (Gpu("A", "sm89"),))
     with pytest.raises(EnvironmentMissing, match=r"needs the package openvino, .*pip install 'vitx\[openvino\]'"):
         load_session(certified_original, "openvino")
     with pytest.raises(EnvironmentMissing, match=r"tensorrt or tensorrt_lean, .*pip install 'vitx\[trt\]'"):
@@ -243,6 +251,15 @@ def test_bf16_on_a_cpu_is_refused_with_the_remedy(tmp_path: Path) -> None:
         OnnxRuntimeSession(bundle, device="cpu")
 
 
+def test_int8_sums_are_exact_on_every_processor(tmp_path: Path) -> None:
+    """Without VNNI, ONNX Runtime's default would give half here: pairs of products saturate at 32,767."""
+    bundle = write_bundle(tmp_path / "low.vitx")
+    onnx.save(int8_sum_graph(), bundle.model_path)
+    images = np.full((3, IMAGE_SIZE, IMAGE_SIZE, 3), 255, np.uint8)
+    found = OnnxRuntimeSession(bundle, device="cpu").infer(images)
+    np.testing.assert_allclose(found, 255.0 * 768, rtol=1e-6)
+
+
 def test_nodes_that_fell_back_are_seen(tmp_path: Path) -> None:
     """A session that computes on the CPU, asked whether all of it ran elsewhere."""
     import onnxruntime
@@ -267,7 +284,7 @@ def test_a_provider_that_falls_back_is_an_error(
 
     if provider not in onnxruntime.get_available_providers():
         pytest.skip(f"this ONNX Runtime has no {provider}")
-    monkeypatch.setattr("vitx.runtimes.onnxruntime.cuda_device_count", lambda: 1)
+    monkeypatch.setattr("vitx.runtimes.onnxruntime.local_gpus", lambda: (Gpu("A", "sm89"),))
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     with pytest.raises(EnvironmentMissing, match=provider) as caught:
         OnnxRuntimeSession(certified_original, device="cuda", tensorrt=tensorrt, engine_cache=tmp_path)
@@ -299,7 +316,9 @@ def test_verbs_take_a_runtime(
     code, _, error = vitx("eval", tiny_run.path, *chosen)
     assert code == 2
     assert "runtime openvino: a run's checkpoint runs in torch" in error
-    session = load_warm(bundle_with_ir, Batching(max_batch=4), device="auto", threads=1, runtime="openvino")
+    session = load_warm(
+        bundle_with_ir, ServeOptions(max_batch=4).batching, device="auto", threads=1, runtime="openvino"
+    )
     assert session.describe()["runtime"] == "openvino"
 
 

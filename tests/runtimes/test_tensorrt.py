@@ -1,4 +1,4 @@
-"""TensorRT plans in service: what is decided before a GPU is touched, and the calls on stand-ins. No plan is run."""
+"""TensorRT plans in service: what is decided before a GPU is touched, and the calls on fakes. No plan is run."""
 
 import ctypes
 import importlib
@@ -20,7 +20,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import Gpu, local_gpus
 from vitx.core.tensorrt_plan import Flavor, InstalledLibrary, Profile, installed_library
-from vitx.runtimes import load_session
+from vitx.runtimes import SessionClosed, load_session
 from vitx.runtimes.cuda import CudaError, CudaStream, array_bytes
 from vitx.runtimes.plan_choice import Chunk, find_plan, split_batch
 from vitx.runtimes.tensorrt import TensorRTSession
@@ -283,7 +283,7 @@ class Context:
         ctypes.memmove(self.addresses["logits"], logits, len(logits))
 
 
-class StandInTensorRT:
+class FakeTensorRT:
     """The names of TensorRT that a session uses; its one engine has the profiles of `gpu_fixture`."""
 
     DataType = SimpleNamespace(UINT8=SimpleNamespace(name="UINT8"), FLOAT=SimpleNamespace(name="FLOAT"))
@@ -334,8 +334,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> HostMemoryCuda:
 
 
 @pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch, cuda: HostMemoryCuda) -> StandInTensorRT:
-    fake = StandInTensorRT(cuda)
+def fake_tensorrt(monkeypatch: pytest.MonkeyPatch, cuda: HostMemoryCuda) -> FakeTensorRT:
+    fake = FakeTensorRT(cuda)
     monkeypatch.setitem(sys.modules, "tensorrt", fake)
     monkeypatch.setattr(
         "vitx.core.tensorrt_plan.installed_library", lambda module: InstalledLibrary(module, "10.16.1.11")
@@ -344,7 +344,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, cuda: HostMemoryCuda) -> StandInTe
     return fake
 
 
-GPU = Gpu("Stand-in", "sm89")
+GPU = Gpu("Fake GPU", "sm89")
 
 
 @pytest.fixture
@@ -352,21 +352,22 @@ def bundle(tmp_path: Path) -> Bundle:
     return add_plan(write_bundle(tmp_path / "b.vitx"), "tensorrt")
 
 
-def test_batches_go_through_their_profiles(bundle: Bundle, stand_in: StandInTensorRT) -> None:
+def test_batches_go_through_their_profiles(bundle: Bundle, fake_tensorrt: FakeTensorRT) -> None:
     session = TensorRTSession(bundle, "tensorrt")
+    assert session.profiles == PROFILES
     images = random_images(75)
     np.testing.assert_array_equal(session.infer(images), NumpySession().infer(images))
-    assert stand_in.ran == [(2, 32), (2, 32), (2, 11)]
+    assert fake_tensorrt.ran == [(2, 32), (2, 32), (2, 11)]
     for count in (1, 5):
         np.testing.assert_array_equal(session.infer(images[:count]), NumpySession().infer(images[:count]))
-    assert stand_in.ran[3:] == [(0, 1), (1, 5)]
+    assert fake_tensorrt.ran[3:] == [(0, 1), (1, 5)]
     assert session.infer(images[:0]).shape == (0, 4)
     with pytest.raises(InputError, match=r"expected uint8 \(N, 16, 16, 3\)"):
         session.infer(images.astype(np.float32))
-    assert stand_in.runtime.engine_host_code_allowed is False
+    assert fake_tensorrt.runtime.engine_host_code_allowed is False
 
 
-def test_callers_do_not_mix(bundle: Bundle, stand_in: StandInTensorRT) -> None:
+def test_concurrent_callers_get_their_own_logits(bundle: Bundle, fake_tensorrt: FakeTensorRT) -> None:
     session = TensorRTSession(bundle, "tensorrt")
     wrong: list[int] = []
 
@@ -384,19 +385,22 @@ def test_callers_do_not_mix(bundle: Bundle, stand_in: StandInTensorRT) -> None:
     assert wrong == []
 
 
-def test_memory_goes_back(bundle: Bundle, stand_in: StandInTensorRT, cuda: HostMemoryCuda) -> None:
+def test_close_frees_the_memory(bundle: Bundle, fake_tensorrt: FakeTensorRT, cuda: HostMemoryCuda) -> None:
     session = TensorRTSession(bundle, "tensorrt")
     assert sorted(len(memory) for memory in cuda.memory.values()) == [32 * 4 * 4] * 2 + [32 * 16 * 16 * 3] * 2
-    del session
+    session.close()
     assert cuda.memory == {}
+    with pytest.raises(SessionClosed):
+        session.infer(random_images(1))
+    assert session.describe()["provider"] == "Fake GPU (sm89)"
 
 
-def test_a_description_tells_what_runs(bundle: Bundle, stand_in: StandInTensorRT) -> None:
+def test_a_description_tells_what_runs(bundle: Bundle, fake_tensorrt: FakeTensorRT) -> None:
     description = TensorRTSession(bundle, "tensorrt").describe()
     assert description == {
         "runtime": "tensorrt",
         "version": "10.16.1.11",
-        "provider": "Stand-in (sm89)",
+        "provider": "Fake GPU (sm89)",
         "precision": "fp32",
         "threads": "GPU",
         "library": "tensorrt",
@@ -405,23 +409,23 @@ def test_a_description_tells_what_runs(bundle: Bundle, stand_in: StandInTensorRT
     }
 
 
-def test_an_engine_that_is_not_what_its_sidecar_says(bundle: Bundle, stand_in: StandInTensorRT) -> None:
-    stand_in.profiles = (*PROFILES[:2], Profile(minimum=9, optimum=16, maximum=16))
+def test_an_engine_that_is_not_what_its_sidecar_says(bundle: Bundle, fake_tensorrt: FakeTensorRT) -> None:
+    fake_tensorrt.profiles = (*PROFILES[:2], Profile(minimum=9, optimum=16, maximum=16))
     with pytest.raises(CheckFailed, match=r"profile 2 of .* is \(9, 16, 16\), and its sidecar says 9\.\.32"):
         TensorRTSession(bundle, "tensorrt")
-    stand_in.engine.num_optimization_profiles = 1
+    fake_tensorrt.engine.num_optimization_profiles = 1
     with pytest.raises(CheckFailed, match="has 1 profiles, and its sidecar names 3"):
         TensorRTSession(bundle, "tensorrt")
-    stand_in.output = SimpleNamespace(name="HALF")
+    fake_tensorrt.output = SimpleNamespace(name="HALF")
     with pytest.raises(CheckFailed, match=r"has the tensors images UINT8, logits HALF, and the manifest images"):
         TensorRTSession(bundle, "tensorrt")
-    stand_in.refused = "this is no plan"
+    fake_tensorrt.refused = "this is no plan"
     with pytest.raises(CheckFailed, match=r"tensorrt 10\.16\.1\.11 could not open .*: this is no plan"):
         TensorRTSession(bundle, "tensorrt")
 
 
 def test_a_library_without_its_own_libraries(
-    bundle: Bundle, stand_in: StandInTensorRT, monkeypatch: pytest.MonkeyPatch
+    bundle: Bundle, fake_tensorrt: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(EnvironmentMissing, match=r"tensorrt cannot be imported .*: pip install 'vitx\[trt\]'"):

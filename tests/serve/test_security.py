@@ -16,7 +16,8 @@ from bundle_fixture import write_bundle
 from server_process import INFER_BODY, INFER_PATH, ServerProcess, grpc_address, run_serve, running_server, wait_until
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
-from vitx.serve.security import Security, Tokens, read_pem
+from vitx.serve.options import ServeOptions
+from vitx.serve.security import Tokens, read_pem
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 MANAGEMENT = "fedcba9876543210fedcba9876543210"
@@ -152,18 +153,18 @@ def test_half_a_tls_setting_and_wrong_files_are_refused(tmp_path: Path) -> None:
     certificate, key = make_certificate(tmp_path)
     _, other_key = make_certificate(tmp_path, "other")
     with pytest.raises(InputError, match="both --tls-cert and --tls-key"):
-        read_pem(Security(tls_cert=certificate))
+        read_pem(ServeOptions(tls_cert=certificate))
     for wrong in (other_key, tmp_path / "missing", certificate):
         with pytest.raises(InputError, match="are no certificate with its key"):
-            read_pem(Security(tls_cert=certificate, tls_key=wrong))
-    assert read_pem(Security(tls_cert=certificate, tls_key=key)) == (key.read_bytes(), certificate.read_bytes())
+            read_pem(ServeOptions(tls_cert=certificate, tls_key=wrong))
+    assert read_pem(ServeOptions(tls_cert=certificate, tls_key=key)) == (key.read_bytes(), certificate.read_bytes())
     refused = run_serve("missing.vitx", "--token-file", tmp_path / "missing", "--port", "0")
     assert refused.returncode == 2
 
 
-def test_tokens_that_are_no_ascii_are_wrong_and_not_an_error(tmp_path: Path) -> None:
+def test_a_token_that_is_not_ascii_is_refused_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    tokens = Tokens.read(Security(token_file=tmp_path / "token"))
+    tokens = Tokens.read(ServeOptions(token_file=tmp_path / "token"))
     tokens.check("inference", f"Bearer {TOKEN}")
     tokens.check("management", None)
     for given in ("Bearer \xe9", "Bearer", "", None, f"Bearer {TOKEN}\u2028"):

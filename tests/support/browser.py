@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by the DevTools protocol over a pipe: messages in JSON, each ended by a zero byte."""
+"""A headless Chromium, driven by the DevTools protocol over a pipe: JSON messages, each ended by a zero byte."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ _PATIENCE_SECONDS = 60.0
 
 
 class Browser:
-    """One page. `complaints` are its console errors and uncaught exceptions."""
+    """One page. complaints: its console errors and uncaught exceptions, as text."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = commands, answers
@@ -57,20 +57,20 @@ class Browser:
             self._note(answer)
 
     def run(self, script: str) -> Any:
-        """The value of a script, awaited when it is a promise."""
+        """Run JavaScript and return its value, awaited if it is a promise."""
         answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20) -> None:
-        """Ask until a script is true."""
+        """Run a script until its value is true."""
         deadline = time.monotonic() + seconds
         while not self.run(condition):
             assert time.monotonic() < deadline, f"{condition}: {self.run('document.body.innerText')}"
             time.sleep(0.05)
 
     def open(self, url: str, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
-        """Load a page as a screen of this size shows it."""
+        """Load a page in a window of this size, in pixels."""
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **screen)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -106,7 +106,7 @@ class Browser:
 
 @contextmanager
 def running_browser(profile: Path) -> Iterator[Browser]:
-    """Start the browser with a profile of its own, and end it."""
+    """Start the browser with the profile folder `profile`; end it with the block."""
     assert PROGRAM is not None
     to_read, commands = os.pipe()
     answers, to_write = os.pipe()
@@ -123,7 +123,7 @@ def running_browser(profile: Path) -> Iterator[Browser]:
     try:
         yield Browser(commands, answers)
     finally:
-        os.close(commands)  # which ends it
+        os.close(commands)  # the browser ends when the pipe is closed
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -5,7 +5,6 @@ images whose class is known.
 """
 
 import io
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Provenance, TensorSpec, timestamp
-from vitx.core.files import sha256_bytes, sha256_file, staged_folder, write_json
+from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
+from vitx.runtimes.session import Session
 
 # Sorted, as the classes of an image folder are.
 LABELS = ("blue", "green", "grey", "red")
@@ -34,10 +34,10 @@ Float32Array = npt.NDArray[np.float32]
 Fault = Literal["mean_std", "bgr", "class_off_by_one", "batch_mean", "position", "drift", "nan", "no_batch"]
 
 
-class NumpySession:
+class NumpySession(Session):
     """The reference: the same function as the graph, in float64."""
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         pixels = images.astype(np.float64) / 255
         normal = (pixels - PREPROCESSING.mean) / PREPROCESSING.std
         return np.asarray(normal.mean(axis=(1, 2)) @ WEIGHT + BIAS, dtype=np.float32)
@@ -47,7 +47,7 @@ class NumpySession:
 
 
 def tiny_graph(fault: Fault | None = None) -> onnx.ModelProto:
-    """The graph `images` uint8 [N,16,16,3] → `logits` float32 [N,4], honest or with one seeded fault."""
+    """The graph `images` uint8 [N,16,16,3] → `logits` float32 [N,4], correct or with one seeded fault."""
     mean, std = PREPROCESSING.mean, PREPROCESSING.std
     weight, bias = WEIGHT, BIAS
     if fault == "mean_std":
@@ -80,7 +80,7 @@ def tiny_graph(fault: Fault | None = None) -> onnx.ModelProto:
     if fault == "batch_mean":
         nodes.append(helper.make_node("ReduceMean", ["scores", "batch"], ["shared"], keepdims=1))
         nodes.append(helper.make_node("Sub", ["scores", "shared"], ["logits"]))
-    if fault == "position":  # a row leaks into those behind it, only a little
+    if fault == "position":  # a small part of each row is added to the rows after it
         nodes.append(helper.make_node("CumSum", ["scores", "zero"], ["running"]))
         nodes.append(helper.make_node("Mul", ["running", "small"], ["leak"]))
         nodes.append(helper.make_node("Add", ["scores", "leak"], ["logits"]))
@@ -96,6 +96,37 @@ def tiny_graph(fault: Fault | None = None) -> onnx.ModelProto:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def int8_sum_graph() -> onnx.ModelProto:
+    """uint8 [N,16,16,3] → [N,4], each logit the sum of all pixels, as a product of uint8 and int8 with weights 127/127.
+
+    Two products of bright pixels are beyond 16 bits: a kernel that adds pairs there gives half of the sum.
+    """
+    size = IMAGE_SIZE * IMAGE_SIZE * 3
+    constants = {
+        "one": np.float32(1),
+        "zero": np.uint8(0),
+        "codes": np.full((size, len(LABELS)), 127, np.int8),
+        "unit": np.full(len(LABELS), 1 / 127, np.float32),
+        "zeros": np.zeros(len(LABELS), np.int8),
+    }
+    nodes = [
+        helper.make_node("Flatten", ["images"], ["flat"]),
+        helper.make_node("Cast", ["flat"], ["pixels"], to=TensorProto.FLOAT),
+        helper.make_node("QuantizeLinear", ["pixels", "one", "zero"], ["quantized"]),
+        helper.make_node("DequantizeLinear", ["quantized", "one", "zero"], ["back"]),
+        helper.make_node("DequantizeLinear", ["codes", "unit", "zeros"], ["weight"], axis=1),
+        helper.make_node("MatMul", ["back", "weight"], ["logits"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "int8 sum",
+        [helper.make_tensor_value_info("images", TensorProto.UINT8, ["N", IMAGE_SIZE, IMAGE_SIZE, 3])],
+        [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["N", len(LABELS)])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
 
 
 def _plain(fault: Fault | None) -> bool:
@@ -128,7 +159,7 @@ def _manifest(model: Path, data: str, name: str) -> Manifest:
 
 
 def add_files(bundle: Bundle, files: Mapping[str, bytes]) -> Bundle:
-    """Put files into a bundle and into its manifest."""
+    """Add files to a bundle and list them in its manifest."""
     plain = bundle.manifest.model_dump(mode="json")
     for name, content in files.items():
         path = bundle.path / name
@@ -137,27 +168,6 @@ def add_files(bundle: Bundle, files: Mapping[str, bytes]) -> Bundle:
         plain["files"][name] = {"sha256": sha256_file(path), "size": len(content)}
     write_json(bundle.path / MANIFEST, plain)
     return Bundle.open(bundle.path)
-
-
-def plan_files(plan: bytes, onnx_sha256: str) -> dict[str, bytes]:
-    """A TensorRT plan and its sidecar, which says: built from that graph, for batches of 1, 2..8 and 9..32."""
-    profiles = [{"minimum": low, "optimum": high, "maximum": high} for low, high in ((1, 1), (2, 8), (9, 32))]
-    options = {"builder_level": 3, "version_compatible": False, "hardware_compatible": False, "weight_stripped": False}
-    sidecar = {
-        "flavor": "tensorrt",
-        "version": "10.9.0.34",
-        "architectures": ["sm89"],
-        "profiles": profiles,
-        "precision": "fp32",
-        "options": options,
-        "onnx_sha256": onnx_sha256,
-        "sha256": sha256_bytes(plan),
-        "size": len(plan),
-        "build_seconds": 1.0,
-        "layers": 1,
-        "created": "2026-11-21",
-    }
-    return {"engines/tensorrt.plan": plan, "engines/tensorrt.plan.json": json.dumps(sidecar).encode()}
 
 
 def colour_image(label: int, rng: np.random.Generator, size: int = IMAGE_SIZE) -> UInt8Array:

@@ -1,4 +1,4 @@
-"""Plans in a bundle, and an NVIDIA driver that only answers who it is: what is checked before a GPU is touched."""
+"""TensorRT plans in a bundle, and a stub of the NVIDIA driver: enough for all checks before a GPU is used."""
 
 import os
 import shutil
@@ -15,12 +15,13 @@ from vitx.core.tensorrt_plan import ENGINES_FOLDER, Flavor, PlanInfo, PlanOption
 PLAN = b"plan"
 OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False)
 PROFILES = tuple(Profile(minimum=low, optimum=high, maximum=high) for low, high in ((1, 1), (2, 8), (9, 32)))
-# Two GPUs of architecture sm90, by the five functions that vitx asks.
+# Reports two GPUs of architecture sm90, by the functions of the driver that vitx calls. Attributes 75 and 76 are the
+# major and minor compute capability.
 DRIVER = """
 #include <stdio.h>
 int cuInit(unsigned flags) { return 0; }
 int cuDeviceGetCount(int *count) { *count = 2; return 0; }
-int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "Stand-in %d", device); return 0; }
+int cuDeviceGetName(char *name, int size, int device) { snprintf(name, size, "Fake GPU %d", device); return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 0; return 0; }
 """
 
@@ -51,7 +52,7 @@ def write_plan_files(path: Path, info: PlanInfo) -> Path:
 
 
 def add_plan(bundle: Bundle, flavor: Flavor, *, name: str = "", **changes: object) -> Bundle:
-    """Put a plan of the bundle's graph into it, named in the manifest; the certificate is then of other files."""
+    """Add a plan of the bundle's graph and list it in the manifest; the certificate then no longer covers all files."""
     graph = bundle.manifest.files["model.onnx"].sha256
     info = plan_info(**{"flavor": flavor, "onnx_sha256": graph, **changes})
     plan = write_plan_files(bundle.path / ENGINES_FOLDER / f"{name or flavor}.plan", info)
@@ -65,10 +66,10 @@ def add_plan(bundle: Bundle, flavor: Flavor, *, name: str = "", **changes: objec
 
 
 def build_driver(folder: Path) -> dict[str, str]:
-    """Compile the stand-in driver; return the environment of a process that finds it."""
+    """Compile the fake driver; return the environment of a process that finds it."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform != "linux":
-        pytest.skip("the stand-in driver is compiled, and found, on Linux")
+        pytest.skip("the fake driver is compiled, and found, on Linux")
     source = folder / "driver.c"
     source.write_text(DRIVER)
     library = folder / "libcuda.so.1"

@@ -1,4 +1,4 @@
-"""A few files of the package in a folder of their own, without the rest of their rooms and what that imports."""
+"""A copy of a few files of the package, to test that they work without the rest and what the rest imports."""
 
 import shutil
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def copy_modules(folder: Path, names: Iterable[str]) -> Path:
-    """Copy vitx/core and the files `names`, such as vitx/export/triton.py, whose packages get empty __init__ files."""
+    """Copy vitx/core and the files `names`, such as vitx/export/triton.py. Their packages get empty __init__.py."""
     shutil.copytree(ROOT / "vitx" / "core", folder / "vitx" / "core", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "vitx" / "__init__.py").touch()
     for name in names:

@@ -1,4 +1,4 @@
-"""Two nodes on one machine: network namespaces joined by a pair of virtual Ethernet devices, torchrun in each."""
+"""Two nodes on one machine: network namespaces joined by a pair of virtual Ethernet devices, with torchrun in each."""
 
 import os
 import shutil
@@ -12,16 +12,17 @@ from pathlib import Path
 
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop.checkpoint import newest
+from vitx.train.loop.checkpoint import newest_checkpoint
 
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
 DEVICE, PORT = "vitx0", 29400
-# Seconds: how long a new group waits for more nodes (torchrun: 30), and when a silent one counts as dead (5, thrice).
+# Seconds that a new group waits for more nodes (torchrun's default: 30), seconds between a node's signs of life (5),
+# and how many of those may be missed (3).
 RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 class NotPermitted(Exception):
-    """This machine does not let us make network namespaces; the message says why."""
+    """Network namespaces cannot be made on this machine; the message says why."""
 
 
 def _ip(*arguments: str) -> None:
@@ -34,7 +35,7 @@ def _ip(*arguments: str) -> None:
 
 @contextmanager
 def two_namespaces() -> Iterator[tuple[str, str]]:
-    """Yield the names of two network namespaces that reach each other and nothing else; raise NotPermitted."""
+    """Yield the names of two network namespaces that reach each other only. Raises NotPermitted."""
     names = (f"vitx-{os.getpid()}-a", f"vitx-{os.getpid()}-b")
     made: list[str] = []
     try:
@@ -75,7 +76,7 @@ class Node:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
 
     def kill(self) -> None:
-        """SIGKILL to everything that runs in the namespace: torchrun, its process, that one's workers."""
+        """SIGKILL everything in the namespace: torchrun, the process that trains, its data workers."""
         running = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
         for process in running.stdout.split():
             with suppress(ProcessLookupError):
@@ -92,7 +93,7 @@ class Node:
 def progress_of(run: Path) -> tuple[int, int, int]:
     """Steps, whole epochs, and how many processes wrote the newest checkpoint (0: at the end of an epoch)."""
     with suppress(OSError, InputError):  # between two looks the links move and old folders go
-        found = newest(RunFolder(run))
+        found = newest_checkpoint(RunFolder(run))
         if found is not None:
             state = found[1]
             return state.step, state.epoch, len(state.trainer.get("losses", ()))
@@ -100,7 +101,7 @@ def progress_of(run: Path) -> tuple[int, int, int]:
 
 
 def wait_for(run: Path, node: Node, wanted: Callable[[int, int, int], bool], seconds: float = 120) -> float:
-    """Return when the run's progress is as wanted, with the time; raise if the node ends before it."""
+    """Wait until wanted(steps, epochs, processes); return time.monotonic(). Raises RuntimeError if the node ends."""
     deadline = time.monotonic() + seconds
     while not wanted(*progress_of(run)):
         if node.process.poll() is not None or time.monotonic() > deadline:

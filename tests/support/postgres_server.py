@@ -18,7 +18,7 @@ import psycopg
 
 PASSWORD = "not/to be@shown"
 _URL_PASSWORD = "not%2Fto%20be%40shown"
-# Nothing here survives the machine.
+# No flushing to the disk: the data need not survive a power cut.
 _SETTINGS = {"fsync": "off", "shared_buffers": "16MB", "max_connections": "60", "listen_addresses": "127.0.0.1"}
 
 
@@ -32,7 +32,7 @@ def find_programs() -> Path | None:
 
 
 class PostgresServer:
-    """Runs while it is used in a `with`; `url` names its database, password included."""
+    """url: of its database, with the password. Made by `postgres_server`, which ends it."""
 
     def __init__(self, programs: Path, folder: Path) -> None:
         self._programs, self._folder = programs, folder
@@ -54,7 +54,7 @@ class PostgresServer:
             [self._programs / "initdb", "-U", "vitx", f"--pwfile={password}", *options, self._folder / "data"],
             stdout=subprocess.DEVNULL,
             check=True,
-            **self._child(),
+            **self._child_options(),
         )
 
     def start(self) -> None:
@@ -62,7 +62,7 @@ class PostgresServer:
         options = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         with (self._folder / "log").open("ab") as log:
             arguments = [str(self._programs / "postgres"), "-D", str(self._folder / "data"), *options]
-            process = subprocess.Popen(arguments, stdout=log, stderr=log, **self._child())
+            process = subprocess.Popen(arguments, stdout=log, stderr=log, **self._child_options())
         self._process = process
         deadline = time.monotonic() + 30
         while True:
@@ -75,7 +75,7 @@ class PostgresServer:
                 time.sleep(0.05)
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End every connection; `at_once` without a checkpoint, as a crash would."""
+        """Stop the server, which cuts every connection. at_once: without a checkpoint, as in a crash."""
         assert self._process is not None
         self._process.send_signal(signal.SIGQUIT if at_once else signal.SIGINT)
         self._process.wait(30)
@@ -86,16 +86,16 @@ class PostgresServer:
             return cursor.fetchall() if cursor.description else []
 
     def terminate_connections(self) -> int:
-        """Cut every connection of `vitx predict`; return how many there were."""
+        """Cut every connection of `vitx predict`; return their number."""
         query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'vitx predict'"
         return len(self.run(query))
 
-    def _child(self) -> dict[str, Any]:
+    def _child_options(self) -> dict[str, Any]:
         return {"cwd": self._folder, "stdin": subprocess.DEVNULL, **self._account}
 
 
 def _unprivileged() -> dict[str, Any]:
-    """Options of a child process that is not root's: PostgreSQL refuses root."""
+    """Options of Popen that run a child as `nobody` if the tests run as root: PostgreSQL refuses to run as root."""
     if os.geteuid() != 0:
         return {}
     account = pwd.getpwnam("nobody")
@@ -104,7 +104,7 @@ def _unprivileged() -> dict[str, Any]:
 
 @contextmanager
 def postgres_server(programs: Path) -> Iterator[PostgresServer]:
-    folder = Path(tempfile.mkdtemp(prefix="vitx-postgres-"))  # pytest's own folders are closed to other accounts
+    folder = Path(tempfile.mkdtemp(prefix="vitx-postgres-"))  # other accounts may not enter pytest's folders
     server = PostgresServer(programs, folder)
     try:
         server.initialise()

@@ -1,9 +1,23 @@
-"""Inputs of the reference numbers: they need no random generator."""
+"""Inputs of the reference numbers of docs/maths.md, which need no random generator; and random weights for networks."""
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+
+# docs/maths.md §5.2: p and y of the reference numbers of calibration.
+PROBABILITIES = np.array(
+    [
+        [0.95, 0.03, 0.02],
+        [0.55, 0.40, 0.05],
+        [0.20, 0.45, 0.35],
+        [0.10, 0.15, 0.75],
+        [0.34, 0.33, 0.33],
+        [0.02, 0.96, 0.02],
+    ]
+)
+LABELS = np.array([0, 1, 1, 2, 0, 0])
 
 
 def seq(k: float, *shape: int) -> Tensor:

@@ -29,7 +29,7 @@ SMALL_DEEPVIT = ModelSpec(
         "depth": 3,
         "num_heads": 3,
         "attention": ["plain", "re-attention", "re-attention"],
-        # As in the recipe: what is where decides.
+        # As in the recipe: digits differ by where their ink is, so positions start as large as the patch embedding.
         "weight_init": "jax",
         "position_std": 0.5,
     },
@@ -58,7 +58,7 @@ if MODEL not in timm.list_models():
 
 
 def write_run(path: Path, data: str, *, bias_change: float = 0.0) -> RunFolder:
-    """Write a run with averaged weights that are the graph's; `bias_change` is added to its first class."""
+    """Write a run whose averaged weights are those of the graph; `bias_change` is added to the bias of class 0."""
     weight, bias = torch.from_numpy(WEIGHT.T.copy()), torch.from_numpy(BIAS.copy())
     bias[0] += bias_change
     files = {
@@ -78,7 +78,7 @@ def write_run(path: Path, data: str, *, bias_change: float = 0.0) -> RunFolder:
 
 
 def write_trained_run(path: Path, change: Callable[[Any], None] = lambda model: None) -> RunFolder:
-    """Write a run of a small DeepViT, right on some 85 % of the digits' evaluation split before it is changed."""
+    """Write a run of a small DeepViT (about 85 % top-1 on the digits), after `change` was applied to its network."""
     info = RunInfo(
         name=path.name,
         recipe="digits-deepvit",
@@ -96,7 +96,7 @@ def write_trained_run(path: Path, change: Callable[[Any], None] = lambda model: 
 
 @cache
 def trained_deepvit() -> Any:
-    """The network of that run, seed 0, in evaluation mode; shared by all tests of a process, so change a copy."""
+    """The network of that run, seed 0, in evaluation mode. Cached for all tests of a process: change a copy only."""
     digits = open_images("digits", "train")
     images = np.concatenate(list(digits.batches(DIGITS_PREPROCESSING, 256)))
     labels = torch.from_numpy(digits.labels)

@@ -1,5 +1,6 @@
-"""What test_sandbox.py runs in other processes, which import it by name."""
+"""Functions that tests run in other processes, which import them by name."""
 
+import errno
 import os
 import signal
 import time
@@ -14,11 +15,15 @@ def add(a: int, b: int) -> tuple[int, int]:
     return a + b, os.getpid()
 
 
-def complain() -> None:
+def raise_input_error() -> None:
     raise InputError("the graph has no input")
 
 
-def stumble() -> None:
+def raise_disk_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "graph.onnx")
+
+
+def divide_by_zero() -> None:
     raise ZeroDivisionError("a bug")
 
 
@@ -26,18 +31,18 @@ def kill_self(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def leave() -> None:
+def exit_at_once() -> None:
     os._exit(7)
 
 
-def hog() -> None:
+def fill_memory() -> None:
     held = [bytearray(b"x" * 2**20) for _ in range(700)]
     time.sleep(60)
     del held
 
 
 def crash_on_gelu(path: Path) -> None:
-    """A compiler with a bug: it dies of a Gelu that follows a product."""
+    """A compiler with a bug: it crashes on a Gelu that follows a matrix product or a sum."""
     graph = onnx.load(str(path)).graph
     products = {name for node in graph.node if node.op_type in ("MatMul", "Gemm", "Add") for name in node.output}
     if any(node.op_type == "Gelu" and node.input[0] in products for node in graph.node):

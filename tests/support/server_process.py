@@ -1,4 +1,4 @@
-"""A real `vitx serve` in a process of its own: real sockets, real signals, readiness asked for and never slept for."""
+"""A real `vitx serve` in another process: real sockets, real signals; readiness is polled, never guessed by a sleep."""
 
 import http.client
 import json
@@ -15,21 +15,26 @@ from typing import Any
 
 COMMAND = (sys.executable, "-c", "from vitx.cli import main; main()", "serve")
 
-# One grey image for the bundles of bundle_fixture, when they are named tiny.
+# A request with one grey image for a bundle of bundle_fixture that is named tiny.
 INFER_PATH = "/v2/models/tiny/infer"
 INFER_BODY = json.dumps(
     {"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 16, 16, 3], "data": [7] * 768}]}
 ).encode()
 
-# A program whose model takes .2 s a batch, but for the zeros of the warm-up; for an image that begins with 13 it fails.
+# A server whose model takes 0.2 s for a batch, except for the zeros of the warm-up, and fails for an image whose first
+# value is 13.
 SLOW_MODEL = """
 import time
+from vitx.runtimes import Session
 from vitx.serve.models import served_model
 load = served_model.load_session
-class Slow:
+class Slow(Session):
     def __init__(self, session):
-        self.session, self.describe = session, session.describe
-    def infer(self, images):
+        super().__init__()
+        self.session = session
+    def describe(self):
+        return self.session.describe()
+    def _infer(self, images):
         if images.any():
             time.sleep(0.2)
         if (images[:, 0, 0, 0] == 13).any():
@@ -57,7 +62,7 @@ class ServerProcess:
         return f"{self.host}:{self.port}"
 
     def connect(self) -> http.client.HTTPConnection:
-        """A connection that is closed at the latest with the server."""
+        """A connection that is closed with the server, if not before."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=20)
         self._connections.append(connection)
         return connection
@@ -69,7 +74,7 @@ class ServerProcess:
     def request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, bytes, Mapping[str, str]]:
-        """One request on a connection of its own: status, body, headers in lower case."""
+        """Make one request on a new connection; return (status, body, headers in lower case)."""
         connection = self.connect()
         try:
             connection.request(method, path, body, dict(headers or {}))
@@ -94,7 +99,7 @@ class ServerProcess:
 
 
 def grpc_address(server: ServerProcess) -> str:
-    """host:port of a server's gRPC, which its second line says; ready when this returns."""
+    """host:port of a server's gRPC, from the second line that it prints, which comes when gRPC is ready."""
     if not server.grpc_url:
         assert server.process.stdout is not None
         server.grpc_url = server.process.stdout.readline().split()[-1]
@@ -107,7 +112,7 @@ def running_server(
 ) -> Iterator[ServerProcess]:
     """Start `vitx serve ARGUMENTS` on a free port, wait until it is ready, and stop it at the end.
 
-    `program` is Python source to run instead of the command; it finds the arguments in sys.argv.
+    program: Python source to run instead of the command, with the same arguments in sys.argv.
     """
     command = COMMAND if program is None else (sys.executable, "-c", program, "serve")
     process = subprocess.Popen(
@@ -135,7 +140,7 @@ def running_server(
 
 
 def wait_until(condition: Any, seconds: float = 20) -> None:
-    """Ask every 10 ms until `condition()` is true; fail after `seconds`."""
+    """Poll `condition()` every 10 ms until it is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true in time"
@@ -143,13 +148,13 @@ def wait_until(condition: Any, seconds: float = 20) -> None:
 
 
 def run_serve(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    """Run `vitx serve` to its end, for cases in which it must refuse."""
+    """Run `vitx serve` to its end, for cases in which it must refuse to start."""
     return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
 
 
 @contextmanager
 def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], int]]:
-    """Keep `clients` connections busy; yields how many were answered; at the end every answer must have been 200."""
+    """Keep `clients` connections busy. Yields a count of the replies so far; at the end all must have been 200."""
     stop, failures, answered = threading.Event(), list[str](), [0] * clients
 
     def client(index: int) -> None:
@@ -174,7 +179,7 @@ def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], in
 
 
 def http_client(server: ServerProcess) -> Callable[[], str]:
-    """A client that asks once on each call: the status of the answer, or "closed" where there was none."""
+    """A client that makes one request per call and returns the status, or "closed" if there was no reply."""
     connection = server.connect()
 
     def ask() -> str:
@@ -200,10 +205,10 @@ def end_under_load(
     gone: str = "closed",
     clients: int = 16,
 ) -> None:
-    """Send a busy server a signal that ends it: it must exit with 0, and answer all that it had accepted.
+    """Send a busy server a signal that ends it: it must exit with 0 and answer every request that it had accepted.
 
-    Each client asks until it is not answered with `good`. It may be `refused`, and a request that began after the
-    signal may find the server `gone`; anything else is a lost request.
+    Each client makes requests until a reply is not `good`. That one may be `refused`, or `gone` if the request began
+    after the signal; anything else is a lost request.
     """
     answered, lost, signalled = [0], list[str](), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Bundles and runs of a second, the command line in this process, a PostgreSQL server: fixtures of every room."""
+"""Fixtures of every room: small bundles and runs, the command line in this process, a PostgreSQL server."""
 
 import shutil
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def colours() -> ImageSet:
-    """360 labelled images in memory: with no flip among them the bound is .008287."""
+    """360 labelled images in memory: without a flip among them the 95 % bound on the flip rate is 0.008287."""
     return colour_images(360)
 
 
@@ -36,7 +36,7 @@ def colours_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference() -> NumpySession:
-    """What the graph of the bundles must compute."""
+    """An independent computation of the bundles' graph."""
     return NumpySession()
 
 
@@ -60,7 +60,7 @@ def certified_original(tmp_path_factory: pytest.TempPathFactory, colours_folder:
 
 @pytest.fixture
 def tiny_bundle(tmp_path: Path, certified_original: Bundle) -> Bundle:
-    """A certified bundle, the test's own: labels blue, green, grey, red; input uint8 [N,16,16,3]."""
+    """A certified bundle, which a test may change: labels blue, green, grey, red; input uint8 [N,16,16,3]."""
     return Bundle.open(shutil.copytree(certified_original.path, tmp_path / "tiny.vitx"))
 
 
@@ -71,7 +71,7 @@ def uncertified_bundle(tmp_path: Path, colours_folder: Path) -> Bundle:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> RunFolder:
-    """A run whose best checkpoint is the same function as the graph of the bundles."""
+    """A run whose best checkpoint computes the same as the bundles' graph."""
     from run_fixture import write_run
 
     return write_run(tmp_path_factory.mktemp("runs") / "colours", str(colours_folder))
@@ -80,13 +80,15 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, colours_folder: Path) -> 
 @pytest.fixture
 def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitx:
     """Call `vitx(verb, …)` as on the command line: (exit code, standard output, standard error)."""
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)  # put back: `vitx serve` lifts it
+    monkeypatch.setattr(
+        Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS
+    )  # restored after the test: `vitx serve` sets it to None
     return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="session")
 def postgres() -> "Iterator[PostgresServer]":
-    """A PostgreSQL server of these tests' own."""
+    """A PostgreSQL server for the tests alone."""
     from postgres_server import find_programs, postgres_server
 
     programs = find_programs()

@@ -1,4 +1,4 @@
-"""A network that trains in a second, and what a run wrote."""
+"""Settings of a network that trains in a second, and the metrics that a run wrote."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,6 @@ TINY_SETTINGS = tuple(part for setting in TINY for part in ("--set", setting))
 
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without the seconds, which differ from run to run."""
+    """The rows of metrics.jsonl without the seconds, which differ between runs."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]

@@ -1,4 +1,4 @@
-"""Training in processes of its own, forked from a server that has imported torch already."""
+"""Training in separate processes, forked from a server that has imported torch already."""
 
 import multiprocessing
 import os
@@ -19,11 +19,11 @@ TIMEOUT = 60.0
 
 
 def context() -> ForkServerContext:
-    """Processes forked from one that has the training code and the digits in memory and no threads: quick to start."""
+    """A context whose processes start quickly: their parent has no threads, and the trainer and digits in memory."""
     chosen = multiprocessing.get_context("forkserver")
     chosen.set_forkserver_preload(["training_preload"])
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # a module that the server does not find is left out silently
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)  # the server ignores a module that it does not find
     try:
         forkserver.ensure_running()
     finally:
@@ -47,7 +47,7 @@ def start_all(function: Callable[..., None], count: int, *arguments: Any) -> Non
 
 
 def exit_codes(function: Callable[..., None], count: int, *arguments: Any) -> list[int | None]:
-    """Run `function(rank, *arguments)` in `count` processes and wait; how each ended."""
+    """Run `function(rank, *arguments)` in `count` processes and wait; return their exit codes."""
     processes: list[ForkServerProcess] = [
         context().Process(target=function, args=(rank, *arguments)) for rank in range(count)
     ]
@@ -63,7 +63,7 @@ def exit_codes(function: Callable[..., None], count: int, *arguments: Any) -> li
 
 
 def torchrun_environment(rank: int, count: int, port: int) -> Mapping[str, str]:
-    """What torchrun tells each of its processes."""
+    """The environment variables that torchrun sets for each of its processes."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -74,25 +74,25 @@ def torchrun_environment(rank: int, count: int, port: int) -> Mapping[str, str]:
 
 
 def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume: bool = False) -> None:
-    """Train in this process, on one thread and without a word."""
+    """Train in this process, on one thread, printing nothing."""
     import torch
 
     from vitx.train import train
 
     torch.set_num_threads(1)
-    multiprocessing.set_start_method("fork", force=True)  # of the workers, as it is outside this server's children
+    multiprocessing.set_start_method("fork", force=True)  # for the data workers, as outside of a fork server's child
     os.environ.update(environment)
     train(recipe, out, resume=resume, device="cpu", quiet=True)
 
 
 def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
-    """Train in this process; one signal to its group reaches its workers too."""
+    """Train in this process, as the head of a process group: a signal to the group reaches its workers too."""
     os.setpgid(0, 0)
     train_one(recipe, out, {}, resume)
 
 
 def stop_in_a_group(recipe: Recipe, out: Path) -> None:
-    """The same; the exit code is the signal's that stopped it in order."""
+    """`train_in_a_group`; the exit code is the number of the signal that stopped training in order."""
     from vitx.train.loop.interruption import TrainingStopped
 
     try:
@@ -102,12 +102,12 @@ def stop_in_a_group(recipe: Recipe, out: Path) -> None:
 
 
 def train_one_of(rank: int, count: int, port: int, recipe: Recipe, out: Path, resume: bool = False) -> None:
-    """Train as one of torchrun's processes."""
+    """Train as one of `count` processes that torchrun has started."""
     train_one(recipe, out, torchrun_environment(rank, count, port), resume)
 
 
 def die_at(rank: int, count: int, port: int, recipe: Recipe, out: Path, place: tuple[int, int]) -> None:
-    """Train; the last process is killed before it takes the step of (epoch, batch). An error's exit code is vitx's."""
+    """Train; the last process is killed before its step `place`, (epoch, batch). Others exit with the error's code."""
     from vitx.core.errors import VitxError
     from vitx.train.loop.trainer import Trainer
 
@@ -118,7 +118,7 @@ def die_at(rank: int, count: int, port: int, recipe: Recipe, out: Path, place: t
             os.kill(os.getpid(), signal.SIGKILL)
         step(self, epoch, batch)
 
-    Trainer.step = fatal  # type: ignore[method-assign]  # of this process alone
+    Trainer.step = fatal  # type: ignore[method-assign]  # in this process only
     try:
         train_one_of(rank, count, port, recipe, out)
     except VitxError as error:
@@ -130,11 +130,11 @@ def die_at(rank: int, count: int, port: int, recipe: Recipe, out: Path, place: t
 def refused_among_others(
     rank: int, count: int, port: int, recipes: list[Recipe], outs: list[Path], places: list[Path], text: str
 ) -> None:
-    """Train each with its own recipe, folder and working directory; all are told `text`."""
+    """Train, each rank with its own recipe, folder and working directory; all must be refused with `text`."""
     from vitx.core.errors import InputError
     from vitx.train.loop import resuming
 
-    resuming.SECONDS_TO_BE_SEEN = 0.0  # here all is seen at once
+    resuming.VISIBILITY_TIMEOUT = 0.0  # one file system, so there is nothing to wait for
     os.chdir(places[rank])
     try:
         train_one_of(rank, count, port, recipes[rank], outs[rank], True)
@@ -146,56 +146,56 @@ def refused_among_others(
 
 
 def hold_run(run: Path, ready: Any) -> None:
-    """Hold the lock of a run for a minute; something is sent to `ready` when it is held."""
+    """Hold the lock of a run for a minute; True is sent to `ready` when it is held."""
     from vitx.core.run import RunFolder
     from vitx.train.loop.run_lock import RunLock
 
     with RunLock(RunFolder(run)) as lock:
-        lock.take()
+        lock.acquire()
         ready.send(True)
         time.sleep(60)
 
 
 def restored_state(rank: int, count: int, port: int, recipe: Recipe, run: Path, out: Path) -> None:
-    """Take a run up in `count` processes, and gather again what each has of it into the file `out`."""
+    """Resume a run in `count` processes, gather its state again, and write it into the file `out`."""
     import torch
     from safetensors.torch import save_file
 
     from vitx.core.run import RunFolder
-    from vitx.train.loop.checkpoint import FILES
-    from vitx.train.loop.distributed.processes import joined
+    from vitx.train.loop.checkpoint import TENSOR_FILES
+    from vitx.train.loop.distributed.processes import join_processes
     from vitx.train.loop.trainer import Trainer
 
     torch.set_num_threads(1)
     os.environ.update(torchrun_environment(rank, count, port))
     device = torch.device("cpu")
-    with joined(device) as processes:
+    with join_processes(device) as processes:
         trainer = Trainer(recipe, RunFolder(run), device, processes, skip_bad=False, quiet=True)
         trainer.open_run()
         tensors, _ = trainer._state()
         if processes.writes:
-            named = zip(FILES, tensors, strict=True)
+            named = zip(TENSOR_FILES, tensors, strict=True)
             save_file({f"{file}: {name}": value.clone() for file, part in named for name, value in part.items()}, out)
 
 
 def losses_of_ten_steps(rank: int, count: int, port: int, recipe: Recipe, out: Path) -> None:
-    """Take ten steps as one of torchrun's processes; `out`/rank.pt holds the total loss of each on its own part."""
+    """Take ten steps as one of torchrun's processes; `out`/rank.pt has the total losses on this process's parts."""
     import torch
 
     from vitx.core.run import RunFolder
-    from vitx.train.loop.distributed.processes import joined
+    from vitx.train.loop.distributed.processes import join_processes
     from vitx.train.loop.trainer import Trainer
 
     torch.set_num_threads(1)
     os.environ.update(torchrun_environment(rank, count, port))
     device = torch.device("cpu")
-    with joined(device) as processes:
+    with join_processes(device) as processes:
         trainer = Trainer(recipe, RunFolder(out / "run"), device, processes, skip_bad=False, quiet=True)
-        for batch in trainer.prefetcher.batches(trainer.data.batches(1, shard=processes.shard), ahead=False):
+        for batch in trainer.prefetcher.batches(trainer.data.batches(1, part=processes.batch_part), ahead=False):
             if batch.number == 10:
                 break
             trainer.step(1, batch)
-        torch.save(trainer.log.health[:10], out / f"{rank}.pt")
+        torch.save(trainer.log.checked_totals[:10], out / f"{rank}.pt")
 
 
 def run_study(study: Any, variants: Any) -> None:
@@ -208,7 +208,7 @@ def recipe_of(*overrides: str) -> Recipe:
 
 
 def outcome_of_two(rank: int, make: Callable[[], Any], x: Any, weight: Any, folder: Path) -> None:
-    """Half of a batch through a module with synchronised BatchNorm; the outcome goes into `folder`."""
+    """Run half of a batch through a module with synchronised BatchNorm; write its outcome to `folder`/RANK.pt."""
     import torch
     import torch.distributed as dist
 
@@ -223,7 +223,7 @@ def outcome_of_two(rank: int, make: Callable[[], Any], x: Any, weight: Any, fold
 
 
 def forward_backward(module: Any, x: Any, weight: Any) -> dict[str, Any]:
-    """The output of `module` at `x`, the gradients of Σ weight·output, and the buffers afterwards."""
+    """The output y of `module` at x, the gradients of Σ weight·y, and the buffers afterwards."""
     x = x.clone().requires_grad_()
     y = module(x)
     (y * weight).sum().backward()
@@ -232,7 +232,7 @@ def forward_backward(module: Any, x: Any, weight: Any) -> dict[str, Any]:
 
 
 def small_re_attention() -> Any:
-    """Re-Attention in float64 whose norm is no identity."""
+    """Re-Attention in float64 whose BatchNorm is not the identity."""
     import torch
 
     from vitx.models import ReAttention

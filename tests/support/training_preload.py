@@ -1,4 +1,4 @@
-"""What the server of training_jobs.py holds before it forks: the trainer's imports and the digits."""
+"""Imported by the fork server of training_jobs.py: the trainer's modules, and the digits in memory."""
 
 import vitx.train.loop.trainer  # noqa: F401
 from vitx.data.open import open_images

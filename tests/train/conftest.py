@@ -1,4 +1,4 @@
-"""`vitx train` in this process and in one of its own, on a network that trains in a second."""
+"""`vitx` in a separate process, and a folder of images on which a network trains in a second."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ from PIL import Image
 
 @pytest.fixture
 def start_vitx(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start `vitx` in its own process, one thread, no GPU, working in `tmp_path`."""
+    """Start `vitx` in a separate process with one thread and no GPU; its working directory is `tmp_path`."""
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(

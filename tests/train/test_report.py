@@ -1,4 +1,4 @@
-"""`vitx report`: a page that needs nothing else, and numbers that are the run's."""
+"""`vitx report`: a page that needs no other file, with the numbers of the run."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """What a page links to, its headings, and its tables' rows."""
+    """A page's links, headings, tags and table rows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,7 @@
-"""Accuracies by condition, counted over batches of labelled images: memory is that of one batch."""
+"""Top-1 accuracies by condition, counted batch by batch: memory is that of one batch.
+
+Shape letters: B batch, S the side of an image, C classes.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -9,7 +12,7 @@ import numpy.typing as npt
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 
-# uint8 (B, S, S, 3) → logits (B, C): `vitx.analyze.predictor`'s, a session of a server, or any function.
+# uint8 (B, S, S, 3) → logits (B, C): `vitx.analyze.predictor.predictor(…)`, a session's `infer`, or any function.
 Predict = Callable[[UInt8Array], npt.NDArray[np.floating]]
 Labels = npt.NDArray[np.integer]
 
@@ -20,8 +23,8 @@ def require_batch(images: UInt8Array) -> None:
         raise InputError(f"images of shape {images.shape} and type {images.dtype}: expected uint8 (B, S, S, 3)")
 
 
-def numbered(images: Iterable[UInt8Array], labels: Labels) -> Iterator[tuple[int, UInt8Array, Labels]]:
-    """Each batch with the number of its first image and its labels.
+def labelled_batches(images: Iterable[UInt8Array], labels: Labels) -> Iterator[tuple[int, UInt8Array, Labels]]:
+    """(index of its first image among all, the batch, its labels) of each batch uint8 (B, S, S, 3).
 
     Raises InputError for batches of another shape or type, and when there are not as many images as labels.
     """
@@ -36,18 +39,20 @@ def numbered(images: Iterable[UInt8Array], labels: Labels) -> Iterator[tuple[int
         raise InputError(f"{first} images and {len(labels)} labels: expected as many, at least one")
 
 
-class Tally:
-    """Accuracies by condition."""
+class AccuracyCounter:
+    """Counts correct answers by condition: None for clean images, or what was done to them."""
 
     def __init__(self) -> None:
         self._correct: Counter[Hashable] = Counter()
         self._images: Counter[Hashable] = Counter()
 
     def add(self, condition: Hashable, logits: npt.NDArray[np.floating], labels: Labels) -> None:
+        """Count a batch: logits (B, C), labels (B,)."""
         self._correct[condition] += int((logits.argmax(axis=1) == labels).sum())
         self._images[condition] += len(labels)
 
     def accuracy(self, condition: Hashable) -> float:
+        """The share of correct answers, 0 to 1."""
         return self._correct[condition] / self._images[condition]
 
     def images(self, condition: Hashable) -> int:

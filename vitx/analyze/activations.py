@@ -1,4 +1,7 @@
-"""One pass over the images that every metric of activations shares: memory is that of one batch."""
+"""One pass over the images that all metrics of activations share: memory is that of one batch.
+
+Shape letters: B batch, N tokens, n patches, D width, H heads, C classes.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,24 +21,25 @@ EMBEDDING = "embedding"
 
 
 class Layout(NamedTuple):
-    """How a network's tensors are laid out."""
+    """How a network's activations are laid out: tokens before the patches (class, distillation), and NHWC maps."""
 
     prefix_tokens: int
     channels_last: bool
 
     @classmethod
     def of(cls, model: nn.Module) -> "Layout":
-        if hasattr(model, "blocks_token_only"):  # CaiT's class token joins in its last two blocks only
-            prefix = 0
-        else:  # PiT counts them as num_tokens
+        if hasattr(model, "blocks_token_only"):
+            prefix = 0  # CaiT's class token is added for its last two blocks, which have no patches
+        else:  # PiT calls the attribute num_tokens
             prefix = int(getattr(model, "num_prefix_tokens", getattr(model, "num_tokens", 0)))
         return cls(prefix, getattr(model, "output_fmt", "NCHW") == "NHWC")
 
     def feature_map(self, stream: Tensor) -> Tensor | None:
+        """The activation as a map (B, D, S, S); None where its patches form no square."""
         return square_map(stream, self.prefix_tokens, channels_last=self.channels_last)
 
     def patches(self, stream: Tensor) -> Tensor | None:
-        """(B, n, D) of a stream of tokens or of a channels-last map; None for fewer than two, and for a NCHW map."""
+        """The patch tokens (B, n, D) of (B, N, D) or of a NHWC map; None for a NCHW map and for fewer than two."""
         if stream.ndim == 4:
             return stream.flatten(1, 2) if self.channels_last else None
         if stream.ndim != 3 or stream.shape[1] < self.prefix_tokens + 2:
@@ -44,7 +48,11 @@ class Layout(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """Of one batch: what each unit hands on, softmax maps (B, H, N, N) by attention layer, and the logits (B, C)."""
+    """Float32 activations of one batch of `images` images.
+
+    streams: the residual stream after each unit, by the unit's name. maps: softmax maps (B, H, N, N) by attention
+    layer. logits: (B, C).
+    """
 
     images: int
     streams: dict[str, Tensor]
@@ -63,7 +71,7 @@ def stream_activations(
 ) -> Iterator[Activations]:
     """Run `model` over `images` in evaluation mode without gradients and yield each batch's float32 activations.
 
-    The tensors are those the network goes on with: they are read, never written. Modes and hooks are as before
+    The tensors are the network's own: a caller reads them and does not write. Modes and hooks are as before
     afterwards, also when the loop is left early.
     """
     device = next(model.parameters()).device
@@ -94,7 +102,7 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def stream_order(model: nn.Module) -> list[str]:
     """The names of `Activations.streams`, in the order of the network."""
-    return [EMBEDDING, *(unit.name for unit in residual_units(model) if unit.at is not None)]
+    return [EMBEDDING, *(unit.name for unit in residual_units(model) if unit.stream_module is not None)]
 
 
 def _watch_streams(model: nn.Module, found: dict[str, Tensor], restore: ExitStack) -> None:
@@ -107,18 +115,20 @@ def _watch_streams(model: nn.Module, found: dict[str, Tensor], restore: ExitStac
 
     restore.callback(block.register_forward_pre_hook(keep_embedding).remove)
     for unit in residual_units(model):
-        if unit.at is None:
+        if unit.stream_module is None:
             continue
-        keep = _keeper(unit, found)
-        if unit.read == "input":
-            restore.callback(unit.at.register_forward_pre_hook(keep).remove)
+        keep = _recorder(unit, found)
+        if unit.stream_from == "input":
+            restore.callback(unit.stream_module.register_forward_pre_hook(keep).remove)
         else:
-            restore.callback(unit.at.register_forward_hook(keep).remove)
+            restore.callback(unit.stream_module.register_forward_hook(keep).remove)
 
 
-def _keeper(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
+def _recorder(unit: Unit, found: dict[str, Tensor]) -> Callable[..., None]:
+    """A hook that keeps the stream after `unit`: a forward pre-hook if it is a module's input, else a forward hook."""
+
     def keep(_module: nn.Module, inputs: tuple[Tensor, ...], output: Any = None) -> None:
-        stream = inputs[0] if unit.read == "input" else output
+        stream = inputs[0] if unit.stream_from == "input" else output
         found[unit.name] = stream if unit.scale == 1.0 else stream / unit.scale
 
     return keep
@@ -129,11 +139,13 @@ def _as_float(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def feature_maps_of(layout: Layout, batch: Activations) -> Iterable[tuple[str, Tensor]]:
+    """(unit, map (B, D, S, S)) of the units whose patches form a square."""
     for name, stream in batch.streams.items():
         features = layout.feature_map(stream)
         if features is not None:
             yield name, features
 
 
-def kinds_of(model: nn.Module) -> dict[str, Kind | None]:
+def unit_kinds(model: nn.Module) -> dict[str, Kind | None]:
+    """The kind of each unit in the order of the network; None for the embedding."""
     return {EMBEDDING: None, **{unit.name: unit.kind for unit in residual_units(model)}}

@@ -1,4 +1,4 @@
-"""Any set of metrics of one network on one set of images: one pass for what shares activations, each result kept."""
+"""Any metrics of one network on one image set: one pass for all that read activations; results can be cached."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.analyze.activations import stream_activations, stream_order
-from vitx.analyze.metric import VERSION, Measured, Metric, NotApplicable, Options
+from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.cka import SMALLEST_BATCH, MinibatchCKA, cka_matrix
 from vitx.analyze.similarity_matrix import SimilarityMatrix
@@ -20,8 +20,8 @@ from vitx.data.image_set import ImageSet
 from vitx.models.source import Source
 
 
-class _Kept(Record):
-    """A result in a file: what it is of, and what it took."""
+class _CachedResult(Record):
+    """A result in a file: the metric, everything it depends on, and how long it took."""
 
     metric: str
     key: dict[str, Any]
@@ -32,22 +32,21 @@ class _Kept(Record):
 
 @dataclass
 class Analysis:
-    """The results of one network, by metric; what does not apply to it and why; seconds each took when measured."""
+    """The results of one network by metric, why others do not apply, and the seconds each took when it was measured."""
 
     source: Source
     images: ImageSet
-    options: Options
+    options: AnalysisOptions
     results: dict[str, Record] = field(default_factory=dict)
     not_applicable: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        info = self.source
         return {
-            "source": info.name,
-            "model": info.spec.name,
-            "checkpoint": info.checkpoint,
-            "checkpoint_sha256": info.checkpoint_sha256,
+            "source": self.source.name,
+            "model": self.source.spec.name,
+            "checkpoint": self.source.checkpoint,
+            "checkpoint_sha256": self.source.checkpoint_sha256,
             "data": self.images.name,
             "images": len(self.images),
             "options": self.options.model_dump(mode="json"),
@@ -58,7 +57,7 @@ class Analysis:
 
 
 def chosen_metrics(only: Sequence[str] | None) -> tuple[str, ...]:
-    """The metrics to measure, in the report's order: those named, "all", or the default ones for None.
+    """The metrics to measure, in the report's order: those named, all for "all", or the default ones for None.
 
     Raises InputError for an unknown name.
     """
@@ -74,47 +73,49 @@ def analyze(
     source: Source,
     images: ImageSet,
     names: Sequence[str],
-    options: Options,
+    options: AnalysisOptions,
     *,
     cache: Path | None = None,
     quiet: bool = False,
 ) -> Analysis:
     """Measure `names` (of METRICS) in evaluation mode; modes, hooks and gradients are as before afterwards.
 
-    With `cache`, a folder, results measured before of the same weights, images and options are read from it, and new
-    ones written to it one by one. What does not apply is listed with its reason, never an error.
+    cache: a folder. Results of the same weights, images and options are read from it; new ones are written to it one
+    by one. A metric that does not apply is listed with its reason and is no error.
     """
     analysis = Analysis(source, images, options)
-    store = _Store(cache, {"model": source.checkpoint_sha256, "images": images.digest() if cache else ""}, options)
+    results = _ResultCache(
+        cache, {"model": source.checkpoint_sha256, "images": images.digest() if cache else ""}, options
+    )
     missing = []
     for name in names:
         reason = _labels_missing(METRICS[name], source, images)
         if reason:
             analysis.not_applicable[name] = reason
-        elif not store.read(name, analysis):
+        elif not results.read(name, analysis):
             missing.append(name)
     shared = [name for name in missing if METRICS[name].activation is not None]
-    _measure_shared(analysis, shared, store, quiet=quiet)
+    _measure_shared(analysis, shared, results, quiet=quiet)
     for name in missing:
         measure = METRICS[name].measure
         if measure is not None:
             log(f"analyze: {METRICS[name].title}", quiet=quiet)
-            measured = Measured(source, images, options, quiet)
+            context = MetricContext(source, images, options, quiet)
             start = time.perf_counter()
             try:
-                analysis.results[name] = measure(measured)
+                analysis.results[name] = measure(context)
             except NotApplicable as reason:
                 analysis.not_applicable[name] = str(reason)
             analysis.seconds[name] = time.perf_counter() - start
-            store.write(name, analysis)
+            results.write(name, analysis)
     analysis.results = {name: analysis.results[name] for name in METRICS if name in analysis.results}
     return analysis
 
 
 def compare_representations(
-    first: Source, second: Source, images: ImageSet, options: Options, *, quiet: bool = False
+    first: Source, second: Source, images: ImageSet, options: AnalysisOptions, *, quiet: bool = False
 ) -> SimilarityMatrix:
-    """CKA between the units of two networks on the same images; NotApplicable when one has none that are known."""
+    """CKA between the units of two networks on the same images; NotApplicable when one is not supported."""
     orders = [stream_order(source.model) for source in (first, second)]
     if min(map(len, orders)) < 2:
         raise NotApplicable("one of the networks has no residual units that are known")
@@ -125,19 +126,20 @@ def compare_representations(
     ]
     with progress("CKA of both", len(images), quiet=quiet) as bar:
         done = 0
-        for one, other in zip(*passes, strict=True):
-            if one.images >= SMALLEST_BATCH:
-                cka.add([one.streams[name] for name in orders[0]], [other.streams[name] for name in orders[1]])
-            done += one.images
+        for left, right in zip(*passes, strict=True):
+            if left.images >= SMALLEST_BATCH:
+                cka.add([left.streams[name] for name in orders[0]], [right.streams[name] for name in orders[1]])
+            done += left.images
             bar.update(done)
     return cka_matrix(cka, *orders)
 
 
-def _measure_shared(analysis: Analysis, names: Sequence[str], store: "_Store", *, quiet: bool) -> None:
+def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultCache", *, quiet: bool) -> None:
+    """Measure all metrics of activations in one pass; each is charged an equal share of its seconds."""
     if not names:
         return
-    measured = Measured(analysis.source, analysis.images, analysis.options, quiet)
-    collectors = {name: METRICS[name].collector(measured) for name in names}
+    context = MetricContext(analysis.source, analysis.images, analysis.options, quiet)
+    collectors = {name: METRICS[name].collector(context) for name in names}
     start = time.perf_counter()
     passes = stream_activations(
         analysis.source.model,
@@ -160,11 +162,11 @@ def _measure_shared(analysis: Analysis, names: Sequence[str], store: "_Store", *
         except NotApplicable as reason:
             analysis.not_applicable[name] = str(reason)
         analysis.seconds[name] = (time.perf_counter() - start) / len(names)
-        store.write(name, analysis)
+        results.write(name, analysis)
 
 
 def _labels_missing(metric: Metric, source: Source, images: ImageSet) -> str | None:
-    """Why the images' labels cannot serve this network, if the metric needs them."""
+    """Why the images' labels cannot be used for this network, if the metric needs labels; else None."""
     if not metric.labels:
         return None
     if not images.class_names:
@@ -174,18 +176,18 @@ def _labels_missing(metric: Metric, source: Source, images: ImageSet) -> str | N
     return None
 
 
-class _Store:
-    """Results as files METRIC-KEY.json of one folder; a changed network, image, option or version is another key."""
+class _ResultCache:
+    """Results as files METRIC-KEY.json in a folder; another network, image, option or definition is another key."""
 
-    def __init__(self, folder: Path | None, subject: Mapping[str, str], options: Options) -> None:
+    def __init__(self, folder: Path | None, subject: Mapping[str, str], options: AnalysisOptions) -> None:
         self._folder, self._subject, self._options = folder, subject, options
 
     def read(self, name: str, analysis: Analysis) -> bool:
-        """Take the result of `name` from its file, if there is one."""
+        """Copy the result of `name` from its file into `analysis`; False if there is no file."""
         path = self._path(name)
         if path is None or not path.is_file():
             return False
-        kept = read_record(path, _Kept)
+        kept = read_record(path, _CachedResult)
         if kept.result is not None:
             analysis.results[name] = METRICS[name].record.model_validate(kept.result)
         else:
@@ -197,7 +199,7 @@ class _Store:
         path = self._path(name)
         if path is not None:
             result = analysis.results.get(name)
-            kept = _Kept(
+            kept = _CachedResult(
                 metric=name,
                 key=self._key(name),
                 seconds=analysis.seconds[name],
@@ -215,4 +217,4 @@ class _Store:
     def _key(self, name: str) -> dict[str, Any]:
         metric = METRICS[name]
         options = self._options.model_dump(mode="json", include={"batch_size", *metric.options})
-        return {"metric": name, "version": VERSION, **self._subject, "options": options}
+        return {"metric": name, "version": DEFINITIONS_VERSION, **self._subject, "options": options}

@@ -1,19 +1,21 @@
-"""The Hessian of NLL + ½·λ·‖w‖² in the weights, by its products with vectors (Park & Kim, arXiv 2202.06709)."""
+"""The Hessian of the loss NLL + ½·λ·‖w‖² in the weights, through products with vectors alone (docs/maths.md §5.4).
+
+Park & Kim (arXiv 2202.06709). Shape letters: B batch, S side of an image, C classes.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vitx.analyze.accuracy import numbered
+from vitx.analyze.accuracy import labelled_batches
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.lanczos import Eigenvalues, Product, top_eigenvalues
-from vitx.analyze.metric import Measured
+from vitx.analyze.metric import MetricContext
 from vitx.core.errors import InputError, unknown_name
 from vitx.models import image_tensor
 
@@ -22,7 +24,7 @@ LabelledBatch = tuple[Tensor, Tensor]
 
 
 class Hessian(NamedTuple):
-    """The products v → Hv of one batch over flat vectors (size,) of `dtype` on `device`."""
+    """The Hessian of one batch as v → Hv over vectors (size,): all chosen parameters flattened, one after the other."""
 
     product: Product
     size: int
@@ -45,7 +47,8 @@ def hessian_eigenvalues(
 ) -> Eigenvalues:
     """The k eigenvalues of largest magnitude of the Hessian of one batch; see `hessian` and `top_eigenvalues`.
 
-    Those of a network's Hessian are simple unless two of its weights do the same, so they are not looked for twice.
+    Unit: nats per squared weight. `repeated` is off by default: a network's eigenvalues are simple unless two of its
+    weights have the same effect.
     """
     generator = torch.Generator().manual_seed(seed)
     with hessian(model, images, labels, weight_decay=weight_decay, module=module) as operator:
@@ -68,13 +71,14 @@ def hessian(
 ) -> Iterator[Hessian]:
     """The Hessian of the batch's mean NLL + ½·weight_decay·‖w‖² in all parameters, or in those of one module.
 
-    In evaluation mode. The graph of the gradient is built once and every product reuses it, with attention as plain
-    products: fused kernels have no second derivative. The second term's part, weight_decay·v, is added exactly. Modes,
-    `requires_grad` and gradients are as before afterwards. Raises InputError for a module that is unknown, has no
-    parameters or no part in the loss, for labels that do not fit, and for a loss that is not finite.
+    images: normalised, (B, 3, S, S). labels: classes (B,), or probabilities (B, C). In evaluation mode. The graph of
+    the gradient is built once and every product reuses it, with attention as plain matrix products: fused kernels have
+    no second derivative. The second term's part of Hv is weight_decay·v. Modes, `requires_grad` and gradients are as
+    before afterwards. Raises InputError for a module that is unknown, has no parameters or no part in the loss, for
+    labels that do not fit, and for a loss that is not finite.
     """
-    chosen = chosen_parameters(model, module)
-    with in_evaluation_mode(model), _only_differentiated(model, chosen), torch.enable_grad():
+    chosen = parameters_of(model, module)
+    with in_evaluation_mode(model), _differentiating_only(model, chosen), torch.enable_grad():
         with sdpa_kernel(SDPBackend.MATH):
             loss = mean_nll(model, images, labels)
             if not loss.requires_grad:
@@ -82,7 +86,7 @@ def hessian(
                     f"the loss does not depend on module '{module}': choose another, or '' for all of them"
                 )
             gradients = torch.autograd.grad(loss, chosen, create_graph=True, materialize_grads=True)
-        # What the loss does not reach, such as a head for training alone, has no second derivative either.
+        # A parameter that the loss does not depend on, such as a head for training alone, has no second derivative.
         reached = [gradient for gradient in gradients if gradient.requires_grad]
         if not torch.isfinite(loss):
             raise InputError(f"the loss of the batch is {loss.item()}: its weights or images are not finite")
@@ -97,11 +101,15 @@ def hessian(
             rows = torch.autograd.grad(reached, chosen, directions, retain_graph=True, materialize_grads=True)
             return torch.cat([row.reshape(-1) for row in rows]).add_(vector, alpha=weight_decay)
 
-        yield Hessian(product, size_of(chosen), chosen[0].dtype, chosen[0].device)
+        yield Hessian(product, parameter_count(chosen), chosen[0].dtype, chosen[0].device)
 
 
 def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """The mean negative log-likelihood (nats) of a batch, a scalar; raise InputError for labels that do not fit."""
+    """The mean negative log-likelihood of a batch, a scalar in nats.
+
+    images: normalised, (B, 3, S, S). labels: classes (B,), or probabilities (B, C). Raises InputError for labels that
+    do not fit.
+    """
     parameter = next(model.parameters())
     logits = model(images.to(parameter))
     classes = logits.shape[-1]
@@ -117,7 +125,8 @@ def mean_nll(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits, target)
 
 
-def chosen_parameters(model: nn.Module, module: str) -> list[nn.Parameter]:
+def parameters_of(model: nn.Module, module: str) -> list[nn.Parameter]:
+    """The parameters of the module of that name, "" for all; raise InputError if it is unknown or has none."""
     modules = dict(model.named_modules())
     if module not in modules:
         raise unknown_name("module", module, (name for name in modules if name))
@@ -128,7 +137,8 @@ def chosen_parameters(model: nn.Module, module: str) -> list[nn.Parameter]:
 
 
 @contextmanager
-def _only_differentiated(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
+def _differentiating_only(model: nn.Module, chosen: list[nn.Parameter]) -> Iterator[None]:
+    """Inside the block `requires_grad` is set for the chosen parameters alone."""
     before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in before:
@@ -141,27 +151,27 @@ def _only_differentiated(model: nn.Module, chosen: list[nn.Parameter]) -> Iterat
             parameter.requires_grad_(required)
 
 
-def size_of(parameters: list[nn.Parameter]) -> int:
+def parameter_count(parameters: list[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def augmented_batches(measured: Measured) -> Iterator[tuple[Tensor, Tensor]]:
-    """The first `loss_batches` batches, normalised and shifted by up to an eighth of the side, with their labels.
+def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]:
+    """The first `loss_batches` batches, shifted by up to an eighth of the side: (images (B, 3, S, S), labels (B,)).
 
-    Shifts are drawn from the seed, the border is mirrored: what all recipes have in common. Images are evenly spaced
-    over the set already, so the first ones are of all classes.
+    A shift, drawn from the seed, with a mirrored border is the augmentation that all recipes share. Images are
+    normalised. They are evenly spaced over the set already, so the first ones are of all classes.
     """
-    source, images, options, _ = measured
+    source, images, options, _ = context
     size = options.batch_size * options.loss_batches
-    chosen = images.subset(np.linspace(0, len(images) - 1, min(size, len(images))).astype(np.int64))
+    chosen = images.evenly_spaced(size)
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
-    reach = max(1, source.preprocessing.image_size // 8)
+    max_shift = max(1, source.preprocessing.image_size // 8)
     batches = chosen.batches(source.preprocessing, options.batch_size)
-    for _, pixels, labels in numbered(batches, chosen.labels):
+    for _, pixels, labels in labelled_batches(batches, chosen.labels):
         inputs = image_tensor(pixels, source.preprocessing.mean, source.preprocessing.std)
-        padded, side = F.pad(inputs, (reach,) * 4, mode="reflect"), inputs.shape[-1]
-        offsets = torch.randint(0, 2 * reach + 1, (len(pixels), 2), generator=generator).tolist()
+        padded, side = F.pad(inputs, (max_shift,) * 4, mode="reflect"), inputs.shape[-1]
+        offsets = torch.randint(0, 2 * max_shift + 1, (len(pixels), 2), generator=generator).tolist()
         shifted = [
             image[:, top : top + side, left : left + side] for image, (top, left) in zip(padded, offsets, strict=True)
         ]

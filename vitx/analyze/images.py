@@ -1,4 +1,4 @@
-"""The images of an analysis: an evaluation split, or a plain folder without labels."""
+"""The images of an analysis: an evaluation split, or a plain folder of images without labels."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.data.folder import list_images
-from vitx.data.image_set import ImageSet, evenly_spaced
+from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 
 
@@ -21,7 +21,7 @@ def open_analysis_images(data: str, limit: int | None = None, *, skip_bad: bool 
         images = _without_labels(root)
     else:
         images = open_images(data, "val", skip_bad=skip_bad)
-    return images if limit is None else images.subset(evenly_spaced(len(images), limit))
+    return images.evenly_spaced(limit)
 
 
 def _without_labels(root: Path) -> ImageSet:

@@ -1,33 +1,34 @@
-"""Eigenvalues of a symmetric operator that is known only by its products with vectors: Lanczos with full
-reorthogonalisation, for single eigenvalues and for the density of all of them.
+"""Eigenvalues of a symmetric operator from products with vectors alone, by Lanczos with full reorthogonalisation.
+
+For the eigenvalues of largest magnitude, and for the density of all of them (docs/maths.md §5.4).
 """
 
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record
+from vitx.core.probabilities import Float64Array
 
 Product = Callable[[Tensor], Tensor]
-Float64Array = npt.NDArray[np.float64]
 
-# Beside the eigenvectors found, a second start vector takes as many products as find the ends of the spectrum to within
-# this share of its spread but for this probability.
+# A second start vector, orthogonal to the eigenvectors found, takes so many products that it misses the ends of the
+# remaining spectrum by more than this share of its spread with at most this probability.
 SHARE_OF_SPREAD, FAILURE_PROBABILITY = 0.2, 0.01
-# The smoothed density reaches this many standard deviations beyond the outermost nodes.
+# How many standard deviations the grid of the smoothed density reaches beyond the outermost nodes.
 TAIL = 6.0
 
 
 class Eigenvalues(Record):
     """The eigenvalues of largest magnitude, in descending magnitude, with their signs.
 
-    `residuals`: ‖Hv − λv‖ of each pair, v of unit length: an eigenvalue lies within it of λ. `products`: how often the
-    operator was applied. `converged`: every residual met the tolerance, and the search for missed ones was finished.
+    `residuals`: ‖Hv − λv‖ of each pair, v of unit length: the operator has an eigenvalue at most that far from λ.
+    `products`: how often the operator was applied. `converged`: every residual met the tolerance, and the search for
+    missed eigenvalues was finished.
     """
 
     values: list[float]
@@ -45,7 +46,7 @@ class Quadrature(Record):
 
 
 class Density(Record):
-    """A density over eigenvalues whose integral over `grid` (trapezoids) is 1; `sigma`: the width of its Gaussians."""
+    """A density over eigenvalues whose trapezoid integral over `grid` is 1; `sigma`: the width of its Gaussians."""
 
     grid: list[float]
     density: list[float]
@@ -53,68 +54,72 @@ class Density(Record):
 
 
 class _Krylov:
-    """An orthonormal basis, orthogonal to `locked` too, in which the operator is tridiagonal."""
+    """An orthonormal basis of a Krylov space, in which the operator is tridiagonal.
+
+    draw: returns a random vector. locked: eigenvectors already found, to which the basis is orthogonal too.
+    """
 
     def __init__(self, product: Product, draw: Callable[[], Tensor], locked: Sequence[Tensor] = ()) -> None:
         self.product, self.draw, self.locked = product, draw, locked
         self.basis: list[Tensor] = []
         self.diagonal: list[float] = []
-        self.off_diagonal: list[float] = []  # the last is the length of what the basis does not hold yet
+        self.off_diagonal: list[float] = []  # the last one couples to the vector that comes next
         self.largest_image = 0.0
-        self._next = self._fresh()
+        self._next = self._random_direction()
 
     @property
     def complete(self) -> bool:
-        """The basis spans everything beside `locked`."""
+        """The basis and `locked` span the whole space."""
         return len(self.basis) + len(self.locked) == len(self._next)
 
     @property
     def invariant(self) -> bool:
-        """The operator does not lead out of the basis."""
+        """The operator maps the basis into itself."""
         return self.off_diagonal[-1] == 0.0
 
     def step(self) -> None:
-        """One product, one row. Where the operator does not lead out of the basis, a random direction comes next."""
+        """Take one product and add one row. If the basis is invariant, a random direction comes next."""
         vector = self._next
         self.basis.append(vector)
-        image = self.product(vector).clone()  # the operator may go on to use its own
+        image = self.product(vector).clone()  # the operator may use its own tensor again
         length = _norm(image)
         if not math.isfinite(length):
             raise InputError("a product with the operator is not finite: NaN or infinity in the weights or the images")
         self.diagonal.append(float(vector @ image))
         self.largest_image = max(self.largest_image, length)
         left = self._orthogonalize(image)
+        # What rounding alone leaves after the orthogonalisation.
         noise = 10 * torch.finfo(image.dtype).eps * math.sqrt(len(self.basis)) * self.largest_image
         leads_out = left > noise and not self.complete
         self.off_diagonal.append(left if leads_out else 0.0)
         if not self.complete:
-            self._next = image / left if leads_out else self._fresh()
+            self._next = image / left if leads_out else self._random_direction()
 
     def ritz_pairs(self) -> tuple[Float64Array, Float64Array, Float64Array]:
         """Ritz values in descending magnitude, their vectors as columns over the basis, and the pairs' residuals.
 
-        What the operator does within `locked` is not part of the residuals.
+        The residuals leave out what the operator does within `locked`.
         """
-        beside = self.off_diagonal[:-1]
-        values, columns = np.linalg.eigh(np.diag(self.diagonal) + np.diag(beside, 1) + np.diag(beside, -1))
+        off = self.off_diagonal[:-1]
+        values, columns = np.linalg.eigh(np.diag(self.diagonal) + np.diag(off, 1) + np.diag(off, -1))
         order = np.argsort(-np.abs(values), kind="stable")
         return values[order], columns[:, order], self.off_diagonal[-1] * np.abs(columns[-1, order])
 
     def vector(self, column: Float64Array) -> Tensor:
-        """A Ritz vector in the whole space."""
+        """The vector (size,) of coordinates `column` in the basis."""
         whole = torch.zeros_like(self.basis[0])
         for weight, vector in zip(column.tolist(), self.basis, strict=True):
             whole.add_(vector, alpha=weight)
         return whole
 
-    def _fresh(self) -> Tensor:
-        """A random direction outside the basis."""
+    def _random_direction(self) -> Tensor:
+        """A random unit vector orthogonal to the basis and to `locked`."""
         vector = self.draw()
         length = self._orthogonalize(vector)
         return vector.div_(length)
 
     def _orthogonalize(self, vector: Tensor) -> float:
-        """In place, twice: what once leaves by cancellation is gone after twice. Returns the length left."""
+        """Orthogonalise in place and return the length left. Twice: the first pass leaves errors of cancellation."""
         for _ in range(2):
             for other in (*self.locked, *self.basis):
                 vector.addcmul_(other, other @ vector, value=-1)
@@ -139,11 +144,11 @@ def top_eigenvalues(
     """The k eigenvalues of largest magnitude of a symmetric operator, with `repeated` each as often as it occurs.
 
     product: v → Hv over vectors (size,) of `dtype` on `device`. generator: of the CPU. A pair counts as found when
-    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector meets one direction of an eigenspace,
-    so with `repeated` the space beside the eigenvectors found is searched for larger ones with another, for at least
-    the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2). With k > size all `size`
-    eigenvalues are returned. After `max_products` what is there is returned with `converged` False. Holds one
-    vector a product in memory. Raises InputError for k < 1, max_products < k and products that are not finite.
+    ‖Hv − λv‖ is at most `tolerance` times the largest magnitude. One start vector finds one direction of an eigenspace,
+    so with `repeated` another start vector searches the space orthogonal to the eigenvectors found for further large
+    eigenvalues, for at least the products of Kuczyński & Woźniakowski (SIAM J. Matrix Anal. Appl. 1992, theorem 4.2).
+    With k > size all `size` eigenvalues are returned. If `max_products` run out, `converged` is False. Holds one vector
+    in memory for each product. Raises InputError for k < 1, max_products < k and products that are not finite.
     """
     if size < 1 or not 1 <= k <= max_products:
         raise InputError(
@@ -165,7 +170,7 @@ def top_eigenvalues(
     while repeated and converged and len(found) < size:
         rest = _Krylov(product, draw, [vector for _, _, vector in found])
         threshold = sorted((abs(value) for value, _, _ in found), reverse=True)[k - 1] + bound
-        converged = _iterate(rest, max_products - products, _exceeds_or_not(threshold, bound, size))
+        converged = _iterate(rest, max_products - products, _found_or_excluded(threshold, bound, size))
         products += len(rest.basis)
         if not rest.basis:
             break
@@ -196,8 +201,8 @@ def lanczos_quadrature(
     """Stochastic Lanczos quadrature of the density of all eigenvalues (Ubaru et al., SIAM J. Matrix Anal. Appl. 2017).
 
     Each of `probes` random sign vectors v takes at most `steps` products and gives nodes and weights that reproduce
-    vᵀHʲv/vᵀv for j < 2·steps; their mean estimates tr(Hʲ)/size. Arguments as in `top_eigenvalues`. Raises InputError
-    for counts below 1 and products that are not finite.
+    vᵀHʲv/vᵀv for j < 2·steps; the mean over vectors estimates tr(Hʲ)/size. Other arguments as in `top_eigenvalues`.
+    Raises InputError for counts below 1 and products that are not finite.
     """
     if min(size, steps, probes) < 1:
         raise InputError(f"{steps} steps and {probes} probes of an operator of size {size}: each must be 1 or more")
@@ -221,8 +226,8 @@ def smoothed_density(
 ) -> Density:
     """Σ weights·N(node, sigma²) on an even grid, scaled to integrate to 1.
 
-    sigma: a hundredth of the range of the nodes by default, 1 where that is 0. Raises InputError when the grid is too
-    coarse for it.
+    sigma: by default a hundredth of the range of the nodes, or 1 where that is 0. Raises InputError when the grid is
+    too coarse for it.
     """
     low, high = min(nodes), max(nodes)
     width = sigma if sigma is not None else (high - low) / 100 or 1.0
@@ -248,8 +253,8 @@ def _iterate(krylov: _Krylov, limit: int, done: Done) -> bool:
     return False
 
 
-def _exceeds_or_not(threshold: float, bound: float, size: int) -> Done:
-    """Done when the largest magnitude is found and above `threshold`, or known not to be."""
+def _found_or_excluded(threshold: float, bound: float, size: int) -> Done:
+    """Done when an eigenvalue above `threshold` in magnitude is found, or known not to exist."""
     log_odds = math.log(1.648 * math.sqrt(size) / FAILURE_PROBABILITY)
     least = math.ceil((1 + log_odds / math.sqrt(SHARE_OF_SPREAD)) / 2)
 
@@ -269,7 +274,7 @@ def _drawer(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Callable[[], Tensor]:
-    """Random vectors drawn on the CPU, so that they are the same on every device."""
+    """A function that returns random vectors (size,), drawn on the CPU so that they are the same on every device."""
     return lambda: distribution(size, generator=generator).to(device, dtype)
 
 

@@ -1,4 +1,4 @@
-"""What a metric is: what it reads, what it depends on, how it is told and drawn."""
+"""What a metric is: what it reads, which options it depends on, its record, its line of text and its figure."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,28 +16,30 @@ from vitx.models.source import Source
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Neighbouring blocks whose maps are more alike than this count as similar (DeepViT, §3.2).
-SIMILAR = 0.9
+# Neighbouring layers count as similar above this cosine of their maps (DeepViT, arXiv 2103.11886, §3.2).
+SIMILARITY_THRESHOLD = 0.9
 
 
 class NotApplicable(Exception):
-    """Why a metric says nothing of this network or these images."""
+    """Raised with the reason when a metric cannot be computed for this network or these images."""
 
 
 class ActivationMetric(Protocol):
-    """Reads batches, then gives its result or raises NotApplicable."""
+    """Accumulates batches of the shared pass; `result` raises NotApplicable if there was nothing to measure."""
 
     def add(self, batch: Activations) -> None: ...
 
     def result(self) -> Record: ...
 
 
-class Options(Record):
+class AnalysisOptions(Record):
     """What metrics depend on besides the network and the images."""
 
     batch_size: PositiveInt = 16
     seed: int = 0
-    similar_above: float = Field(default=SIMILAR, ge=-1, le=1, description="cosine that makes two layers similar")
+    similar_above: float = Field(
+        default=SIMILARITY_THRESHOLD, ge=-1, le=1, description="cosine that makes two layers similar"
+    )
     eigenvalues: PositiveInt = 5
     loss_batches: PositiveInt = Field(default=4, description="batches whose loss surface is measured")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="of the loss ½·wd·‖w‖²")
@@ -46,37 +48,39 @@ class Options(Record):
     corrupted: Path | None = Field(default=None, description="copies of CIFAR-C or ImageNet-C for `corruptions`")
 
 
-class Measured(NamedTuple):
-    """What is measured, and how."""
+class MetricContext(NamedTuple):
+    """What a metric is measured on."""
 
     source: Source
     images: ImageSet
-    options: Options
+    options: AnalysisOptions
     quiet: bool = True
 
     def batches(self) -> Iterator[Any]:
+        """The prepared images, uint8 (B, S, S, 3)."""
         return self.images.batches(self.source.preprocessing, self.options.batch_size)
 
 
-# Raised when a metric's definition changes: kept results of older ones are measured again.
-VERSION = 1
+# To be increased when a metric's definition changes: cached results of the older one are measured again.
+DEFINITIONS_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """One of `activation` (shares the pass over `streams` and `maps`) and `measure` is given.
+    """A metric has either `activation`, which shares one pass over activations, or `measure`, which runs by itself.
 
     reading: how to read the figure. line: the result in a few words. figure: draws one network, or two beside each
-    other; None: a table alone. options: names of Options' fields that it depends on, besides the batch size. default:
-    measured unless others are asked for.
+    other; None for a table alone. streams, maps: what the shared pass must record for it. labels: whether it needs
+    them. options: the fields of AnalysisOptions that it depends on, besides the batch size. default: measured unless
+    --only names others.
     """
 
     title: str
     reading: str
     record: type[Record]
     line: Callable[[Any], str]
-    activation: Callable[[Measured], ActivationMetric] | None = None
-    measure: Callable[[Measured], Record] | None = None
+    activation: Callable[[MetricContext], ActivationMetric] | None = None
+    measure: Callable[[MetricContext], Record] | None = None
     figure: Callable[[Results], "Figure"] | None = None
     streams: bool = False
     maps: bool = False
@@ -84,14 +88,14 @@ class Metric:
     options: tuple[str, ...] = ()
     default: bool = True
 
-    def collector(self, measured: Measured) -> ActivationMetric:
+    def collector(self, context: MetricContext) -> ActivationMetric:
         assert self.activation is not None, "only of a metric that shares the pass"
-        return self.activation(measured)
+        return self.activation(context)
 
 
-def ends(values: Iterable[float]) -> str:
-    """The first and the last of some values along the network."""
-    first, *_, last = [*values] * 2
+def first_to_last(values: Iterable[float]) -> str:
+    """The first and the last of some values along the network, as text."""
+    first, *_, last = [*values] * 2  # twice, so that a single value is both
     return f"{first:.3g} → {last:.3g}"
 
 

@@ -1,4 +1,4 @@
-"""Classifiers as the analyses of trust call them: on pixels, a batch at a time, and left as they were."""
+"""A network as a function of pixels, for the metrics that change the pixels; afterwards it is as it was."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

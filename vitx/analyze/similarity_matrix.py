@@ -1,4 +1,4 @@
-"""How alike every two layers are: the matrix that three metrics give, and the mean cosine of two."""
+"""Similarity of every pair of layers: the matrix that three metrics give, and mean cosines accumulated over batches."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,9 +9,10 @@ from vitx.core.files import Record
 
 
 class SimilarityMatrix(Record):
-    """`matrix[i][j]` of `layers[i]` and `layers[j]` (`columns[j]` where another network is on the other side).
+    """`matrix[i][j]` is the similarity of `layers[i]` and `columns[j]`, at most 1; no unit.
 
-    None where two layers cannot be compared: their shapes differ, or one is the same for all images.
+    The columns are the layers again, or those of another network. None where two layers cannot be compared: their
+    shapes differ, or one is the same for all images.
     """
 
     layers: tuple[str, ...]
@@ -19,24 +20,29 @@ class SimilarityMatrix(Record):
     matrix: tuple[tuple[float | None, ...], ...]
 
 
-class MeanGram:
-    """The mean cosine of vectors along one axis between every two layers of one shape."""
+class MeanCosine:
+    """The mean cosine, between every two layers of one shape, of their vectors along `axis`.
+
+    The axis is that of one layer's tensor (B, …); the mean is over all its other axes.
+    """
 
     def __init__(self, axis: int) -> None:
         self._axis = axis
         self._sums: dict[tuple[str, str], float] = {}
         self._layers: dict[str, None] = {}
         self._images = 0
-        self._memory: dict[tuple[int, ...], Tensor] = {}  # kept: fresh pages cost more than the arithmetic
+        # Reused between batches: fresh memory pages cost more than the arithmetic.
+        self._buffers: dict[tuple[int, ...], Tensor] = {}
 
     def add(self, tensors: dict[str, Tensor], images: int) -> dict[str, Tensor]:
-        """Add a batch; return its unit vectors, which hold until the next one."""
+        """Add each layer's tensor of a batch; return the same as unit vectors, valid until the next call."""
         self._images += images
         self._layers |= dict.fromkeys(tensors)
         found: dict[str, Tensor] = {}
         for names in _of_one_shape(tensors):
             units = self._unit_vectors([tensors[name] for name in names])
             found |= zip(names, units, strict=True)
+            # The sum over all vectors of the product of two unit vectors is one entry of this layers × layers product.
             flat = units.flatten(1)
             vectors = units[0].numel() // units.shape[self._axis]
             gram = (flat @ flat.T).double() * (images / vectors)
@@ -48,15 +54,16 @@ class MeanGram:
 
     def _unit_vectors(self, layers: Sequence[Tensor]) -> Tensor:
         shape = (len(layers), *layers[0].shape)
-        if shape not in self._memory:
-            self._memory[shape] = layers[0].new_empty(shape)
-        units = self._memory[shape]
+        if shape not in self._buffers:
+            self._buffers[shape] = layers[0].new_empty(shape)
+        units = self._buffers[shape]
         for unit, layer in zip(units, layers, strict=True):
             lengths = torch.linalg.vector_norm(layer, dim=self._axis, keepdim=True).clamp_min(1e-12)
             torch.div(layer, lengths, out=unit)
         return units
 
     def means(self) -> tuple[tuple[str, ...], tuple[tuple[float | None, ...], ...]]:
+        """(layers, the matrix of mean cosines); None for two layers of different shapes."""
         layers = tuple(self._layers)
         values = {pair: total / self._images for pair, total in self._sums.items()}
         return layers, tuple(tuple(values.get((first, second)) for second in layers) for first in layers)

@@ -1,6 +1,6 @@
-"""Feature maps as signals: how much of high frequencies each layer keeps (Park & Kim, arXiv 2202.06709, §2 and §3).
+"""Feature maps as signals: how much of high frequencies each layer keeps (docs/maths.md §5.1).
 
-Shape letters: B batch, C channels, S side of a square map.
+Park & Kim (arXiv 2202.06709), §2 and §3. Shape letters: B batch, C channels, N tokens, S side of a square map.
 """
 
 import math
@@ -16,7 +16,7 @@ EPS = 1e-6
 
 
 def log_amplitudes(features_BCSS: Tensor) -> Tensor:
-    """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over B and C: (S//2 + 1,).
+    """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over B and C: (S//2 + 1,), nats.
 
     Only the diagonal of the transform is computed: one product with a (S², S//2 + 1) basis. Frequencies are k·2π/S; the
     last is Nyquist's for an even S. Raises InputError for maps that are not square.
@@ -32,43 +32,44 @@ def log_amplitudes(features_BCSS: Tensor) -> Tensor:
 def _diagonal_basis(side: int) -> tuple[Tensor, Tensor]:
     """cos and sin of 2π·k·(x + y)/S: (S², S//2 + 1), float64."""
     index = torch.arange(side)
-    diagonal_of_pixel = ((index[:, None] + index) % side).flatten()
-    turns = diagonal_of_pixel[:, None] * torch.arange(side // 2 + 1) % side
-    angle = turns.double() * (2 * math.pi / side)
+    # On the diagonal kx = ky = k, so a pixel enters by x + y alone. Reduced mod S in integers, the angles are exact.
+    x_plus_y = ((index[:, None] + index) % side).flatten()
+    phase = x_plus_y[:, None] * torch.arange(side // 2 + 1) % side
+    angle = phase.double() * (2 * math.pi / side)
     return angle.cos(), angle.sin()
 
 
 def fourier_log_amplitude(features_BCSS: Tensor) -> Tensor:
-    """`log_amplitudes` relative to that of DC: (S//2 + 1,), 0 first. At -2.3 an amplitude is a tenth of DC's.
+    """`log_amplitudes` less that of DC: (S//2 + 1,), nats, 0 first. At -2.3 an amplitude is a tenth of DC's.
 
-    Nyquist's frequency is included and the axis is that of `frequencies`: the paper's code drops the one and
-    mislabels the other.
+    Nyquist's frequency is included, and `frequencies` is the axis: the paper's code leaves Nyquist out and labels the
+    axis wrongly.
     """
     amplitudes = log_amplitudes(features_BCSS)
     return amplitudes - amplitudes[0]
 
 
 def frequencies(side: int) -> list[float]:
-    """Of `fourier_log_amplitude` of maps of `side`, in radians a pixel over π: 0 … 1."""
+    """The axis of `fourier_log_amplitude` of maps (S, S), S = side, in units of π radians a pixel: 0 … 1."""
     return [2 * k / side for k in range(side // 2 + 1)]
 
 
 def feature_variance(features_BCSS: Tensor) -> Tensor:
-    """The variance (unbiased) of a map over space, averaged over B and C; a scalar."""
-    places = features_BCSS.flatten(-2)
+    """The variance (unbiased) of a map over its S² positions, averaged over B and C; a scalar, squared activations."""
+    values = features_BCSS.flatten(-2)
     axis = -1
-    if places.stride(-1) != 1:  # tokens: channels lie beside each other
-        places, axis = places.transpose(-1, -2), -2
-    centred = places - places.mean(dim=axis, keepdim=True)
+    if values.stride(-1) != 1:  # tokens: the channels of a position are contiguous; reduced as they lie in memory
+        values, axis = values.transpose(-1, -2), -2
+    centred = values - values.mean(dim=axis, keepdim=True)
     # A third of the time of `var`, which updates mean and variance value by value.
-    variance: Tensor = torch.linalg.vector_norm(centred, dim=axis).square().mean() / (places.shape[axis] - 1)
+    variance: Tensor = torch.linalg.vector_norm(centred, dim=axis).square().mean() / (values.shape[axis] - 1)
     return variance
 
 
 def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Tensor | None:
     """The map (B, C, S, S) of tokens (B, N, C), of (B, S, S, C) with `channels_last`, or of (B, C, S, S) itself.
 
-    None for anything else, and for fewer than 2 × 2 places.
+    None for anything else, and for fewer than 2 × 2 positions.
     """
     if tokens.ndim == 3:
         patches = tokens[:, prefix_tokens:]

@@ -1,7 +1,7 @@
 """The residual units of a network: attention, MLPs and convolutions, each beside a shortcut.
 
-Known: the blocks of vitx, of timm's ViT, DeiT, CaiT, Swin and PiT and of all that share their form, and the units of
-AlterNet, ResNet and ConvNeXt.
+Supported are the blocks of vitx, those of timm's ViT, DeiT, CaiT, Swin and PiT and of every network with blocks of the
+same attributes, and the units of AlterNet, ResNet and ConvNeXt.
 """
 
 from collections.abc import Iterator
@@ -18,28 +18,29 @@ Kind = Literal["attention", "mlp", "convolution"]
 
 
 class Unit(NamedTuple):
-    """A residual unit. With zeros for what `branch` returns only the shortcut is left.
+    """A residual unit, x + branch(x), and where the stream after it can be read.
 
-    What the unit hands on is the output of `at`, or its input; `scale` times as large as in the stream. `layer` is the
-    block whose output that is; None between attention and MLP.
+    branch: if its output is zero, only the shortcut is left. stream_module: the residual stream after the unit is the
+    `stream_from` of this module, multiplied by `scale`; None where no module has it. layer: the block that ends with
+    this unit; None for an attention with an MLP behind it.
     """
 
     name: str
     kind: Kind
     branch: nn.Module
-    at: nn.Module | None
-    read: Literal["input", "output"] = "output"
+    stream_module: nn.Module | None
+    stream_from: Literal["input", "output"] = "output"
     layer: str | None = None
     scale: float = 1.0
 
 
 def residual_units(model: nn.Module) -> list[Unit]:
-    """Every unit, in the order of the modules; empty for a network of another kind."""
+    """Every unit, in the order of the modules; empty for a network that is not supported."""
     return [unit for name, module in model.named_modules() for unit in _units_of(name, module)]
 
 
 def first_block(model: nn.Module) -> nn.Module | None:
-    """The first block or unit: what it reads is the embedding."""
+    """The first block or unit: its input is the embedding."""
     return next((module for name, module in model.named_modules() if any(_units_of(name, module))), None)
 
 
@@ -53,8 +54,8 @@ def _units_of(name: str, module: Any) -> Iterator[Unit]:
     elif isinstance(module, ConvNeXtBlock):
         yield Unit(name, "convolution", module.mlp, module, layer=name)
     elif all(isinstance(getattr(module, part, None), nn.Module) for part in ("norm1", "attn", "norm2", "mlp")):
-        # A LayerNorm after attention reads the branch, not the stream.
-        at = None if isinstance(module, SwinTransformerV2Block) else module.norm2
+        # norm2 reads the stream between attention and MLP; in Swin V2, which normalises after, it reads the branch.
+        middle = None if isinstance(module, SwinTransformerV2Block) else module.norm2
         scale = float(getattr(module, "residual_scale", 1.0))
-        yield Unit(f"{name}.attn", "attention", module.attn, at, "input", scale=scale)
+        yield Unit(f"{name}.attn", "attention", module.attn, middle, "input", scale=scale)
         yield Unit(f"{name}.mlp", "mlp", module.mlp, module, layer=name)

@@ -1,15 +1,16 @@
-"""Closed-loop latency with the name of its limit: one caller, the next batch when the last one is back.
+"""Closed-loop latency, and what limits it: one caller, who sends the next batch when the last one is back.
 
 How it is measured and what the numbers mean: docs/benchmarks.md.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from vitx.bench.encoded import FromBytes
+from vitx.bench.decoding_session import DecodingSession
 from vitx.bench.energy import gpu_energy
 from vitx.bench.graph_cost import count_cost
 from vitx.bench.roofline import (
@@ -19,13 +20,12 @@ from vitx.bench.roofline import (
     name_limit,
     probe_dtype,
     product_probe,
-    usable_cores,
 )
 from vitx.bench.timing import Lane, Probe, percentiles, take_turns, warm_up
 from vitx.core.bundle import Bundle, Precision, timestamp
 from vitx.core.errors import InputError
 from vitx.core.latency import Latency, LatencyPoint, Roof
-from vitx.core.machine import describe_machine
+from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Session, image_shape
 
@@ -44,9 +44,9 @@ def bench(
 ) -> tuple[LatencyPoint, ...]:
     """Measure a session on images uint8 `image_shape` (S, S, 3), for `seconds` at each batch size.
 
-    The images are random: the time of a matrix product does not depend on what it multiplies. Times include the copy of
-    uint8 images into the runtime and of float32 logits out of it; decoding is not in them. Shares and limits need a
-    bundle: `bench_bundle`. Raises InputError for batch sizes below 1 or no time.
+    The images are random: the time of a matrix product does not depend on its values. Times include the copy of uint8
+    images into the runtime and of float32 logits out of it, and no decoding. Shares and limits need a bundle: see
+    `bench_bundle`. Raises InputError for batch sizes below 1 and for `seconds` that are not positive.
     """
     points = bench_together({"": session}, image_shape, batch_sizes=batch_sizes, seconds=seconds, quiet=quiet)
     return points[""]
@@ -60,7 +60,7 @@ def bench_together(
     seconds: float = SECONDS,
     quiet: bool = True,
 ) -> dict[str, tuple[LatencyPoint, ...]]:
-    """Measure several sessions in one run, in turns; the points by session name."""
+    """Measure several sessions in one run, in turns; return the points by session name."""
     sizes = checked_sizes(batch_sizes, seconds)
     lanes = session_lanes(sessions, random_images(sizes[-1], image_shape), sizes)
     warm_up(list(lanes.values()), quiet=quiet)
@@ -78,18 +78,19 @@ def bench_bundle(
     image: bytes | None = None,
     quiet: bool = False,
 ) -> dict[str, Latency]:
-    """Measure sessions of one network in turns, between probes of the machine, and record the first in the bundle.
+    """Measure sessions of one network in turns, between probes of the machine; the first goes into latency.json.
 
-    loaders: how to load another bundle into a session's runtime, for the empty call; by session name.
+    loaders: by session name, a function that loads another bundle into the same runtime, for the empty call.
     image: an encoded image; every call then starts with decoding it, once for each row of the batch.
-    Raises InputError for batch sizes below 1 or no time.
+    Raises InputError for batch sizes below 1 and for `seconds` that are not positive.
     """
     sizes = checked_sizes(batch_sizes, seconds)
-    # The part of a call that no image adds is found from two sizes; the second of one alone is not reported.
+    # `fixed_seconds` needs two batch sizes. Where one was asked for, a second is measured and not reported.
     measured = sizes if len(sizes) > 1 else tuple(sorted({sizes[0], sizes[0] // 2 or 2}))
-    meter = _Meter(bundle, sessions, loaders or {}, measured, image)
-    warm_up(meter.lanes, quiet=quiet)
-    take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
+    with ExitStack() as opened:
+        meter = _Meter(bundle, sessions, loaders or {}, measured, image, opened)
+        warm_up(meter.lanes, quiet=quiet)
+        take_turns(meter.lanes, seconds, meter.probes, quiet=quiet)
     machine, now, known = describe_machine(), timestamp(), bundle.latency()
     latencies = {
         name: Latency(
@@ -108,7 +109,7 @@ def bench_bundle(
 
 
 def checked_sizes(batch_sizes: Sequence[int], seconds: float) -> tuple[int, ...]:
-    """The sizes in order, each once; raise InputError for none, one below 1, or no time to measure in."""
+    """The sizes in ascending order, each once; raise InputError for none, one below 1, or non-positive `seconds`."""
     sizes = tuple(sorted(set(batch_sizes)))
     if not sizes or sizes[0] < 1:
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
@@ -118,13 +119,14 @@ def checked_sizes(batch_sizes: Sequence[int], seconds: float) -> tuple[int, ...]
 
 
 def random_images(count: int, shape: Sequence[int]) -> UInt8Array:
+    """Return uint8 (count, *shape), the same at every call."""
     return np.random.default_rng(0).integers(0, 256, (count, *shape), dtype=np.uint8)
 
 
 def session_lanes(
     sessions: Mapping[str, Session], images: UInt8Array, sizes: Sequence[int]
 ) -> dict[tuple[str, int], Lane]:
-    """A lane for every session and batch size; on a GPU it reads the energy."""
+    """A lane for every session and batch size, keyed by both; on a GPU it also reads the energy."""
     energy = {
         name: gpu_energy() if device_of(session.describe()) != "cpu" else None for name, session in sessions.items()
     }
@@ -140,13 +142,13 @@ def _call(session: Session, batch: UInt8Array) -> Callable[[], object]:
 
 
 def device_of(description: Mapping[str, Any]) -> str:
-    """'cuda' or 'cpu', from what a session says of itself."""
+    """'cuda' or 'cpu', from what a session's `describe` returned."""
     words = f"{description.get('provider')} {description.get('runtime')}".lower()
     return "cuda" if any(word in words for word in ("cuda", "tensorrt", "gpu")) else "cpu"
 
 
 def point(lane: Lane, size: int) -> LatencyPoint:
-    """What a lane's times say without probes."""
+    """Percentiles and throughput of a lane: everything that needs no probe."""
     found = percentiles(lane.times, (0.5, 0.9, 0.95, 0.99))
     return LatencyPoint(
         batch_size=size,
@@ -160,8 +162,8 @@ def point(lane: Lane, size: int) -> LatencyPoint:
 
 
 @dataclass(frozen=True)
-class _Roofs:
-    """The probes of one device."""
+class _DeviceProbes:
+    """The two probes of one device: a matrix product for FLOP/s, a copy for bytes/s."""
 
     dtype: str
     threads: int
@@ -169,13 +171,13 @@ class _Roofs:
     copy: Probe
 
     @classmethod
-    def of(cls, device: str, precision: Precision, threads: int) -> "_Roofs":
+    def of(cls, device: str, precision: Precision, threads: int) -> "_DeviceProbes":
         dtype = probe_dtype(precision, device)
         return cls(dtype, threads, product_probe(device, dtype, threads), copy_probe(device, threads))
 
 
 class _Meter:
-    """The lanes of a run with the probes that belong to them."""
+    """The lanes of one measurement with the probes of their devices, and the latency points they give together."""
 
     def __init__(
         self,
@@ -184,10 +186,11 @@ class _Meter:
         loaders: Mapping[str, Loader],
         sizes: Sequence[int],
         image: bytes | None,
+        opened: ExitStack,
     ) -> None:
         preprocessing = bundle.manifest.preprocessing
         if image is not None:
-            sessions = {name: FromBytes(session, preprocessing, image) for name, session in sessions.items()}
+            sessions = {name: DecodingSession(session, preprocessing, image) for name, session in sessions.items()}
         shape = image_shape(bundle)
         self.sessions = sessions
         self._times = {
@@ -198,8 +201,11 @@ class _Meter:
         self._device = {name: device_of(session.describe()) for name, session in sessions.items()}
         threads = max(_threads(session.describe()) for session in sessions.values())
         devices = sorted(set(self._device.values()))
-        self._roofs = {device: _Roofs.of(device, bundle.manifest.precision, threads) for device in devices}
-        self._empty = {name: empty_call(bundle, loaders[name]) if name in loaders else None for name in sessions}
+        precision = bundle.manifest.precision
+        self._device_probes = {device: _DeviceProbes.of(device, precision, threads) for device in devices}
+        self._empty = {
+            name: empty_call(bundle, loaders[name], opened) if name in loaders else None for name in sessions
+        }
         self._decode = Lane("probe: decode", lambda: preprocessing.from_bytes(image)) if image is not None else None
 
     @property
@@ -208,13 +214,13 @@ class _Meter:
 
     @property
     def probes(self) -> list[Probe]:
-        """In the order of their turns; a probe of a time has no work."""
-        machine = [probe for roofs in self._roofs.values() for probe in (roofs.product, roofs.copy)]
+        """In the order of their turns. The empty calls and the decoding are timed alone: they have no work to count."""
+        machine = [probe for roofs in self._device_probes.values() for probe in (roofs.product, roofs.copy)]
         times = [*self._empty.values(), self._decode]
         return machine + [Probe(lane.title, 0.0, lane) for lane in times if lane]
 
     def roof(self, name: str) -> Roof:
-        roofs, empty = self._roofs[self._device[name]], self._empty[name]
+        roofs, empty = self._device_probes[self._device[name]], self._empty[name]
         return Roof(
             dtype=roofs.dtype,
             threads=roofs.threads,
@@ -225,7 +231,7 @@ class _Meter:
         )
 
     def point(self, name: str, size: int) -> LatencyPoint:
-        lane, roofs, empty = self._times[name][name, size], self._roofs[self._device[name]], self._empty[name]
+        lane, roofs, empty = self._times[name][name, size], self._device_probes[self._device[name]], self._empty[name]
         moved = self.cost.weight_bytes + size * self.cost.activation_bytes
         limit = name_limit(
             lane.median,

@@ -1,26 +1,29 @@
-"""Energy of the first NVIDIA GPU, asked of NVML itself: no package, no child process. Not run on a GPU yet."""
+"""Energy of the first NVIDIA GPU, from the counter that NVML reads. Not run on a GPU yet."""
 
-import ctypes
-import sys
 from collections.abc import Callable
 
 
 def gpu_energy() -> Callable[[], float] | None:
     """Return a function that reads joules used since the driver was loaded; None without a GPU that counts them.
 
-    The counter is renewed some ten to fifty times a second: differences are good over seconds, not over a call.
+    The GPU updates the counter ten to fifty times a second: use differences over seconds, not over one call. A later
+    read that fails returns NaN.
     """
     try:
-        nvml = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
-    except OSError:
+        import pynvml
+    except ImportError:  # macOS, which has no NVIDIA GPUs
         return None
-    device, millijoules = ctypes.c_void_p(), ctypes.c_ulonglong()
-    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+    try:
+        pynvml.nvmlInit()
+        device = pynvml.nvmlDeviceGetHandleByIndex(0)
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(device)
+    except pynvml.NVMLError:  # no driver, no GPU, or one without the counter
         return None
 
     def read() -> float:
-        if nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
+        try:
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(device)) / 1000
+        except pynvml.NVMLError:
             return float("nan")
-        return millijoules.value / 1000
 
-    return read if read() == read() else None
+    return read

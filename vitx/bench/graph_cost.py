@@ -1,8 +1,8 @@
-"""FLOPs and bytes of a bundle's graph, from what ONNX Runtime says it ran: no count is kept at export.
+"""FLOPs and bytes of a bundle's graph, counted from ONNX Runtime's own profile; export keeps no count.
 
-The graph is run twice on one black image on the CPU with ONNX Runtime's own profile. As it was exported, operator by
-operator, for the FLOPs: those belong to the model, whatever a runtime fuses. Optimised, for the bytes: those belong to
-the kernels that run. Any bundle can be counted, also one that was exported long ago.
+The graph runs twice on one black image on the CPU. Once as it was exported, operator by operator, for the FLOPs, which
+are the model's whatever a runtime fuses. Once optimised, for the bytes, which depend on the kernels that run. So any
+bundle can be counted, however old.
 """
 
 import json
@@ -16,15 +16,16 @@ import numpy as np
 
 from vitx.core.bundle import Bundle
 from vitx.core.latency import GraphCost
+from vitx.core.machine import sums_int8_exactly
 from vitx.runtimes.session import image_shape
 
-# Their output is their input under another shape.
+# Operators whose output is their input's memory under another shape: they move no bytes.
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Shape")
 Shape = Sequence[int]
 
 
 def count_cost(bundle: Bundle) -> GraphCost:
-    """Return the cost of one image."""
+    """Return the FLOPs and activation bytes of one image, and the bytes of the weights that each call reads."""
     as_exported = _profile(bundle, optimized=False)
     kernels = [kernel for kernel in _profile(bundle, optimized=True) if kernel["op_name"] not in VIEWS]
     return GraphCost(
@@ -35,7 +36,7 @@ def count_cost(bundle: Bundle) -> GraphCost:
 
 
 def node_flops(kind: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> int:
-    """FLOPs of one operator of a graph by its shapes; a multiply-add counts two, all but products counts nothing."""
+    """FLOPs of one operator, from its shapes: a multiply-add counts two, operators without products count nothing."""
     if kind in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul"):
         return 2 * math.prod(outputs[0]) * inputs[0][-1]
     if kind in ("Conv", "ConvInteger", "QLinearConv"):
@@ -51,11 +52,11 @@ def node_flops(kind: str, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> 
 def _shapes(node: dict[str, Any]) -> tuple[list[Shape], list[Shape]]:
     """Input and output shapes; each entry of the profile is {element type: shape}."""
     inputs, outputs = node["input_type_shape"], node["output_type_shape"]
-    return [next(iter(one.values())) for one in inputs], [next(iter(one.values())) for one in outputs]
+    return [next(iter(entry.values())) for entry in inputs], [next(iter(entry.values())) for entry in outputs]
 
 
 def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
-    """What ONNX Runtime says of each kernel of one image."""
+    """ONNX Runtime's record of each kernel that ran for one image: operator, shapes, sizes in bytes."""
     import onnxruntime
 
     levels = onnxruntime.GraphOptimizationLevel
@@ -63,10 +64,12 @@ def _profile(bundle: Bundle, *, optimized: bool) -> list[dict[str, Any]]:
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
     options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
-    # A packed weight is missing in the profile's shapes and sizes.
+    # The profile leaves out the shapes and sizes of prepacked weights.
     options.add_session_config_entry("session.disable_prepacking", "1")
     if bundle.manifest.precision == "fp8":  # see OnnxRuntimeSession
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    if not sums_int8_exactly():  # see OnnxRuntimeSession
+        options.add_session_config_entry("session.x64quantprecision", "1")
     with tempfile.TemporaryDirectory() as folder:
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(folder) / "profile")

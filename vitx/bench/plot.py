@@ -1,4 +1,4 @@
-"""Throughput against latency: one curve a runtime, one point a batch size."""
+"""The plot of throughput against latency: a curve for each runtime, a point for each batch size."""
 
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -8,7 +8,7 @@ from vitx.core.errors import InputError, missing_package
 from vitx.core.latency import Latency
 
 FORMATS = (".png", ".svg")
-# Line and marker differ as well as the grey, so that a print without colour can be read.
+# Curves differ in line and marker as well as in their grey, so that a black-and-white print can be read.
 _STYLES = (("-", "o"), ("--", "s"), (":", "^"), ("-.", "D"), ("-", "v"), ("--", "x"), (":", "P"), ("-.", "*"))
 
 

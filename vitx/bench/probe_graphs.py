@@ -1,4 +1,4 @@
-"""The ONNX graphs that probes run, encoded by hand: the serving stage does without the `onnx` package.
+"""The ONNX graphs that the probes run, encoded by hand: `vitx bench` runs without the `onnx` package.
 
 Field numbers are those of onnx.proto; a test reads each graph back with `onnx` and checks it.
 """
@@ -19,7 +19,7 @@ _INT_ATTRIBUTE = 2
 def product_graph(side: int, dtype: str) -> bytes:
     """`a` (side, side) times a constant of the same shape → `product`, in fp32, fp16 or bf16."""
     element = ELEMENT_TYPES[dtype]
-    # A constant, as weights are, so that the runtime may pack it once; of few mantissa bits, exact in every dtype.
+    # A constant, as weights are, so that the runtime may prepack it; multiples of 1/8 are exact in every dtype.
     values = (np.random.default_rng(0).integers(-8, 9, (side, side)) / 8).astype(np.float32)
     weight = _tensor("b", element, (side, side), raw_elements(values, dtype))
     return _model(

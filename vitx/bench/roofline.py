@@ -1,16 +1,14 @@
-"""What this machine does now, the share of it that a model gets, and the name of what binds it.
+"""Probes of what the machine can do now, in FLOP/s and bytes/s, and the rule that names what limits a model.
 
-Probes are ONNX graphs in ONNX Runtime, with the session's number of threads: a share then says how far the model is
-from the best that the runtime's own kernels do here, and needs neither another BLAS nor its settings.
+Probes are ONNX graphs in ONNX Runtime, with the session's number of threads: a model's share of a probe then says how
+far it is from the best that the runtime's own kernels do here. Another BLAS would come with settings of its own.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,35 +18,36 @@ from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Precision
 from vitx.core.errors import EnvironmentMissing, VitxError
 from vitx.core.files import sha256_bytes, write_bytes, write_json
 from vitx.core.latency import GraphCost, Limit
-from vitx.runtimes.session import image_shape
+from vitx.runtimes.session import Session, image_shape
 
-# The fastest of 192 to 1024 on a core of an AMD EPYC, and within 2 % between runs; a GPU needs more to fill it.
+# Rows and columns of the product. 512 was the fastest of 192 to 1024 on a core of an AMD EPYC, and repeats within 2 %;
+# a GPU needs a larger product to be filled.
 CPU_SIDE, GPU_SIDE = 512, 8192
 GPU_COPY_BYTES = 2**30
 CACHE_FILES = "/sys/devices/system/cpu/cpu0/cache/index*/size"
 
 
 def probe_dtype(precision: Precision, device: str) -> str:
-    """The dtype whose product is the limit: a CPU's is float32; a GPU has none below 16 bits that we probe."""
+    """The dtype of the product to compare with: float32 on a CPU; on a GPU the bundle's, but fp16 for 8-bit bundles."""
     if device == "cpu":
         return "fp32"
     return precision if precision in ("fp32", "bf16") else "fp16"
 
 
 def product_probe(device: str, dtype: str, threads: int) -> Probe:
-    """FLOP/s of one square matrix product."""
+    """A probe of FLOP/s: one square matrix product."""
     side = CPU_SIDE if device == "cpu" else GPU_SIDE
-    # Of random bits: a GPU that multiplies equal ones uses less power and keeps a higher clock.
+    # Random values: a GPU that multiplies equal ones draws less power and keeps a higher clock.
     values = (np.random.default_rng(1).integers(-8, 9, (side, side)) / 8).astype(np.float32)
-    call = _bound_call(product_graph(side, dtype), values, dtype, device, threads)
+    call = _call_on_device(product_graph(side, dtype), values, dtype, device, threads)
     return Probe("product", 2 * side**3, Lane(f"probe: {dtype} product", call))
 
 
 def copy_probe(device: str, threads: int) -> Probe:
-    """Bytes/s read and written by a copy that no cache holds."""
+    """A probe of bytes/s, read and written: a copy too large for any cache."""
     if device != "cpu":
         values = np.ones(GPU_COPY_BYTES // 4, dtype=np.float32)
-        call = _bound_call(copy_graph(), values, "fp32", device, threads)
+        call = _call_on_device(copy_graph(), values, "fp32", device, threads)
         return Probe("copy", 2 * values.nbytes, Lane("probe: copy", call))
     source = np.ones(copy_bytes(), dtype=np.uint8)
     target = np.empty_like(source)
@@ -65,15 +64,15 @@ def copy_bytes() -> int:
 
 
 def _threaded_copy(parts: Sequence[tuple[np.ndarray, np.ndarray]], threads: int) -> Callable[[], object]:
-    """numpy lets the interpreter go while it copies, so each part has a thread of its own."""
+    """Copy each part on a thread of its own: numpy releases the interpreter's lock while it copies."""
     if threads == 1:
         return lambda: np.copyto(parts[0][1], parts[0][0])
     pool = ThreadPoolExecutor(threads)
     return lambda: list(pool.map(lambda part: np.copyto(part[1], part[0]), parts))
 
 
-def _bound_call(graph: bytes, values: np.ndarray, dtype: str, device: str, threads: int) -> Callable[[], object]:
-    """One run of a graph whose input and output stay on the device."""
+def _call_on_device(graph: bytes, values: np.ndarray, dtype: str, device: str, threads: int) -> Callable[[], object]:
+    """A function that runs a graph once, with its input and output bound to the device's memory."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -87,7 +86,7 @@ def _bound_call(graph: bytes, values: np.ndarray, dtype: str, device: str, threa
         raise EnvironmentMissing(f"the probes need {provider[0]}, but ONNX Runtime would use another: leave them out")
     binding = session.io_binding()
     (source,), (target,) = session.get_inputs(), session.get_outputs()
-    if dtype == "bf16":  # numpy has none
+    if dtype == "bf16":  # numpy has no such dtype
         bits = np.frombuffer(raw_elements(values, dtype), dtype=np.uint16).reshape(values.shape)
         tensor = onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(bits, ELEMENT_TYPES[dtype])
     else:
@@ -102,10 +101,11 @@ def _bound_call(graph: bytes, values: np.ndarray, dtype: str, device: str, threa
     return call
 
 
-def empty_call(bundle: Bundle, load: Callable[[Bundle], Any]) -> Lane | None:
+def empty_call(bundle: Bundle, load: Callable[[Bundle], Session], opened: ExitStack) -> Lane | None:
     """A call of the same runtime with the same tensors and an empty graph between: what Python and the binding cost.
 
-    None for a runtime that takes no such bundle (compiled engines).
+    The session of the empty graph is closed with `opened`. None for a runtime that takes no such bundle (compiled
+    engines).
     """
     with tempfile.TemporaryDirectory() as folder, suppress(VitxError):
         graph = empty_graph(bundle.manifest.input, bundle.manifest.output)
@@ -113,16 +113,16 @@ def empty_call(bundle: Bundle, load: Callable[[Bundle], Any]) -> Lane | None:
         manifest = bundle.manifest.model_copy(update={"files": {"model.onnx": entry}})
         write_bytes(Path(folder) / "model.onnx", graph)
         write_json(Path(folder) / MANIFEST, manifest)
-        session = load(Bundle.open(folder))
+        session = opened.enter_context(load(Bundle.open(folder)))
         image = np.zeros((1, *image_shape(bundle)), dtype=np.uint8)
         return Lane("probe: empty call", lambda: session.infer(image))
     return None
 
 
 def fixed_seconds(times: dict[int, float]) -> float:
-    """What a call costs however many images it holds: the line through the two smallest batch sizes, at zero images.
+    """Seconds that a call takes whatever its batch size: the line through the two smallest sizes, at zero images.
 
-    times: seconds of a call by batch size, two sizes at least. Between 0 and the smallest batch's time.
+    times: seconds of a call by batch size, two sizes at least. The result lies between 0 and the smallest batch's time.
     """
     (small, less), (large, more) = sorted(times.items())[:2]
     slope = (more - less) / (large - small)
@@ -140,10 +140,10 @@ def name_limit(
     flops_per_second: float,
     bytes_per_second: float,
 ) -> Limit:
-    """Name what the greatest part of a call's `seconds` goes to.
+    """Name the largest part of a call's `seconds`.
 
-    `decode` and `call` (an empty call: Python) are measured; `launch` is what else does not grow with the batch, less
-    the time to read the weights; the rest is `compute` or `memory`, whichever the probes give the longer time for.
+    `decode` and `call` (of an empty graph: Python's part) are measured. `launch` is the rest of `fixed`, less the time
+    to read the weights. What is left is `compute` or `memory`: the one for which the probes predict the longer time.
     """
     memory = (cost.weight_bytes + batch_size * cost.activation_bytes) / bytes_per_second
     compute = batch_size * cost.flops / flops_per_second
@@ -156,7 +156,3 @@ def name_limit(
         "python": call,
     }
     return max(parts, key=lambda name: parts[name])
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Offline, server and single stream: the questions of MLPerf Inference, asked of a bundle on this machine.
+"""Offline, server and single stream: the scenarios of MLPerf Inference for a bundle on this machine.
 
-They are asked in MLPerf's sense, not by its rules: no LoadGen, no fixed numbers of queries, no audit.
+They measure what MLPerf's do, but not by its rules: no LoadGen, no minimum of queries, no audit.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from vitx.bench.load import LoadResult, poisson_arrivals, run_open_loop
+from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals, run_open_loop
 from vitx.bench.timing import Lane, percentiles
 from vitx.core.errors import CheckFailed, unknown_name
 from vitx.core.files import Record
@@ -26,7 +26,7 @@ RATE_TOLERANCE = 0.02
 
 
 class ScenarioResult(Record):
-    """One answer. `value` is what the scenario is judged by; `unit` says of what."""
+    """A scenario's result. `value`, in `unit`, is the figure that MLPerf reports for it."""
 
     scenario: Scenario
     value: float
@@ -41,7 +41,7 @@ class ScenarioResult(Record):
 
 @dataclass(frozen=True)
 class ScenarioSettings:
-    """p99: the bound of the server scenario in seconds. seconds: of each measurement."""
+    """p99: the bound of the server scenario, in seconds. seconds: how long each measurement takes."""
 
     batching: Batching
     seconds: float
@@ -50,7 +50,7 @@ class ScenarioSettings:
 
 
 def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
-    """Ask one scenario. images: uint8 (M, S, S, 3), taken in turn.
+    """Measure one scenario. images: uint8 (M, S, S, 3), used one after another and again from the first.
 
     Raises CheckFailed when not even the slowest offered rate keeps the bound of the server scenario.
     """
@@ -62,7 +62,7 @@ def run_scenario(scenario: Scenario, infer: Infer, images: UInt8Array, settings:
 
 
 def parse_scenarios(text: str) -> tuple[Scenario, ...]:
-    """'offline,server' → the scenarios; raise InputError for another name."""
+    """'offline,server' → the scenarios, in the order of SCENARIOS; raise InputError for an unknown name."""
     known = {name: name for name in SCENARIOS}
     names = [part.strip() for part in text.split(",")]
     for name in names:
@@ -112,10 +112,10 @@ def single_stream(infer: Infer, images: UInt8Array, seconds: float) -> ScenarioR
 
 def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> ScenarioResult:
     """The largest Poisson rate whose 99th percentile keeps the bound, by bisection below the offline rate."""
-    tried: dict[float, LoadResult] = {}
+    tried: dict[float, OpenLoopRun] = {}
 
     def keeps_bound(rate: float) -> bool:
-        tried[rate] = offer(infer, images, rate, settings)
+        tried[rate] = run_at_rate(infer, images, rate, settings)
         return tried[rate].percentile(0.99) <= settings.p99
 
     highest = offline(infer, images, settings).value
@@ -138,7 +138,7 @@ def server(infer: Infer, images: UInt8Array, settings: ScenarioSettings) -> Scen
     )
 
 
-def offer(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> LoadResult:
+def run_at_rate(infer: Infer, images: UInt8Array, rate: float, settings: ScenarioSettings) -> OpenLoopRun:
     """One open-loop run at `rate` images a second."""
     arrivals = poisson_arrivals(rate, settings.seconds, settings.seed)
     return run_open_loop(infer, images, list(map(float, np.asarray(arrivals))), settings.batching)

@@ -1,6 +1,6 @@
-"""Measured turns: every lane gets a short turn, round after round, with the machine's probes before and after each.
+"""Interleaved timing: round after round, every lane is measured for a short turn, and the machine's probes before it.
 
-A machine that slows down slows all lanes alike, and a lane's share of a probe is of the probe at its own time.
+A machine that slows down slows all lanes alike, and a lane is compared with the probes of its own round.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from vitx.core.console import log, progress
 
 TURN_SECONDS = 0.1
-# Below this many calls a 95th percentile is the largest value under another name.
+# With fewer calls a 95th percentile would be the largest value.
 MIN_CALLS = 20
 WARM_UP_SECONDS = 0.1
 WARM_UP_WINDOWS = 20
@@ -44,7 +44,7 @@ class Lane:
         return self.measured >= seconds and len(self.times) >= MIN_CALLS
 
     def warm_up(self) -> bool:
-        """Run until the medians of two windows in a row agree; return whether they did."""
+        """Call until the medians of two windows in a row agree; return False if they never did."""
         last = statistics.median(self._calls(WARM_UP_SECONDS))
         for _ in range(WARM_UP_WINDOWS):
             median = statistics.median(self._calls(WARM_UP_SECONDS))
@@ -54,7 +54,7 @@ class Lane:
         return False
 
     def take_turn(self, seconds: float) -> None:
-        # The first call pays for the caches that the lane before it filled.
+        # Not timed: the first call pays for the caches that the lane before it filled.
         self.call()
         before = self.energy() if self.energy else 0.0
         times = self._calls(seconds)
@@ -64,7 +64,7 @@ class Lane:
         self.measured += sum(times)
 
     def _calls(self, seconds: float) -> list[float]:
-        """Call for about `seconds`, once at least; return the time of each call in seconds."""
+        """Call for about `seconds`, at least once; return the time of each call in seconds."""
         call, clock = self.call, self.clock
         times = []
         now = clock()
@@ -78,7 +78,7 @@ class Lane:
 
 @dataclass
 class Probe:
-    """A kernel of known work (FLOPs or bytes), run for one turn before and after every round."""
+    """A kernel of known work (FLOPs or bytes a call), timed for one turn before every round and after the last."""
 
     title: str
     work: float
@@ -86,7 +86,7 @@ class Probe:
 
     @property
     def rates(self) -> list[float]:
-        """Work a second, turn by turn."""
+        """Work a second in each turn."""
         return [self.work / seconds for seconds in self.lane.turn_medians]
 
     @property
@@ -94,7 +94,11 @@ class Probe:
         return statistics.median(self.rates)
 
     def share(self, lane: Lane, work: float) -> float:
-        """Median over the rounds of: the lane's work a second over the mean of the probe before it and after it."""
+        """The lane's rate as a share of the probe's: median over the rounds.
+
+        work: of one call of the lane. In each round its work a second is divided by the mean of the probe's rates
+        before and after that round.
+        """
         before, after = self.rates[:-1], self.rates[1:]
         return statistics.median(
             work / seconds / ((first + second) / 2)
@@ -116,7 +120,7 @@ def take_turns(
     turn_seconds: float = TURN_SECONDS,
     quiet: bool,
 ) -> None:
-    """Give every lane turn after turn until each has been measured for `seconds` and `MIN_CALLS` calls."""
+    """Measure the lanes in rounds of one turn each, until every lane has had `seconds` and `MIN_CALLS` calls."""
     turn = min(turn_seconds, seconds)
     with progress("bench", round(100 * seconds * len(lanes)), quiet=quiet) as bar:
         while waiting := [lane for lane in lanes if not lane.done(seconds)]:
@@ -129,7 +133,7 @@ def take_turns(
 
 
 def percentiles(times: Sequence[float], shares: Sequence[float]) -> Mapping[float, float]:
-    """The given percentiles, linear between neighbours; the keys are `shares`, between 0 and 1."""
+    """The percentiles at `shares`, between 0 and 1, linear between neighbouring times; keyed by share."""
     ordered = sorted(times)
     found = {}
     for share in shares:

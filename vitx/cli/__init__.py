@@ -1,44 +1,71 @@
-"""The command line: one file a verb. It composes the stages and holds no logic of its own."""
+"""The command line: one file a verb. It composes the stages and holds no logic of its own.
+
+A verb is imported when it is asked for, and `vitx -h` imports none.
+"""
 
 import errno
 import functools
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
+from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.cli.options import Command
 from vitx.core.errors import VitxError, missing_package
 
-# Each verb, in the order of a checkpoint's way, with the extra that brings what it needs.
+
+class Verb(NamedTuple):
+    """extra: which brings what the verb needs. summary: its line in `vitx -h`."""
+
+    extra: str
+    summary: str
+
+
+# In the order of a checkpoint's way.
 VERBS = {
-    "train": "train",
-    "eval": "train",
-    "report": "analyze",
-    "study": "analyze",
-    "analyze": "analyze",
-    "export": "export",
-    "parity": "export",
-    "bench": "serve",
-    "serve": "serve",
-    "top": "serve",
-    "predict": "serve",
-    "demo": "all",
-    "recipes": "train",
-    "models": "train",
-    "doctor": "all",
+    "train": Verb("train", "Train a recipe into a run folder."),
+    "eval": Verb("train", "Accuracy and calibration of a run or bundle."),
+    "report": Verb("analyze", "Show a run on one page."),
+    "study": Verb("analyze", "Train variants of a recipe and compare them."),
+    "analyze": Verb("analyze", "Measure a network layer by layer."),
+    "export": Verb("export", "Make a certified bundle, with engines if asked for."),
+    "parity": Verb("export", "Compare two of runs and bundles on real images."),
+    "bench": Verb("serve", "Measure latency and throughput by batch size."),
+    "serve": Verb("serve", "Serve bundles over HTTP and gRPC."),
+    "top": Verb("serve", "Show what a server does, by model."),
+    "predict": Verb("serve", "Classify any number of images into Parquet."),
+    "demo": Verb("all", "The whole way on handwritten digits."),
+    "recipes": Verb("train", "List the recipes."),
+    "models": Verb("train", "List, show or convert networks."),
+    "doctor": Verb("all", "Say what this machine and installation can do."),
 }
 
+
+# Any in what follows: newer versions of typer hold click inside, older ones depend on it.
+class Verbs(TyperGroup):
+    """The verbs, each imported when it is asked for."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = dict.fromkeys(VERBS)  # type: ignore[assignment]  # typer looks at the names, to suggest one
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _command(cmd_name) if cmd_name in VERBS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, verb.summary) for name, verb in VERBS.items()])
+
+
+PLAIN: dict[str, Any] = {"add_completion": False, "rich_markup_mode": None, "pretty_exceptions_enable": False}
 app = typer.Typer(
-    name="vitx",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    name="vitx", cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]}, no_args_is_help=True, **PLAIN
 )
 
 
@@ -53,12 +80,24 @@ def _root(version: bool = typer.Option(False, "--version", callback=_print_versi
     """Vision transformers that do not over-smooth: train, export with proof, serve in batches."""
 
 
+def _command(verb: str) -> Any:
+    from vitx.cli.options import Command
+
+    callback = importlib.import_module(f"vitx.cli.{verb}").command
+    alone = typer.Typer(**PLAIN)
+    alone.command(verb, cls=Command)(_naming_the_extra(callback, VERBS[verb].extra))
+    return typer.main.get_command(alone)
+
+
 def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[..., None]:
     """A package that is not installed becomes an error that names the extra which brings it."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
         try:
+            from vitx.core.preprocess import ignore_bomb_warnings  # here, so that --help imports no Pillow
+
+            ignore_bomb_warnings()
             command(*arguments, **options)
         except ModuleNotFoundError as error:
             if not error.name or error.name.startswith("vitx"):
@@ -66,10 +105,6 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
             raise missing_package(error.name, extra) from None
 
     return run
-
-
-for _verb, _extra in VERBS.items():
-    app.command(_verb, cls=Command)(_naming_the_extra(importlib.import_module(f"vitx.cli.{_verb}").command, _extra))
 
 
 def main() -> None:

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from vitx.cli.options import Json
 
-# What each extra is for, and a package that shows it is installed.
+# Of each extra: a package whose presence shows that it is installed, and the verbs that need it.
 EXTRAS = {
     "train": ("torch", "vitx train, vitx eval RUN, vitx parity"),
     "analyze": ("matplotlib", "vitx analyze"),
@@ -20,19 +20,18 @@ def command(as_json: Json = False) -> None:
     """Say what this machine and installation can do, which runtimes can be used, and what to install for the rest."""
     from vitx import __version__
     from vitx.core.console import print_fields, print_json, print_table
-    from vitx.core.machine import describe_machine, installed_versions
-    from vitx.runtimes.cuda import cuda_device_count
-    from vitx.runtimes.requirements import RUNTIMES, unusable
+    from vitx.core.machine import describe_machine, installed_versions, local_gpus
+    from vitx.runtimes.requirements import RUNTIMES, why_unusable
 
     extras = {
         name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
         for name, (package, verbs) in EXTRAS.items()
     }
-    runtimes = {name: unusable(name) for name in RUNTIMES}
+    runtimes = {name: why_unusable(name) for name in RUNTIMES}
     report: dict[str, object] = {
         "vitx": __version__,
         **describe_machine(),
-        "gpus": cuda_device_count(),
+        "gpus": len(local_gpus()),
         **{f"extra {name}": state for name, state in extras.items()},
         **{name: version for name, version in installed_versions().items() if name != "vitx"},
     }

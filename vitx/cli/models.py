@@ -43,7 +43,7 @@ def _list(*, as_json: bool) -> None:
     if as_json:
         print_json(zoo)
         return
-    rows = [(one["name"], one["parameters"] / 1e6, one["gmacs"], one["tokens"] or "", one["image_size"]) for one in zoo]
+    rows = [(net["name"], net["parameters"] / 1e6, net["gmacs"], net["tokens"] or "", net["image_size"]) for net in zoo]
     print_table("vitx models", ("name", "parameters (M)", "GMACs", "tokens", "image size"), rows)
 
 
@@ -58,7 +58,7 @@ def _zoo() -> list[dict[str, Any]]:
 
 def _show(name: str, *, as_json: bool) -> None:
     from vitx.core.console import print_fields, print_json
-    from vitx.models.summary import summarize
+    from vitx.models.network_summary import summarize
 
     summary = summarize(name)
     if as_json:

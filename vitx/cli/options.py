@@ -1,51 +1,32 @@
-"""Options that several verbs share, each defined once."""
+"""Options of the command line: those that several verbs share, and those that come from an option record."""
 
+import functools
+import inspect
 import re
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from typer.core import TyperCommand
 
-from vitx.core.errors import InputError
+from vitx.core import options as shared
+from vitx.core.errors import InputError, unknown_name
+from vitx.core.options import Options
 
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, made by `vitx train`.")]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="A bundle, made by `vitx export`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
-Data = Annotated[
-    str | None,
-    typer.Option("--data", help="'digits', or a folder with train/ and val/, one folder a class. Default: the run's."),
-]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out, and count them.")]
-Which = Annotated[Literal["best", "last"], typer.Option("--checkpoint", help="Which checkpoint of the run.")]
-DeviceOption = Annotated[
-    Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where to run; auto takes a GPU where there is one.")
-]
-RuntimeOption = Annotated[
-    str, typer.Option("--runtime", help="What runs a bundle; `vitx doctor` lists the runtimes and what they need.")
-]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Threads of one session. Default: all cores.")]
-MaxFlipRate = Annotated[
-    float,
-    typer.Option(
-        "--max-flip-rate", min=0, max=1, help="Highest allowed 95 % upper bound on the share of changed classes."
-    ),
-]
-AllowUncertified = Annotated[
-    bool,
-    typer.Option("--allow-uncertified", help="Accept a bundle without a passing certificate; shown wherever it runs."),
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--ray",
-        metavar="[ADDRESS]",
-        help="Run on Ray: a cluster of this machine, or the one at ADDRESS (auto or HOST:PORT).",
-    ),
-]
+Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP)]
+Which = Annotated[Literal["best", "last"], typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help=shared.DEVICE_HELP)]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help=shared.THREADS_HELP)]
 LOCAL_RAY = "local"
 _RAY_ADDRESS = re.compile(r"auto|local|ray://.+|[^/]+:\d+")
 
@@ -65,21 +46,148 @@ def _with_ray_address(arguments: Sequence[str]) -> list[str]:
     ]
 
 
-def batch_sizes(option: str, text: str) -> tuple[int, ...]:
-    """'1, 8,32' → (1, 8, 32); raise InputError naming the option for anything but positive whole numbers."""
+def from_records(verb: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a verb take option records: each field becomes an option, in the place of the record.
+
+    Options are also read from --config and from the environment, VITX_VERB_OPTION; the command line goes before the
+    environment, that before the file, that before the default. A record is made of what was given, so that its
+    `model_fields_set` says what that was. Raises InputError for values that the record refuses.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        given = inspect.signature(command, eval_str=True)
+        records = {one.name: one.annotation for one in given.parameters.values() if _is_record(one.annotation)}
+        parameters = [_parameter("context", typer.Context, inspect.Parameter.empty)]
+        for one in given.parameters.values():
+            own = [one.replace(kind=one.KEYWORD_ONLY)]
+            parameters += _parameters(one.annotation, verb) if one.name in records else own
+        parameters.append(_config(verb))
+
+        @functools.wraps(command)
+        def run(context: typer.Context, config: Path | None = None, **values: Any) -> None:
+            made = {name: _record(record, context, values) for name, record in records.items()}
+            command(**made, **{name: values[name] for name in given.parameters if name not in records})
+
+        run.__signature__ = given.replace(parameters=parameters)  # type: ignore[attr-defined]  # functions may have one
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        return run
+
+    return decorate
+
+
+def _is_record(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Options)
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _parameters(record: type[Options], verb: str) -> Iterator[inspect.Parameter]:
+    for name, field in record.model_fields.items():
+        if _is_record(field.annotation):
+            yield from _parameters(field.annotation, verb)  # type: ignore[arg-type]  # it is a record
+        else:
+            yield _option(name, field, verb)
+
+
+def _option(name: str, field: FieldInfo, verb: str) -> inspect.Parameter:
+    """The parameter from which typer makes the option of this field."""
+    extra: dict[str, Any] = field.json_schema_extra or {}  # type: ignore[assignment]  # a dict where `option` made it
+    flag = _flag(name, field)
+    annotation: Any = field.annotation
+    default = field.default
+    if extra.get("text"):
+        annotation = str if default else str | None
+        default = ",".join(map(str, default)) if default else None
+    elif get_origin(annotation) is tuple:
+        (item, _) = get_args(annotation)
+        annotation, default = list[item] | None, default or None  # type: ignore[valid-type]  # a value, to mypy
+    bounds = {
+        end: getattr(one, key)
+        for one in field.metadata
+        for end, key in (("min", "ge"), ("max", "le"))
+        if hasattr(one, key)
+    }
+    said: dict[str, Any] = {"help": field.description, "metavar": extra.get("metavar"), **bounds}
+    if extra.get("argument"):
+        return _parameter(name, Annotated[annotation, typer.Argument(**said)], default)
+    return _parameter(name, Annotated[annotation, typer.Option(flag, envvar=_environment(verb, flag), **said)], default)
+
+
+def _record(record: type[Options], context: typer.Context, values: dict[str, Any]) -> Any:
+    """The record of those values that did not come from their defaults."""
+    made: dict[str, Any] = {}
+    for name, field in record.model_fields.items():
+        if _is_record(field.annotation):
+            made[name] = _record(field.annotation, context, values)  # type: ignore[arg-type]  # it is a record
+            continue
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            made[name] = values[name]
+            if values[name] is None and context.default_map:  # typer 0.19 leaves arguments of --config out
+                made[name] = context.default_map.get(name)
     try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise InputError(f"{option} {text}: expected batch sizes such as 1,8,32")
-    return sizes
+        return record(**made)
+    except ValidationError as error:
+        first = error.errors()[0]
+        message = str(first["msg"]).removeprefix("Value error, ")
+        if not first["loc"]:
+            raise InputError(message) from None
+        name = str(first["loc"][0])
+        raise InputError(f"{_flag(name, record.model_fields[name])} {first['input']}: {message}") from None
 
 
-def number_range(option: str, text: str) -> tuple[int, int]:
-    """'4' → (4, 4), '2:8' → (2, 8); raise InputError for anything but numbers from 1 on, the least first."""
-    least, _, most = text.partition(":")
-    numbers = least, most or least
-    if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
-        raise InputError(f"{option} {text}: expected a number such as 4, or a least and a most such as 2:8")
-    return int(least), int(numbers[1])
+def _flag(name: str, field: FieldInfo) -> str:
+    extra: Any = field.json_schema_extra or {}
+    return extra.get("flag") or f"--{name.rstrip('_').replace('_', '-')}"
+
+
+def _environment(verb: str, flag: str) -> str:
+    return f"VITX_{verb}_{flag.removeprefix('--').replace('-', '_')}".upper()
+
+
+def _config(verb: str) -> inspect.Parameter:
+    said = "Read options from this file: threads = 4."
+    envvar = _environment(verb, "--config")
+    option = typer.Option(
+        "--config", envvar=envvar, metavar="FILE.toml", help=said, is_eager=True, callback=_read_config
+    )
+    return _parameter("config", Annotated[Path | None, option], None)
+
+
+def _read_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let a TOML file give defaults; raise InputError for one that is no such file, or an option that is unknown."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"--config {path}: cannot be read as TOML: {error}") from None
+    # By the name on the command line, with dashes or underscores.
+    known = {
+        flag.lstrip("-").replace("-", "_"): parameter
+        for parameter in context.command.params
+        for flag in (parameter.opts[:1] if parameter.param_type_name == "option" else [parameter.name or ""])
+        if flag not in ("--config", "--help")
+    }
+    defaults: dict[str, Any] = {}
+    for name, value in values.items():
+        parameter = known.get(name.replace("-", "_"))
+        if parameter is None or parameter.name is None:
+            raise unknown_name(f"option in --config {path}:", name, known)
+        defaults[parameter.name] = _config_value(path, name, value, parameter)
+    context.default_map = defaults
+    return path
+
+
+def _config_value(path: Path, name: str, value: Any, parameter: Any) -> Any:
+    """A value of a TOML file as typer takes it: several values in a list, one of many as text."""
+    if isinstance(value, dict):
+        raise InputError(f"--config {path}: '{name}' is a table: expected a value, such as {name} = 1")
+    if isinstance(value, bool) and not getattr(parameter, "is_flag", False):
+        raise InputError(f"--config {path}: {name} = {str(value).lower()}: expected a value, it is not a flag")
+    takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
+    if takes_several:
+        return value if isinstance(value, list) else [value]
+    return ",".join(map(str, value)) if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""`vitx study`: one training in several variants and seeds, side by side."""
+"""`vitx study`: variants of one training, with several seeds each, compared in a table."""
 
 import signal
 from pathlib import Path
@@ -10,8 +10,6 @@ from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
 
 if TYPE_CHECKING:
     from vitx.train.study.result import Row, StudyResult
-
-RECIPES = {"ablation": "digits-deit", "depth": "digits-deit", "alternet": "digits-alternet"}
 
 
 def command(
@@ -26,45 +24,41 @@ def command(
         str | None, typer.Option("--recipe", help="A name of `vitx recipes`. Default: digits-deit, digits-alternet.")
     ] = None,
     data: Data = None,
-    seeds: Annotated[str, typer.Option("--seeds", metavar="A,B", help="Each row is trained with each.")] = "0,1,2",
+    seeds: Annotated[str, typer.Option("--seeds", metavar="A,B", help="Each variant is trained with each.")] = "0,1,2",
     out: Annotated[
-        Path | None, typer.Option("--out", help="Its folder; one that was begun goes on. Default: runs/study-KIND.")
+        Path | None,
+        typer.Option("--out", help="The folder; a study in it is continued. Default: runs/study-KIND."),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", help="Runs at a time; with several each has one thread.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", help="Runs at a time; with more than one, each has one thread.")] = 1,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe in all runs; may be repeated."),
     ] = None,
     depths: Annotated[
-        str | None, typer.Option("--depths", metavar="A,B", help="Of `depth`: numbers of blocks. Default: 6,12,24,32.")
+        str | None, typer.Option("--depths", metavar="A,B", help="Numbers of blocks, for `depth`. Default: 6,12,24,32.")
     ] = None,
     device: DeviceOption = "auto",
     skip_bad: SkipBad = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train variants of a recipe and set them side by side: a table, study.json and study.png.
+    """Train variants of a recipe and compare them: a table, study.json and study.png.
 
-    Runs that are finished are kept and those that were stopped go on, so the same command continues a study. A run
-    that fails is reported at the end.
+    Finished runs are kept and stopped ones resume, so the same command continues a study. Failed runs are reported at
+    the end.
     """
-    import matplotlib  # noqa: F401  # missing, it should say so before hours of training
-
     from vitx.core.console import log, print_json
     from vitx.core.errors import CheckFailed, InputError
-    from vitx.core.files import write_bytes
-    from vitx.core.panels import png
     from vitx.train.loop.interruption import TrainingStopped
-    from vitx.train.study.alternet import study_alternet
-    from vitx.train.study.figures import draw_study
-    from vitx.train.study.study import DEPTHS, Study, ablation_variants, compare, depth_variants
+    from vitx.train.study.run_study import DEFAULT_RECIPES, run_study
+    from vitx.train.study.study import DEPTHS, Study
 
     if depths is not None and kind != "depth":
         raise InputError(f"--depths is of `vitx study depth`, not of {kind}")
     folder = out or Path("runs") / f"study-{kind}"
     study = Study(
         kind,
-        recipe or RECIPES[kind],
+        recipe or DEFAULT_RECIPES[kind],
         folder,
         _numbers("--seeds", seeds, 0),
         data,
@@ -75,17 +69,10 @@ def command(
         quiet,
     )
     try:
-        if kind == "ablation":
-            result = compare(study, ablation_variants(study.base))
-        elif kind == "depth":
-            result = compare(study, depth_variants(DEPTHS if depths is None else _numbers("--depths", depths, 1)))
-        else:
-            result = study_alternet(study)
+        result = run_study(study, DEPTHS if depths is None else _numbers("--depths", depths, 1))
     except TrainingStopped as stopped:
         log(f"{stopped}, all is saved: go on with the same command")
         raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
-    if result.rows:
-        write_bytes(folder / "study.png", png(draw_study(result)))
     if as_json:
         print_json(result.model_dump(mode="json"))
     else:
@@ -96,7 +83,7 @@ def command(
 
 
 def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
-    """'0, 1,2' → (0, 1, 2); empty for an empty text; raise InputError for anything but whole numbers."""
+    """'0, 1,2' → (0, 1, 2); raise InputError unless all are whole numbers from `smallest` on, and for no number."""
     from vitx.core.errors import InputError
 
     try:

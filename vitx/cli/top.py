@@ -11,7 +11,7 @@ from vitx.cli.options import Json
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from vitx.serve.observe.top import Reading, Server
+    from vitx.serve.observe.top import Reading, ServerClient
 
 
 def command(
@@ -27,9 +27,9 @@ def command(
     import time
 
     from vitx.core.console import print_json
-    from vitx.serve.observe.top import Server, snapshot
+    from vitx.serve.observe.top import ServerClient, snapshot
 
-    server = Server(url, _token(token_file), _trusted(ca_file))
+    server = ServerClient(url, _token(token_file), _checked_ca_file(ca_file))
     before = server.read()
     if not once and not as_json and sys.stdout.isatty():
         _watch(server, before, interval)
@@ -44,8 +44,8 @@ def command(
         Console(width=None if sys.stdout.isatty() else 160).print(view(found))
 
 
-def _watch(server: "Server", before: "Reading", interval: float) -> None:
-    """Redraw in place until interrupted; a server that stops answering is said, and waited for."""
+def _watch(server: "ServerClient", before: "Reading", interval: float) -> None:
+    """Redraw in place until interrupted; when the server stops answering, show the error and keep trying."""
     import time
 
     from rich.live import Live
@@ -67,7 +67,7 @@ def _watch(server: "Server", before: "Reading", interval: float) -> None:
 
 
 def view(found: Mapping[str, Any]) -> "Group":
-    """One snapshot of `vitx.serve.observe.top` for a terminal."""
+    """Lay out one snapshot for the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -77,17 +77,17 @@ def view(found: Mapping[str, Any]) -> "Group":
         table.add_column(title, justify="left" if title == "model" else "right", overflow="fold")
     for title in ("certificate", "runs on"):
         table.add_column(title, overflow="fold")
-    for one in found["models"]:
+    for model in found["models"]:
         table.add_row(
-            Text(one["name"]),
-            f"{one['images_per_second']:,.1f}",
-            f"{one['batches_per_second']:,.1f}",
-            "–" if one["mean_batch"] is None else f"{one['mean_batch']:.1f}",
-            f"{one['queued']:,}",
-            _pair(one["queue_ms"]),
-            _pair(one["compute_ms"]),
-            Text(one["certificate"], style="green" if one["certificate"] == "pass" else "red"),
-            Text(f"{one['provider']}, {one['precision']}"),
+            Text(model["name"]),
+            f"{model['images_per_second']:,.1f}",
+            f"{model['batches_per_second']:,.1f}",
+            "–" if model["mean_batch"] is None else f"{model['mean_batch']:.1f}",
+            f"{model['queued']:,}",
+            _pair(model["queue_ms"]),
+            _pair(model["compute_ms"]),
+            Text(model["certificate"], style="green" if model["certificate"] == "pass" else "red"),
+            Text(f"{model['provider']}, {model['precision']}"),
         )
     head = Text(f"{found['url']}  ").append(*(("ready", "green") if found["ready"] else ("not ready", "red")))
     head.append(f"  up {_duration(found['uptime_seconds'])}")
@@ -105,7 +105,7 @@ def _refusals(rejections: Mapping[str, int]) -> str:
 
 
 def _pair(percentiles: Mapping[str, float | None]) -> str:
-    """p50 / p99."""
+    """The text "p50 / p99"."""
     return " / ".join("–" if value is None else f"{value:.3g}" for value in percentiles.values())
 
 
@@ -126,9 +126,9 @@ def _token(path: Path | None) -> str | None:
         raise InputError(f"cannot read the token file '{path}': {error}") from None
 
 
-def _trusted(path: Path | None) -> str | None:
+def _checked_ca_file(path: Path | None) -> str | None:
     from vitx.core.errors import InputError
 
     if path is not None and not path.is_file():
-        raise InputError(f"--ca-file '{path}' is no file: expected certificates in PEM")
+        raise InputError(f"--ca-file '{path}' is not a file: expected certificates in PEM")
     return None if path is None else str(path)

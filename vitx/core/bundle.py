@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vitx.core.certificate import Certificate as Certificate  # part of this module, for those who read bundles
+from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, sha256_file, write_json
@@ -23,6 +23,8 @@ LATENCY = "latency.json"
 
 
 class FileEntry(Record):
+    """One file of a bundle; size in bytes."""
+
     sha256: str
     size: int
 
@@ -91,7 +93,7 @@ class Bundle:
         return self.path / "model.onnx"
 
     def subject(self) -> dict[str, str]:
-        """What a certificate of this bundle is bound to: sha256 of the manifest and of every file it names."""
+        """What a certificate is bound to: sha256 of the manifest and of every file that the manifest names."""
         digests = {name: entry.sha256 for name, entry in self.manifest.files.items()}
         return {MANIFEST: sha256_file(self.path / MANIFEST), **digests}
 
@@ -100,22 +102,22 @@ class Bundle:
         return read_record(path, Certificate) if path.is_file() else None
 
     def latency(self) -> Latency | None:
-        """What was measured on this machine, if anything was."""
+        """The latencies measured on this machine, or None."""
         return self.latency_file().machines.get(machine_key(describe_machine()))
 
     def latency_file(self) -> LatencyFile:
-        """What was measured on every machine; raise CheckFailed when the file was changed since."""
+        """The latencies measured on every machine; raise CheckFailed when the file was changed after it was written."""
         path = self.path / LATENCY
         if not path.is_file():
             return LatencyFile()
         return read_sealed(path, LatencyFile, remedy="remove it, and run `vitx bench BUNDLE` again")
 
     def record_latency(self, latency: Latency) -> None:
-        """Put what was measured on one machine into `latency.json`, beside the other machines'."""
+        """Write one machine's latencies into `latency.json`, beside those of other machines."""
         write_json(self.path / LATENCY, self.latency_file().with_machine(latency))
 
     def require_certificate(self) -> Certificate:
-        """Return the certificate if it speaks of exactly these files and says pass; raise CheckFailed otherwise."""
+        """Return the certificate if it was made for exactly these files and says pass; raise CheckFailed otherwise."""
         remedy = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
         certificate = self.certificate()
         if certificate is None:
@@ -127,7 +129,7 @@ class Bundle:
             )
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
-        return read_certificate(self.path / CERTIFICATE)
+        return read_certificate(self.path / CERTIFICATE)  # which also checks its own sha256
 
 
 def timestamp() -> str:

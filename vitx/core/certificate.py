@@ -1,4 +1,4 @@
-"""`certificate.json`: what parity measured, bound to the files it speaks of. Semantics: docs/parity.md."""
+"""`certificate.json`: what parity measured, bound by sha256 to the files it measured. Semantics: docs/parity.md."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ class TokenSimilarity(Record):
     allowed: float = Field(description="largest |candidate − reference| of a layer that passes")
 
     def worst(self) -> tuple[str, float, float]:
-        """(layer, CosSim of the reference, of the candidate) where the two are furthest apart."""
+        """The layer where the two differ most: its name, CosSim of the reference, CosSim of the candidate."""
         rows = zip(self.layers, self.reference, self.candidate, strict=True)
         return max(rows, key=lambda row: abs(row[2] - row[1]))
 
@@ -78,5 +78,5 @@ class Certificate(SealedRecord):
 
 
 def read_certificate(path: Path) -> Certificate:
-    """Read a certificate; raise InputError for one that is no certificate, CheckFailed for one that was changed."""
+    """Read a certificate; raise InputError for a file that is none, CheckFailed for one that was changed."""
     return read_sealed(path, Certificate, remedy="run `vitx parity RUN BUNDLE` again")

@@ -11,7 +11,7 @@ class VitxError(Exception):
 
 
 class CheckFailed(VitxError):
-    """A check said no: parity failed, accuracy below its floor."""
+    """A check failed: parity, a digest, accuracy below its limit."""
 
     exit_code = 1
 

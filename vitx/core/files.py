@@ -1,4 +1,7 @@
-"""Files that appear whole: written under a temporary name, flushed to the disk, renamed."""
+"""Files that appear whole: written under a temporary name, flushed to the disk, renamed, and the folder flushed.
+
+All that must outlive a power cut is written by these functions: no other file calls os.fsync, os.replace or os.rename.
+"""
 
 import ctypes
 import glob
@@ -11,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -47,30 +50,49 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_open(file: IO[bytes]) -> None:
+    """Flush what was written to an open file to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def rename(temporary: Path, path: Path) -> None:
+    """Put a flushed file, or a link, in the place of `path` in one step; it stays there after a power cut."""
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless they exist; a power cut does not take a new one away."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file or leave the old one untouched."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, path)
+            sync_open(file)
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files for the owner alone
+        rename(Path(temporary), path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    sync(path.parent)
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what killed writers of the file or link `path` left beside it; nobody may be writing it now."""
+    """Remove the temporary files that killed writers of `path` left beside it. Nobody may be writing `path` now."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         left.unlink(missing_ok=True)
 
 
 def _umask() -> int:
+    """The process's umask, which the system tells only when it is set."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -96,14 +118,14 @@ def read_record(path: Path, schema: type[RecordT]) -> RecordT:
 
 @contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder that takes the place of `target` when the block ends, and vanishes if the block raises."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Yield an empty folder; when the block ends it becomes `target`, and if the block raises it is removed."""
+    make_folder(target.parent)
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    stage.chmod(0o777 & ~_umask())
     try:
+        stage.chmod(0o777 & ~_umask())
         yield stage
-        for path in stage.rglob("*"):
-            if path.is_file():
+        for path in (*stage.rglob("*"), stage):
+            if path.is_file() or path.is_dir():  # a folder too: its files' names are in it
                 sync(path)
         replace_folder(stage, target)
     finally:
@@ -111,17 +133,19 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Put `new` where `target` is. On Linux the two are exchanged in one step, so `target` always exists."""
+    """Put the folder `new` in the place of `target`; on Linux in one step, so that `target` always exists."""
+    old: Path | None = None
     if not target.exists():
         os.rename(new, target)
-    elif not _exchange(new, target):
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-        os.rename(target, aside / target.name)
-        os.rename(new, target)
-        shutil.rmtree(aside)
+    elif _exchange(new, target):
+        old = new
     else:
-        shutil.rmtree(new)
-    sync(target.parent)
+        old = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+        os.rename(target, old / target.name)
+        os.rename(new, target)
+    sync(target.parent)  # before the old folder goes: a power cut may undo a rename that is not on the disk
+    if old is not None:
+        shutil.rmtree(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:
@@ -140,5 +164,4 @@ def link_atomically(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
-    os.replace(temporary, link)
-    sync(link.parent)
+    rename(temporary, link)

@@ -12,7 +12,7 @@ Limit = Literal["compute", "memory", "launch", "decode", "python"]
 
 
 class LatencyPoint(Record):
-    """One batch size. Percentiles are of a call; shares are of what the machine's probes did in the same minutes."""
+    """One batch size. Percentiles are of a call's time; shares are of what the machine's probes reached meanwhile."""
 
     batch_size: int
     median_ms: float
@@ -27,7 +27,7 @@ class LatencyPoint(Record):
 
 
 class GraphCost(Record):
-    """What one image costs: see vitx.bench.graph_cost."""
+    """What one image costs, counted on the graph by vitx.bench.graph_cost."""
 
     flops: int = Field(description="of matrix products and convolutions; a multiply-add counts two")
     activation_bytes: int = Field(description="activations that the fused kernels read and write for one image")
@@ -35,7 +35,7 @@ class GraphCost(Record):
 
 
 class Roof(Record):
-    """What the machine did between the measured turns: medians of the probes."""
+    """What the machine can do, of a roofline: medians of the probes that ran between the measured calls."""
 
     dtype: str
     threads: int
@@ -46,7 +46,7 @@ class Roof(Record):
 
 
 class Setting(Record):
-    """One choice of the tuning and its throughput: `instances` sessions at once of `threads` threads each."""
+    """A setting that tuning tried, and its throughput: `instances` sessions at once, of `threads` threads each."""
 
     instances: int
     threads: int

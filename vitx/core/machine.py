@@ -1,10 +1,11 @@
-"""The machine and the installed versions, for every file that states a measurement."""
+"""This machine: its GPUs, its cores, and what every measurement records of it and of the installed versions."""
 
 import ctypes
 import os
 import platform
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -15,7 +16,7 @@ _MAJOR, _MINOR = 75, 76
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the NVIDIA driver offers: its name, and its architecture as `sm89`."""
+    """A GPU that CUDA can use: its name, and its compute capability as `sm89`."""
 
     name: str
     architecture: str
@@ -24,10 +25,14 @@ class Gpu:
         return f"{self.name} ({self.architecture})"
 
 
+@cache
 def local_gpus() -> tuple[Gpu, ...]:
-    """The GPUs of this machine, asked of the NVIDIA driver alone; empty without a driver or a GPU.
+    """The GPUs that CUDA programs see here, in CUDA's order; empty without an NVIDIA driver or a GPU.
 
-    The first one is CUDA's device 0; CUDA_VISIBLE_DEVICES is obeyed. Nothing is allocated on a GPU.
+    The one check for a GPU outside of torch. It asks libcuda, the driver's own library, because every machine with a
+    driver has it and a process needs no package for it. NVML would not do: it ignores CUDA_VISIBLE_DEVICES, numbers
+    the GPUs in another order, and is missing in containers that were given the GPU for computing alone. Nothing is
+    allocated on a GPU.
     """
     try:
         driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -40,7 +45,7 @@ def local_gpus() -> tuple[Gpu, ...]:
 
 
 def local_architectures() -> tuple[str, ...]:
-    """The architecture of each GPU that the NVIDIA driver offers; empty without a driver or a GPU."""
+    """The architecture of each of `local_gpus`."""
     return tuple(gpu.architecture for gpu in local_gpus())
 
 
@@ -61,7 +66,7 @@ def describe_machine() -> dict[str, str | int]:
     gpus = local_gpus()
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "memory_gib": round(memory / 2**30),
         "system": f"{platform.system()} {platform.machine()}",
         "python": sys.version.split()[0],
@@ -69,7 +74,26 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
+@cache
+def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this processor is known to add products of uint8 and int8 in 32 bits (VNNI, AMX, or no x86 at all).
+
+    Other x86 processors add two products in 16 bits, which saturates beyond 32,767: 255·127 + 255·127 is 64,770.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    lines = description.read_text().splitlines() if description.is_file() else []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
+    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: under `taskset`, or in a container with a cpuset, not all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _processor() -> str:
+    # platform.processor() is empty on many Linux distributions, or says x86_64.
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():
@@ -79,7 +103,7 @@ def _processor() -> str:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the packages that decide a result, those of them that are installed."""
+    """The versions of the packages that a result depends on, as far as they are installed."""
     found = {}
     for package in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no script, no link, pictures inside."""
+"""A report as one self-contained HTML page: no script, no link, pictures inside."""
 
 import base64
 import html
@@ -13,7 +13,7 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}details{margin:.5rem 0}s
 
 
 def page(title: str, body: Iterable[str], *, style: str = _STYLE) -> str:
-    """A whole document; `title` is text, `body` is HTML, `style` CSS."""
+    """A whole document of a title (text), the pieces of its body (HTML) and a style sheet (CSS)."""
     title = html.escape(title)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
@@ -29,7 +29,7 @@ def section(identifier: str, title: str, *paragraphs: str) -> str:
 
 
 def table(rows: Iterable[tuple[str, object]]) -> str:
-    """Names and values."""
+    """A table of names and values, both text."""
     cells = "".join(
         f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in rows
     )
@@ -37,5 +37,5 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def picture(png: bytes, description: str) -> str:
-    """A PNG file inside the page."""
+    """A PNG file as an image inside the page."""
     return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'

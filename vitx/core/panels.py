@@ -1,4 +1,4 @@
-"""What all figures have in common: sizes, and lines that no two networks share. Nothing is told by colour alone."""
+"""What all figures share: sizes, a line style for each network, PNG. No line is told from another by colour alone."""
 
 import io
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A network's line.
+# The first network's line, the second's, the third's.
 LINES: tuple[dict[str, Any], ...] = (
     {"color": "black", "linestyle": "-", "marker": "o"},
     {"color": "0.45", "linestyle": "--", "marker": "s"},

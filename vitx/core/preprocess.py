@@ -19,13 +19,17 @@ from vitx.core.errors import InputError
 from vitx.core.files import Record
 
 UInt8Array = npt.NDArray[np.uint8]
+Triple = tuple[float, float, float]
+
+# Mean and standard deviation of a pixel by channel, on the scale 0 to 1: ImageNet's, and ½, which maps 0 … 1 to −1 … 1.
+IMAGENET_MEAN: Triple = (0.485, 0.456, 0.406)
+IMAGENET_STD: Triple = (0.229, 0.224, 0.225)
+HALF: Triple = (0.5, 0.5, 0.5)
 
 # Above this many pixels an image is refused before it is decoded (a decompression bomb fits in a small file).
 MAX_PIXELS = 100_000_000
-# Pillow's warning below that would be a line, and a little memory, for every size that a client makes up.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
-# Not all that Pillow knows: others run programs (EPS), or hold an image of another size than they say (ICO).
+# Not every format Pillow reads: EPS runs a program, an ICO holds images of other sizes than its header says.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
@@ -33,7 +37,7 @@ _FILTERS = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-# A draft has at least this many times the pixels of a side that are needed; at 1 it differs five times as much.
+# A draft keeps at least so many times the pixels a side needs; with 1 its pixels would differ five times as much.
 DRAFT_MARGIN = 2
 
 Positive = Annotated[float, Field(gt=0)]
@@ -53,8 +57,8 @@ class Preprocessing(Record):
     image_size: Annotated[int, Field(gt=0)]
     crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    std: tuple[Positive, Positive, Positive] = (0.5, 0.5, 0.5)
+    mean: Triple = HALF
+    std: tuple[Positive, Positive, Positive] = HALF
 
     @property
     def shorter_side(self) -> int:
@@ -64,15 +68,15 @@ class Preprocessing(Record):
     def apply(self, image: Image.Image, *, draft: bool = False) -> UInt8Array:
         """Return uint8 (image_size, image_size, 3) from an RGB image.
 
-        draft: compute the crop alone, a third less work. Pillow holds its bounds in float32 and may resize columns
-        before rows then, so that some pixels differ by a few grey levels.
+        draft: resize the crop alone, a third less work. Pillow then holds the crop's bounds in float32 and may resize
+        columns before rows, so some pixels differ by a few grey levels.
         """
         short = self.shorter_side
         width, height = image.size
         scaled = (short, max(short, int(short * height / width)))
         if width > height:
             scaled = (max(short, int(short * width / height)), short)
-        if scaled[0] * scaled[1] > MAX_PIXELS:  # a sliver: as its short side grows, so does the long one
+        if scaled[0] * scaled[1] > MAX_PIXELS:  # 1×500,000 pixels, say: both sides are enlarged
             raise ImageError(f"image of {width}×{height} pixels: too thin to be resized to {short} on its short side")
         size = self.image_size
         left = round((scaled[0] - size) / 2)
@@ -88,18 +92,28 @@ class Preprocessing(Record):
     def from_bytes(self, data: bytes, *, draft: bool = False) -> UInt8Array:
         """Decode and apply; raise ImageError with the reason when the bytes are no whole image.
 
-        draft: faster, and not quite the same pixels: a large JPEG is decoded at a fraction of its size, and the crop
+        draft: faster, with slightly different pixels: a large JPEG is decoded at a fraction of its size, and the crop
         alone is resized.
         """
         shorter_side = DRAFT_MARGIN * self.shorter_side if draft else None
         return self.apply(decode(data, shorter_side=shorter_side), draft=draft)
 
 
+def ignore_bomb_warnings() -> None:
+    """Drop Pillow's DecompressionBombWarning in this process, where MAX_PIXELS decides: called where a process starts.
+
+    It would be a line, and an entry that is never freed, for every size that somebody makes up. A filter around each
+    call of Pillow is no way out: `warnings.catch_warnings` is not safe in threads, and lets every other warning of the
+    process appear again.
+    """
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
 def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: int | None = None) -> Image.Image:
     """Return an upright RGB image.
 
-    shorter_side: a JPEG may come at 1/2, 1/4 or 1/8 of its size, where that divides both sides (or its last row and
-    column would be padded, and all others moved), as long as its shorter side keeps so many pixels.
+    shorter_side: a JPEG is decoded at 1/8, 1/4 or 1/2 of its size if its shorter side then still has so many pixels,
+    and only where that divides both sides: else libjpeg pads the last row and column, and all pixels move.
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
     """
     try:
@@ -107,15 +121,15 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: 
             if image.width * image.height > max_pixels:
                 raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
             if shorter_side is not None:
-                _reduce(image, shorter_side)
+                _decode_smaller(image, shorter_side)
             image.load()
-            ImageOps.exif_transpose(image, in_place=True)  # or every upright image would be copied
+            ImageOps.exif_transpose(image, in_place=True)  # not in place it copies upright images too
             return _to_rgb(image)
     except ImageError:
         raise
     except UnidentifiedImageError:
         raise ImageError(_not_an_image(source)) from None
-    except Image.DecompressionBombError as error:  # Pillow looks before we can
+    except Image.DecompressionBombError as error:  # raised by Image.open, before the size can be asked for
         if max_pixels <= 2 * (Image.MAX_IMAGE_PIXELS or 0):
             raise ImageError(f"image of more pixels than the {max_pixels:,} allowed") from None
         raise ImageError(f"{error} That is PIL.Image.MAX_IMAGE_PIXELS: set it to None") from None
@@ -126,7 +140,8 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: 
         raise ImageError(f"cannot decode the image: {error}") from None
 
 
-def _reduce(image: Image.Image, shorter_side: int) -> None:
+def _decode_smaller(image: Image.Image, shorter_side: int) -> None:
+    """Have a JPEG decoded at the smallest fraction that `decode` allows; other formats ignore `draft`."""
     width, height = image.size
     for scale in (8, 4, 2):
         if width % scale == height % scale == 0 and min(width, height) // scale >= shorter_side:

@@ -1,4 +1,8 @@
-"""Probabilities and how far they can be trusted (docs/maths.md §5.2); numpy alone, so that every stage counts alike."""
+"""Softmax, the best classes, and how far probabilities can be trusted (docs/maths.md §5.2).
+
+Every stage that makes probabilities of logits calls these functions, so training, analyses, server and prediction
+report the same numbers. numpy alone: server and prediction have no torch.
+"""
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +25,45 @@ def classification_metrics(logits: npt.NDArray[np.floating], labels: npt.NDArray
 
 def softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
     """Probabilities float64 (N, C) of logits (N, C)."""
-    return np.asarray(np.exp(log_softmax(logits)))
+    exponentials = np.exp(_shifted(logits))
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def log_softmax(logits: npt.NDArray[np.floating]) -> Float64Array:
     """Log probabilities float64 (N, C) of logits (N, C)."""
-    shifted = np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True)
+    shifted = _shifted(logits)
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
+
+
+def _shifted(logits: npt.NDArray[np.floating]) -> Float64Array:
+    """Each row less its largest logit, which changes no probability and keeps `exp` from overflowing."""
+    return np.asarray(np.asarray(logits, dtype=np.float64) - np.max(logits, axis=1, keepdims=True))
+
+
+def top_k(values: npt.NDArray[np.floating], k: int) -> npt.NDArray[np.int64]:
+    """The columns of each row's `k` largest values, best first, int64 (N, min(k, C)) of values (N, C).
+
+    Equal values are in the order of their columns.
+    """
+    k = min(k, values.shape[1])
+    # Of many classes only the best are sorted, unless the last of them ties with one that would be left out.
+    best = values >= np.partition(values, -k, axis=1)[:, -k, None]
+    if np.count_nonzero(best) != len(values) * k:
+        return np.argsort(-values, axis=1, kind="stable")[:, :k]
+    rows = np.arange(len(values))[:, None]
+    columns = np.nonzero(best)[1].reshape(-1, k)
+    return columns[rows, np.argsort(-values[rows, columns], axis=1, kind="stable")]
+
+
+def confidences(logits: npt.NDArray[np.float32]) -> Float64Array:
+    """The largest probability of each row, float64 (N,), of logits (N, C); 1 where a logit is not finite.
+
+    For whole evaluation splits: no probability but the largest is made, and the exponentials stay in float32.
+    """
+    with np.errstate(invalid="ignore"):
+        exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
+    largest = 1 / exponentials.sum(axis=1, dtype=np.float64)  # the row's largest exponential is exp(0)
+    return np.asarray(np.where(np.isfinite(largest), largest, 1.0))
 
 
 def margins(logits: npt.NDArray[np.floating], classes: npt.NDArray[np.integer] | None = None) -> Float64Array:

@@ -1,4 +1,4 @@
-"""A cluster of Ray, for the verbs that run on one: joining it, and its nodes. Ray is imported when it is needed."""
+"""Joining a Ray cluster and listing its nodes, for the verbs that run on one. Ray is imported when it is needed."""
 
 import logging
 import os
@@ -14,17 +14,17 @@ _CONNECT_SECONDS = 5.0
 
 
 @contextmanager
-def joined(address: str, *, log_to_driver: bool = True, **own: Any) -> Iterator[None]:
+def joined(address: str, *, log_to_driver: bool = True, **local_options: Any) -> Iterator[None]:
     """Inside, this process is the driver of the cluster at `address`, or of a local one that ends with the block.
 
-    log_to_driver: whether what other processes print comes here. own: options of `ray.init` for a local cluster.
+    log_to_driver: whether what other processes print comes here. local_options: of `ray.init`, for a local cluster.
     Raises EnvironmentMissing where there is no such cluster.
     """
     import ray
 
     _require_answer(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    options = {"include_dashboard": False, **own} if address == LOCAL else {}
+    options = {"include_dashboard": False, **local_options} if address == LOCAL else {}
     try:
         ray.init(address, log_to_driver=log_to_driver, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -39,7 +39,7 @@ def cluster_nodes() -> list[dict[str, Any]]:
     """Ray's description of each living node; its `Resources` are numbers by name."""
     import ray
 
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray annotates it not
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]  # Ray has no annotation
     return [node for node in nodes if node["Alive"]]
 
 

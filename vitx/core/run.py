@@ -35,7 +35,7 @@ class RunInfo(Record):
 
 
 class CheckpointState(Record):
-    """`state.json` of one checkpoint folder: where training stood, and the digests of the files beside it."""
+    """`state.json` of one checkpoint folder: how far training had come, and the sha256 of the files beside it."""
 
     format_version: Literal[1] = 1
     epoch: NonNegativeInt = Field(description="epochs completed")
@@ -44,7 +44,7 @@ class CheckpointState(Record):
     best_epoch: int
     metrics: dict[str, Any] = Field(default_factory=dict)
     rng: dict[str, Any] = Field(default_factory=dict)
-    trainer: dict[str, Any] = Field(default_factory=dict, description="what training goes on from beside the tensors")
+    trainer: dict[str, Any] = Field(default_factory=dict, description="what training resumes from besides the tensors")
     sha256: dict[str, str]
 
 
@@ -63,9 +63,13 @@ class RunFolder:
         run = cls(path)
         if not run.path.is_dir():
             raise InputError(f"no run at '{path}': expected a folder made by `vitx train`")
-        if not run.info_path.is_file():
+        if not run.exists():
             raise InputError(f"'{path}' is not a run: it has no run.json")
         return run
+
+    def exists(self) -> bool:
+        """Whether a run has been begun here: its folder appears with `run.json` inside."""
+        return self.info_path.is_file()
 
     @property
     def info_path(self) -> Path:
@@ -88,7 +92,7 @@ class RunFolder:
         Raises InputError when there is none, or naming the file whose sha256 differs.
         """
         folder = self.checkpoint_path(which)
-        if folder.is_symlink():  # followed once: a training that goes on switches it between two reads
+        if folder.is_symlink():  # followed once: a running training may switch the link between two reads
             folder = folder.parent / folder.readlink()
         if not (folder / "state.json").is_file():
             raise InputError(f"run '{self.path}' has no '{which}' checkpoint yet")

@@ -1,6 +1,8 @@
-"""A conversion in a process of its own: a crash, a hang or a memory hog in a compiler ends that process, not ours."""
+"""Runs a conversion in its own process: a compiler that crashes, hangs or eats memory ends that process, not ours."""
 
+import math
 import multiprocessing
+import os
 import signal
 import time
 import traceback
@@ -10,16 +12,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from vitx.core.errors import VitxError
+from vitx.core.preprocess import ignore_bomb_warnings
 
 ResultT = TypeVar("ResultT")
 
-SECONDS = 3600.0
-MEMORY_GIB = 64.0
 _POLL_SECONDS = 0.1
 
 
 class ConversionCrashed(VitxError):
-    """The process of a conversion died, overran a limit, or raised something that is not the user's."""
+    """The process of a conversion died, exceeded a limit, or raised an unexpected exception."""
 
     exit_code = 1
 
@@ -28,13 +29,13 @@ def run_limited(
     title: str,
     function: Callable[..., ResultT],
     *arguments: Any,
-    seconds: float = SECONDS,
-    memory_gib: float = MEMORY_GIB,
+    seconds: float = math.inf,
+    memory_gib: float = math.inf,
 ) -> ResultT:
-    """Return `function(*arguments)`, computed in a fresh process; everything passed must be picklable.
+    """Return `function(*arguments)`, computed in a fresh process; function, arguments and result must be picklable.
 
-    An error of the user's or of the disk raised there is raised here. Raises ConversionCrashed, with the reason, when
-    the process dies of a signal, raises anything else, takes longer than `seconds` or holds more than `memory_gib`.
+    VitxError and OSError are raised here as they were there. Raises ConversionCrashed, with the reason, when the
+    process dies, raises anything else, takes longer than `seconds` or has more than `memory_gib` resident (on Linux).
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -59,11 +60,12 @@ def run_limited(
 
 def _child(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    ignore_bomb_warnings()
     try:
         answer = ("result", function(*arguments))
-    except (VitxError, OSError) as error:  # the user's, or the disk's
+    except (VitxError, OSError) as error:  # the user's mistake, or the disk's failure
         answer = ("error", error)
-    except BaseException:  # noqa: BLE001 - the edge of the process: whatever it was goes to the parent as text
+    except BaseException:  # noqa: BLE001 - the edge of the process: the parent gets the traceback
         answer = ("error", traceback.format_exc().strip())
     connection.send(answer)
     connection.close()
@@ -91,13 +93,12 @@ def _wait(
 
 
 def resident_gib(pid: int) -> float:
-    """Resident memory of a process in GiB; 0 where the system does not tell, or the process is gone."""
+    """Resident memory of a process in GiB; 0 on a system without /proc, or when the process is gone."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        pages = Path(f"/proc/{pid}/statm").read_text().split()[1]  # proc(5): size, resident, …
     except OSError:
         return 0.0
-    fields = status.partition("VmRSS:")[2].split()
-    return int(fields[0]) / 2**20 if fields else 0.0
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def _cause(exit_code: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Records that carry the digest of their own file, so that a changed byte is found where no other file names it."""
+"""Records that hold the sha256 of their own file: a changed byte is found though no other file lists the digest."""
 
 import json
 from pathlib import Path
@@ -32,10 +32,10 @@ SealedT = TypeVar("SealedT", bound=SealedRecord)
 
 
 def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
-    """Read a sealed record; raise InputError for a file that is none, CheckFailed for one that was changed.
+    """Read a sealed record; raise InputError for any other file, CheckFailed for one that was changed.
 
     Every byte counts, blanks too: the file must be what `write_json` makes of its content. The digest finds damage and
-    careless edits; it is no signature, whoever can write the file can compute it.
+    careless edits. It is not a signature: who can write the file can compute the digest.
     """
     record = read_record(path, schema)
     if path.read_bytes() != record.file_bytes() or record.sha256 != record.digest():

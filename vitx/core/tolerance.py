@@ -18,5 +18,5 @@ def allowed_logit_error(precision: Precision, logit_std: float) -> float:
 
 
 def coarser(first: Precision, second: Precision) -> Precision:
-    """The one of two precisions that allows more."""
+    """The one of two precisions whose logits may differ more."""
     return max(first, second, key=lambda precision: SHARE_OF_STD.get(precision, 0.0))

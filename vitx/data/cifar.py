@@ -14,37 +14,41 @@ from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import ImageSet, Split, encode_png
 
 
-class _Version(NamedTuple):
-    """Names in one of the four archives; label bytes before the pixels in the binary ones, the last is the class."""
+class _Archive(NamedTuple):
+    """The files of one of the four archives that the authors offer, and where labels and class names are in them.
+
+    Binary: `label_bytes` stand before the pixels of each image, the last of them is the (fine) class. Python: pickled
+    dictionaries with these keys.
+    """
 
     train: tuple[str, ...]
     val: str
-    names: str
+    class_names: str
     label_bytes: int = 0
     label_key: str = ""
     names_key: str = ""
 
 
-_VERSIONS = {
-    "cifar-10-batches-bin": _Version(
+_ARCHIVES = {
+    "cifar-10-batches-bin": _Archive(
         tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", "batches.meta.txt", label_bytes=1
     ),
-    "cifar-100-binary": _Version(("train.bin",), "test.bin", "fine_label_names.txt", label_bytes=2),
-    "cifar-10-batches-py": _Version(
+    "cifar-100-binary": _Archive(("train.bin",), "test.bin", "fine_label_names.txt", label_bytes=2),
+    "cifar-10-batches-py": _Archive(
         tuple(f"data_batch_{i}" for i in range(1, 6)),
         "test_batch",
         "batches.meta",
         label_key="labels",
         names_key="label_names",
     ),
-    "cifar-100-python": _Version(("train",), "test", "meta", label_key="fine_labels", names_key="fine_label_names"),
+    "cifar-100-python": _Archive(("train",), "test", "meta", label_key="fine_labels", names_key="fine_label_names"),
 }
-PIXELS = 3 * 32 * 32
+IMAGE_BYTES = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """Reads image i as PNG."""
+class PngReader:
+    """`ImageSet.read` of an array uint8 (N, H, W, 3): the bytes of image i as PNG."""
 
     images: UInt8Array
 
@@ -52,20 +56,20 @@ class Pixels:
         return encode_png(self.images[index])
 
 
-def find(root: Path) -> Path | None:
+def find_folder(root: Path) -> Path | None:
     """The folder with CIFAR's files: `root` or one directly in it."""
-    places = [place for name in _VERSIONS for place in (root, root / name) if place.name == name]
+    places = [place for name in _ARCHIVES for place in (root, root / name) if place.name == name]
     return next((place for place in places if place.is_dir()), None)
 
 
 def open_cifar(folder: Path, split: Split) -> ImageSet:
-    """The 32 × 32 images of a folder that `find` found; raise InputError for a file that is missing or damaged."""
-    version = _VERSIONS[folder.name]
-    read = _read_binary if version.label_bytes else _read_python
-    files = version.train if split == "train" else (version.val,)
-    parts = [read(_existing(folder / name), version) for name in files]
+    """One split of a folder that `find_folder` found; raise InputError for a file that is missing or damaged."""
+    archive = _ARCHIVES[folder.name]
+    read = _read_binary if archive.label_bytes else _read_python
+    files = archive.train if split == "train" else (archive.val,)
+    parts = [read(_existing(folder / name), archive) for name in files]
     labels = np.concatenate([part[1] for part in parts])
-    names = _class_names(_existing(folder / version.names), version)
+    names = _class_names(_existing(folder / archive.class_names), archive)
     if labels.max() >= len(names):
         raise InputError(f"{folder} has the label {labels.max()} but names {len(names)} classes: unpack it again")
     return ImageSet(
@@ -73,7 +77,7 @@ def open_cifar(folder: Path, split: Split) -> ImageSet:
         class_names=names,
         keys=tuple(f"{split}/{number:05d}" for number in range(len(labels))),
         labels=labels,
-        read=Pixels(np.concatenate([part[0] for part in parts])),
+        read=PngReader(np.concatenate([part[0] for part in parts])),
     )
 
 
@@ -84,23 +88,25 @@ def _existing(path: Path) -> Path:
 
 
 def _as_images(flat: UInt8Array) -> UInt8Array:
+    """(N, 3·32·32), all red, then all green, then all blue → (N, 32, 32, 3)."""
     return np.ascontiguousarray(flat.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
 
 
-def _read_binary(path: Path, version: _Version) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
-    row = version.label_bytes + PIXELS
+def _read_binary(path: Path, archive: _Archive) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
+    """Images uint8 (N, 32, 32, 3) and labels int64 (N,) of one file."""
+    row = archive.label_bytes + IMAGE_BYTES
     data = np.fromfile(path, np.uint8)
     if not len(data) or len(data) % row:
         raise InputError(f"{path} has {len(data)} bytes, not a multiple of {row}: unpack it again")
     rows = data.reshape(-1, row)
-    return _as_images(rows[:, version.label_bytes :]), rows[:, version.label_bytes - 1].astype(np.int64)
+    return _as_images(rows[:, archive.label_bytes :]), rows[:, archive.label_bytes - 1].astype(np.int64)
 
 
-def _read_python(path: Path, version: _Version) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
+def _read_python(path: Path, archive: _Archive) -> tuple[UInt8Array, npt.NDArray[np.int64]]:
     batch = _unpickle(path)
     try:
         flat = np.asarray(batch[b"data"], np.uint8)
-        labels = np.asarray(batch[version.label_key.encode()], np.int64)
+        labels = np.asarray(batch[archive.label_key.encode()], np.int64)
         images = _as_images(flat)
     except (KeyError, ValueError, TypeError) as error:
         raise InputError(f"{path} is not a batch of CIFAR: {error}") from None
@@ -109,10 +115,10 @@ def _read_python(path: Path, version: _Version) -> tuple[UInt8Array, npt.NDArray
     return images, labels
 
 
-def _class_names(path: Path, version: _Version) -> tuple[str, ...]:
-    if version.label_bytes:
+def _class_names(path: Path, archive: _Archive) -> tuple[str, ...]:
+    if archive.label_bytes:
         return tuple(path.read_text().split())
-    return tuple(name.decode() for name in _unpickle(path)[version.names_key.encode()])
+    return tuple(name.decode() for name in _unpickle(path)[archive.names_key.encode()])
 
 
 class _ArraysOnly(pickle.Unpickler):

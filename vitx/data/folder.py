@@ -11,7 +11,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, decode
 from vitx.data.image_set import EXTENSIONS, ImageSet
 
-# A folder with more images than this is not read through before a run begins.
+# Up to so many images are decoded before a run begins, to find unreadable ones; with more that would take too long.
 CHECKED_IMAGES = 20_000
 
 
@@ -27,7 +27,7 @@ def list_images(folder: Path) -> list[Path]:
 
 
 def class_names_in(root: Path) -> tuple[str, ...]:
-    """The classes of train/ and of val/, which must be the same."""
+    """The names of the class folders, sorted; raise InputError unless train/ and val/ have the same."""
     found: dict[str, set[str]] = {}
     for split in ("train", "val"):
         folder = root / split
@@ -51,10 +51,11 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
+    """The images of one split, a folder a class; `skip_bad` leaves out what cannot be read (see `open_images`)."""
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
-        problems = list(pool.map(_problem, checked)) or [None] * len(found)
+        problems = list(pool.map(_why_unreadable, checked)) or [None] * len(found)
     bad = [f"{path}: {problem}" for (path, _), problem in zip(found, problems, strict=True) if problem]
     if bad and not skip_bad:
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
@@ -70,14 +71,14 @@ def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -
         class_names=class_names,
         keys=tuple(str(path.relative_to(folder)) for path in paths),
         labels=np.array([label for _, label in good], dtype=np.int64),
-        read=_Files(paths),
+        read=_FileReader(paths),
         skipped=tuple(bad),
     )
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Reads file i; unlike a lambda it can be sent to a process."""
+class _FileReader:
+    """`ImageSet.read` of files; unlike a lambda it can be sent to another process."""
 
     paths: tuple[Path, ...]
 
@@ -85,8 +86,7 @@ class _Files:
         return self.paths[index].read_bytes()
 
 
-def _problem(path: Path) -> str | None:
-    """Why an image cannot be read, or None."""
+def _why_unreadable(path: Path) -> str | None:
     try:
         decode(path)
     except ImageError as error:

@@ -14,8 +14,8 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Reads the encoded image of row i."""
+class RowReader:
+    """`ImageSet.read` of a data set: the encoded image of row i."""
 
     dataset: Any
     column: str
@@ -26,14 +26,15 @@ class Rows:
         return content
 
 
-def is_dataset(root: Path) -> bool:
+def is_hugging_face(root: Path) -> bool:
     return (root / "dataset_dict.json").is_file() or any(root.glob("*.parquet")) or any(root.glob("*/*.parquet"))
 
 
-def open_dataset(root: Path, split: Split) -> ImageSet:
-    """The images of one split, with the names of its ClassLabel; Parquet is converted into the library's cache once.
+def open_hugging_face(root: Path, split: Split) -> ImageSet:
+    """The images of one split; its ClassLabel names the classes. Parquet is converted once, into the library's cache.
 
-    Raises EnvironmentMissing without the package `datasets`, InputError for a split or columns that are not there.
+    Raises EnvironmentMissing without the package `datasets`, InputError for data without such a split, or without a
+    column of images and one of class labels.
     """
     if importlib.util.find_spec("datasets") is None:
         raise missing_package("datasets", "huggingface")
@@ -56,11 +57,12 @@ def open_dataset(root: Path, split: Split) -> ImageSet:
         raise InputError(
             f"'{root}' has the columns {', '.join(dataset.features)}: expected one of images and one of class labels"
         )
+    # Undecoded: ImageSet.read returns encoded bytes, and every image goes through the one preprocessing.
     dataset = dataset.cast_column(images[0], datasets.Image(decode=False))
     return ImageSet(
         name=str(root),
         class_names=tuple(classes[label].names),
         keys=tuple(f"{name}/{row:07d}" for row in range(len(dataset))),
         labels=np.asarray(dataset.with_format("numpy")[label][:], dtype=np.int64),
-        read=Rows(dataset.select_columns(images[0]), images[0]),
+        read=RowReader(dataset.select_columns(images[0]), images[0]),
     )

@@ -15,15 +15,19 @@ from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 
 Split = Literal["train", "val"]
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
-# Beside the digits: found in the folder of their name in $VITX_DATA, or in ./data.
+# All but the digits lie in a folder of their name in $VITX_DATA, or in ./data.
 NAMED_SETS = ("digits", "cifar10", "cifar100", "imagenet")
-# How others call the two splits; the first found is taken.
+# What data sets call the two splits; the first name that is found is taken.
 SPLIT_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation", "valid", "test")}
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """Labelled images, read one at a time: `read(i)` returns the encoded bytes of image i."""
+    """Labelled images, read one at a time.
+
+    keys: a name for each image, unique in the set. labels: class numbers int64 (N,), −1 where there are none.
+    read: `read(i)` returns the encoded bytes (PNG, JPEG, …) of image i. skipped: unreadable files that were left out.
+    """
 
     name: str
     class_names: tuple[str, ...]
@@ -61,6 +65,10 @@ class ImageSet:
         """The first `count` images (all of them for None)."""
         return self if count is None or count >= len(self) else self.subset(np.arange(count))
 
+    def evenly_spaced(self, count: int | None) -> "ImageSet":
+        """At most `count` images, evenly spaced over the set (all of them for None): see `evenly_spaced`."""
+        return self if count is None else self.subset(evenly_spaced(len(self), count))
+
     def subset(self, indices: npt.NDArray[np.int64]) -> "ImageSet":
         """The images of `indices`, in that order."""
         keys = tuple(self.keys[index] for index in indices)
@@ -73,12 +81,16 @@ class ImageSet:
 
 
 def evenly_spaced(count: int, limit: int) -> npt.NDArray[np.int64]:
-    """Ascending indices of at most `limit` of `count` images: the head of a folder is of one class."""
+    """Ascending indices of at most `limit` of `count` images, evenly spaced from the first to the last.
+
+    Images are mostly listed class by class, so the first `limit` would be of a few classes.
+    """
     return np.linspace(0, count - 1, min(limit, count)).astype(np.int64)
 
 
 def encode_png(pixels: UInt8Array) -> bytes:
+    """The PNG file of an image uint8 (H, W) or (H, W, 3)."""
     buffer = io.BytesIO()
-    # Stored, not compressed: the bytes, and so the digest, do not depend on the version of a compressor.
+    # Stored, not compressed: the bytes, and so ImageSet.digest, are the same whatever version zlib has.
     Image.fromarray(pixels).save(buffer, format="PNG", compress_level=0)
     return buffer.getvalue()

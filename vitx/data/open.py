@@ -1,4 +1,4 @@
-"""Labelled image sets by name or by folder; the formats are listed at `open_images`."""
+"""Labelled image sets by name or by folder; `open_images` lists the formats."""
 
 import os
 from pathlib import Path
@@ -10,11 +10,13 @@ from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
 def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
-    """Open a named set, or what lies at `data`: a folder with train/ and val/, each with a folder of images a class;
-    CIFAR's own files; WebDataset shards; a Hugging Face data set. Shards may also be given as a pattern with {split}.
+    """Open one split of a named set ("digits", "imagenet", …) or of what lies at the path `data`.
 
-    Raises InputError when nothing is there, when train/ and val/ hold different classes, or when an image of a folder
-    of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in `skipped`.
+    In a path are recognised, in this order: train/ and val/, each with one folder of images a class; CIFAR's own files;
+    a Hugging Face data set; WebDataset shards. `data` may also be a pattern of shards with {split} in it.
+
+    Raises InputError when `data` is none of them, when train/ and val/ hold different classes, or when an image of a
+    folder of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in `skipped`.
     """
     from vitx.data import cifar, hugging_face, webdataset  # each with libraries of its own
 
@@ -25,17 +27,18 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     root = folder_of(data)
     if any(path.is_dir() for path in (root / "train").glob("*")):
         return open_folder(root / split, class_names_in(root), skip_bad=skip_bad)
-    if (folder := cifar.find(root)) is not None:
+    if (folder := cifar.find_folder(root)) is not None:
         return cifar.open_cifar(folder, split)
-    if hugging_face.is_dataset(root):
-        return hugging_face.open_dataset(root, split)
+    if hugging_face.is_hugging_face(root):
+        return hugging_face.open_hugging_face(root, split)
     if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
         return webdataset.open_shards(str(root), split)
+    # Nothing was recognised: this raises the error that says what a folder must hold.
     return open_folder(root / split, class_names_in(root), skip_bad=skip_bad)
 
 
 def folder_of(data: str) -> Path:
-    """The folder of a named set or of a path."""
+    """The folder of a named set, in $VITX_DATA or ./data, or `data` as a path; raise InputError when there is none."""
     root = Path(os.environ.get("VITX_DATA", "data")) / data if data in NAMED_SETS else Path(data)
     if not root.is_dir():
         hint = ", which are looked for in $VITX_DATA" if data in NAMED_SETS else ""

@@ -1,7 +1,7 @@
 """WebDataset shards: tar files whose members 000123.jpg and 000123.cls (or .json) are one sample.
 
-Shards are indexed, not streamed: an image is read at its place in the file, so a shuffle is over the whole set and does
-not depend on the number of workers. Only uncompressed tars have such places.
+Shards are indexed, not streamed: an image is read at its offset in the file, so a shuffle is over the whole set and
+does not depend on the number of workers. In a compressed tar an image has no offset, so those are refused.
 """
 
 import json
@@ -21,8 +21,8 @@ CLASS_NAMES_FILE = "classnames.txt"
 
 
 @dataclass(frozen=True)
-class Slices:
-    """Reads image i, bytes `start` to `start + size` of a file."""
+class TarReader:
+    """`ImageSet.read` of tar files: image i is the `size[i]` bytes from `start[i]` on of file `file_index[i]`."""
 
     files: tuple[Path, ...]
     file_index: npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ class _Sample(NamedTuple):
 
 
 def find_shards(data: str, split: Split) -> tuple[Path, ...]:
-    """The shards of a split: of a pattern with {split} in it, or in the folder `data`, by name or in a folder each."""
+    """The shards of a split: by a pattern with {split} in it, or in the folder `data` as SPLIT/*.tar or *SPLIT*.tar."""
     for name in SPLIT_NAMES[split]:
         if "{split}" in data:
             pattern = Path(data.replace("{split}", name))
@@ -77,16 +77,18 @@ def open_shards(data: str, split: Split) -> ImageSet:
         class_names=names,
         keys=tuple(f"{shards[sample.shard].name}/{sample.key}" for sample in samples),
         labels=labels,
-        read=Slices(shards, *places.T),
+        read=TarReader(shards, *places.T),
     )
 
 
 @lru_cache(maxsize=4)
 def _index(shards: tuple[Path, ...]) -> tuple[_Sample, ...]:
+    """All samples, shard by shard; kept, as class names without a file are counted from both splits."""
     return tuple(sample for number, path in enumerate(shards) for sample in _samples(path, number))
 
 
 def _samples(path: Path, shard: int) -> list[_Sample]:
+    """The samples of one shard, by their members' names and offsets; of the contents the labels alone are read."""
     places: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -117,6 +119,7 @@ def _label(content: bytes, kind: str, where: str) -> int:
 
 
 def _class_names(data: str, folder: Path) -> tuple[str, ...]:
+    """The lines of classnames.txt beside the shards or one folder up, else the numbers up to the largest label."""
     for place in (folder, folder.parent):
         if (place / CLASS_NAMES_FILE).is_file():
             return tuple((place / CLASS_NAMES_FILE).read_text().splitlines())

@@ -1,4 +1,8 @@
-"""A model repository for Triton Inference Server, from a bundle."""
+"""A model repository for Triton Inference Server, from a bundle.
+
+The fields of `config.pbtxt` are those of the message ModelConfig in Triton's `model_config.proto`
+(github.com/triton-inference-server/common).
+"""
 
 import json
 import shutil
@@ -27,13 +31,14 @@ def triton_repository(
     device: Literal["cpu", "gpu"] | None = None,
     allow_uncertified: bool = False,
 ) -> Path:
-    """Write the model `out_dir`/NAME for Triton and return its folder; an older one of that name is replaced whole.
+    """Write the model `out_dir`/NAME for Triton and return its folder; an older model of that name is replaced whole.
 
-    Serves the bundle's ONNX graph (`device` cpu by default), or a classic TensorRT `plan` of that graph (on the GPU).
-    Requests wait up to `max_queue_delay_us` microseconds for others to make a batch of up to `max_batch`.
+    Triton will serve the bundle's ONNX graph (on the CPU unless `device` says otherwise), or a classic TensorRT `plan`
+    of that graph (on the GPU). A request waits up to `max_queue_delay_us` microseconds for others to make a batch of up
+    to `max_batch`.
 
-    Raises InputError for a batch that the plan is not made for, a label that a line cannot hold, or a folder that is no
-    Triton model; CheckFailed for a bundle without a valid certificate or a plan of another graph.
+    Raises InputError for a batch that the plan's profiles do not take, a label that a line cannot hold, or an existing
+    folder that is no Triton model; CheckFailed for a bundle without a valid certificate or a plan of another graph.
     """
     bundle = Bundle.open(bundle_path)
     if not allow_uncertified:
@@ -47,7 +52,7 @@ def triton_repository(
         raise InputError(f"'{target}' exists and is no Triton model: choose another folder")
     kind = "KIND_GPU" if info is not None or device == "gpu" else "KIND_CPU"
     with staged_folder(target) as stage:
-        (stage / "1").mkdir()
+        (stage / "1").mkdir()  # the version of the model
         shutil.copyfile(plan or bundle.model_path, stage / "1" / ("model.onnx" if plan is None else "model.plan"))
         (stage / LABELS).write_text(_labels(bundle.manifest.labels), encoding="utf-8")
         (stage / CONFIG).write_text(
@@ -65,13 +70,16 @@ def model_config(
     """`config.pbtxt`: a ModelConfig message in protobuf's text form."""
     manifest = bundle.manifest
     images, logits = manifest.input, manifest.output
+    # Shapes are without the batch: a max_batch_size above 0 tells Triton that there is one in front.
     dims = ", ".join(str(size) for size in images.shape[1:])
+    # An instance has the profiles that batches of up to max_batch need, and prefers batches of a profile's best size.
+    # Batch 1, the best sizes and max_batch are run once before the model is ready.
     profiles = [] if plan is None else [index for index, p in enumerate(plan.profiles) if p.minimum <= max_batch]
     preferred = sorted({plan.profiles[index].optimum for index in profiles} if plan else set())
     warm_up = sorted({1, *(size for size in preferred if size <= max_batch), max_batch})
     return "\n".join(
         [
-            *_origin(bundle, plan),
+            *_header(bundle, plan),
             f"name: {_quoted(manifest.name)}",
             f"backend: {_quoted('onnxruntime' if plan is None else 'tensorrt')}",
             f"default_model_filename: {_quoted('model.onnx' if plan is None else 'model.plan')}",
@@ -89,8 +97,8 @@ def model_config(
     )
 
 
-def _origin(bundle: Bundle, plan: PlanInfo | None) -> list[str]:
-    """What an operator has to know, as comments."""
+def _header(bundle: Bundle, plan: PlanInfo | None) -> list[str]:
+    """Comments with what whoever runs the server has to know."""
     lines = [
         f"# Written by vitx from the bundle {bundle.manifest.name}: {bundle.manifest.model.name}, "
         f"{bundle.manifest.precision}.",
@@ -140,9 +148,9 @@ def _matching_plan(plan: Path, bundle: Bundle) -> PlanInfo:
 def _check_plan_use(info: PlanInfo, max_batch: int, device: str | None) -> None:
     if device == "cpu":
         raise InputError("a TensorRT plan runs on a GPU only: leave the device out, or serve the ONNX graph")
-    covered = sorted((p.minimum, p.maximum) for p in info.profiles)
+    # Triton may form any batch from 1 to max_batch, so the profiles must cover them without a gap.
     reach = 0
-    for low, high in covered:
+    for low, high in sorted((p.minimum, p.maximum) for p in info.profiles):
         reach = max(reach, high) if low <= reach + 1 else reach
     if max_batch > reach:
         raise InputError(f"max_batch {max_batch}: the plan's profiles take batches of 1 to {reach}")

@@ -21,9 +21,9 @@ STAGE_WIDTHS = (64, 128, 256, 512)
 
 
 class PreActivationUnit(nn.Module):
-    """A residual unit: norm → activation → branch, beside the input or its 1×1 projection.
+    """A pre-activation residual unit (He et al., arXiv 1603.05027): `branch(act(norm(x))) + shortcut`.
 
-    The projection, where shape changes, sees the normalised input; the identity sees the raw one.
+    The shortcut is x itself; where width or stride change it is a 1×1 projection of act(norm(x)).
     """
 
     def __init__(
@@ -81,7 +81,10 @@ class BottleneckUnit(PreActivationUnit):
 
 
 class AttentionUnit(PreActivationUnit):
-    """A 1×1 convolution to dim/expansion, BatchNorm, and window attention back to the full width."""
+    """1×1 convolution to dim/expansion channels, BatchNorm, window attention to `width * expansion`: AlterNet's MSA.
+
+    (B, dim, h, w) → (B, width·expansion, h, w); without an MLP, unlike a transformer's block.
+    """
 
     def __init__(
         self,
@@ -143,6 +146,7 @@ class AlterNet(nn.Module):
         self.stem = _stem(stem, in_chans, **factory)
         self.stem_reduction = 4 if stem == "imagenet" else 1
         expansion = 1 if unit == "basic" else 4
+        # The rate of drop path grows linearly over all units, as in timm.
         drop_paths = iter(torch.linspace(0, drop_path_rate, sum(depths), device="cpu").tolist())
         stages, dim = [], STEM_WIDTH
         for index, width in enumerate(STAGE_WIDTHS):
@@ -179,7 +183,7 @@ class AlterNet(nn.Module):
         self.head = nn.Linear(dim, num_classes, **factory) if num_classes > 0 else nn.Identity()
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, 3, S, S) → the normalised last feature map (B, C, h, w)."""
+        """Images (B, 3, S, S) → the normalised last feature map (B, C, h, w), h = S/32 (S/8 with the CIFAR stem)."""
         x = self.stem(x)
         for stage in self.stages:
             x = self._run(stage, x)
@@ -242,7 +246,7 @@ class AlterNet(nn.Module):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Relative positions are biases of the attention."""
+        """Tables of relative positions, which are biases of attention scores."""
         return {name for name, _ in self.named_parameters() if name.endswith("relative_position")}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class AlterNet(nn.Module):
 
 
 def attention_sequence(depth: int, attention_depth: int) -> list[bool]:
-    """Which units of a stage are attention: `[C]·(n1 − 2·n2) + [C, M]·n2`."""
+    """Which of a stage's n1 = `depth` units are attention, of n2 = `attention_depth`: `[C]·(n1 − 2·n2) + [C, M]·n2`."""
     return [False] * (depth - 2 * attention_depth) + [False, True] * attention_depth
 
 
@@ -267,7 +271,7 @@ def _check_depths(depths: Sequence[int], attention_depths: Sequence[int]) -> Non
     for stage, (units, attention) in enumerate(zip(depths, attention_depths, strict=True)):
         if 2 * attention > units:
             raise InputError(
-                f"stage {stage} has {units} units and {attention} of attention: at most every second one, so change "
+                f"stage {stage} has {units} units and {attention} of attention: at most every second can be, so change "
                 "depths or attention_depths"
             )
 

@@ -1,6 +1,15 @@
 """Attention with a mix over heads: Re-Attention (DeepViT), talking heads, and plain attention, which mixes nothing.
 
-Shape letters: B batch, N tokens (class token included), D width, H heads, K head width.
+All three are `proj(A V)` with maps `A = mix_after(softmax(mix_before(Q Kᵀ/√K)))` (docs/maths.md §3.1, §3.2):
+
+| | before softmax | after softmax |
+|---|---|---|
+| PlainAttention | – | – |
+| TalkingHeadsAttention | H×H matrix | H×H matrix |
+| ReAttention | – | H×H matrix, then a norm over heads |
+
+Shape letters: B batch, N tokens (class token included), D width, H heads, K = D/H head width, E = 3·H·K' the width of
+queries, keys and values together, K' the head width the flash kernels read (`padded_width`).
 """
 
 from collections.abc import Callable
@@ -15,10 +24,10 @@ from vitx.core.errors import InputError
 from vitx.models.flash.reattention import (
     INTERPRETED,
     Mixes,
-    against_flash,
     flash_reattention,
-    notice_plain,
     padded_width,
+    warn_plain,
+    why_not_flash,
 )
 from vitx.models.head_mix import mix_heads
 
@@ -28,7 +37,10 @@ T = TypeVar("T")
 
 
 class FlashWeights(NamedTuple):
-    """What the kernels' path multiplies with: mixes with `value_scale` in them, float32; the projections' weights."""
+    """The weights of a layer as the flash kernels' path multiplies with them (`HeadMixAttention._flash_weights`).
+
+    mixes: float32, `value_scale` folded in. qkv (E, D), qkv_bias (E,) and proj (D, H·K'): heads padded with zeros.
+    """
 
     mixes: Mixes
     qkv: Tensor
@@ -37,10 +49,11 @@ class FlashWeights(NamedTuple):
 
 
 class HeadMixAttention(nn.Module):
-    """Self-attention whose maps a subclass may mix over heads, which no fused kernel offers.
+    """Self-attention (B, N, D) → (B, N, D) whose maps a subclass may mix over heads.
 
-    `attn_drop` sees the softmax maps (B, H, N, N), so a hook on it reads them, with `fused_attn = False` wherever the
-    network runs. `value_scale` multiplies V, which is cheaper than multiplying the maps by it.
+    No fused kernel of PyTorch has such a mix, so `forward` either writes the maps or runs the kernels of flash/.
+    A hook on `attn_drop` sees the softmax maps (B, H, N, N); set `fused_attn = False` for it, or the flash kernels may
+    run and there are no maps. `value_scale` is a factor of the mixed maps, applied to V, which is N/K times smaller.
     """
 
     value_scale = 1.0
@@ -67,50 +80,53 @@ class HeadMixAttention(nn.Module):
         self.attn_drop = nn.Dropout(attn_drop)
         self.proj = nn.Linear(dim, dim, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
-        # What was derived of the weights, by name, with the versions of the weights.
-        self._derived: dict[str, tuple[Any, Any]] = {}
+        # Name → (versions of the weights, what `cached` computed from them).
+        self._cache: dict[str, tuple[Any, Any]] = {}
 
     def before_softmax(self, scores_BHNN: Tensor) -> Tensor:
-        """What is done to the scores; nothing unless a subclass mixes them."""
+        """Mix the scores over heads, in subclasses that do; (B, H, N, N) → (B, H, N, N)."""
         return scores_BHNN
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
-        """What is done to the maps between dropout and the product with V; nothing unless a subclass mixes them."""
+        """Mix the maps over heads, after dropout and before the product with V, in subclasses that do."""
         return maps_BHNN
 
     def mixes_linearly(self) -> bool:
-        """Whether a forward pass as it would be now has mixes, all of them linear."""
+        """Whether this layer, in its present mode, mixes heads by fixed matrices alone: what the kernels can do."""
         return False
 
     def linear_mixes(self) -> Mixes | None:
-        """The mixes of a forward pass as it would be now, `value_scale` left out; None if one is not linear."""
+        """Those matrices, `value_scale` left out; None unless `mixes_linearly`."""
         return None
 
     def softmax_maps(self, q_BHNK: Tensor, k_BHNK: Tensor) -> Tensor:
-        """The attention maps (B, H, N, N) before dropout and before they are mixed."""
+        """The softmax maps (B, H, N, N), before dropout and before the mix of the maps."""
+        # Q is scaled, not the scores: N·K multiplications instead of N².
         return self.before_softmax((q_BHNK * self.scale) @ k_BHNK.transpose(-2, -1)).softmax(dim=-1)
 
     def split_heads(self, qkv_BN3D: Tensor) -> Tensor:
-        """The output of `qkv` as queries, keys and values: (3, B, H, N, K)."""
+        """Split the output of `qkv`, (B, N, 3·D), into queries, keys and values: (3, B, H, N, K)."""
         B, N, _ = qkv_BN3D.shape
+        # (B, N, 3, H, K): columns of qkv are ordered as (query/key/value, head, channel), as in timm.
         return qkv_BN3D.view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         B, N, D = x_BND.shape
-        if self._takes_kernels(x_BND):
+        if self._uses_flash(x_BND):
             return self._flash_forward(x_BND)
         q_BHNK, k_BHNK, v_BHNK = self.split_heads(self.qkv(x_BND))
         if self.value_scale != 1.0:
             v_BHNK = v_BHNK * self.value_scale
         maps_BHNN = self.attn_drop(self.softmax_maps(q_BHNK, k_BHNK))
         out_BHNK = self.after_softmax(maps_BHNN) @ v_BHNK
+        # Heads of a token side by side: (B, H, N, K) → (B, N, H, K) → (B, N, D).
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
 
     def _flash_forward(self, x_BND: Tensor) -> Tensor:
-        """`forward` by the kernels that write no maps: they and the two projections are all that runs."""
+        """`forward` by the kernels that write no maps: two projections and the kernels are all that runs."""
         B, N, _ = x_BND.shape
-        weights = self.derived("flash", self._flash_weights)
+        weights = self.cached("flash", self._flash_weights)
         qkv_BNE = F.linear(x_BND, weights.qkv, weights.qkv_bias)
         q_BHNK, k_BHNK, v_BHNK = qkv_BNE.view(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         out_BHNK = flash_reattention(q_BHNK, k_BHNK, v_BHNK, weights.mixes, self.scale)
@@ -119,12 +135,15 @@ class HeadMixAttention(nn.Module):
         return dropped
 
     def _flash_weights(self) -> FlashWeights:
-        """Widths of 33 and 35 get columns of zeros, so that a head begins where 16 bytes can be read.
+        """Fold `value_scale` into the mix, and pad heads to a multiple of 8 columns (docs/maths.md §4, rewrite 8).
 
-        Rewrite 8 of docs/maths.md §4.
+        Heads of width 33 and 35 (DeepViT-S and -L) get columns of zeros, so that every head begins at a multiple of 16
+        bytes, which a kernel reads at once. Zeros change no product: those of q and k add nothing to a score, those of
+        v meet zero columns of `proj`.
         """
         mixes = self.linear_mixes()
         assert mixes is not None
+        # The factor belongs to the mixed maps: to weight and bias after softmax, not to those before it.
         scaled = [None if part is None else self.value_scale * part.float() for part in mixes[:2]]
         rest = [None if part is None else part.float() for part in mixes[2:]]
         floats: list[Any] = [None if part is None else part.contiguous() for part in (*scaled, *rest)]
@@ -133,45 +152,50 @@ class HeadMixAttention(nn.Module):
         qkv: Tensor = self.qkv.weight
         bias: Tensor | None = self.qkv.bias
         proj: Tensor = self.proj.weight
-        if extra:
+        if extra:  # F.pad counts dimensions from the last: (columns left, right, K before, K after)
             qkv = F.pad(qkv.view(3, H, K, D), (0, 0, 0, extra)).flatten(0, 2)
             bias = None if bias is None else F.pad(bias.view(3, H, K), (0, extra)).flatten()
             proj = F.pad(proj.view(D, H, K), (0, extra)).flatten(1)
         return FlashWeights(Mixes(*floats), qkv, bias, proj)
 
-    def derived(self, name: str, make: Callable[[], T]) -> T:
-        """`make()`, kept while no weight changes. Made anew where gradients flow through it, and in a traced graph."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return make()
-        weights = (*self.parameters(), *self.buffers())
-        if any(weight.is_inference() for weight in weights):  # which have no version
-            return make()
-        versions = [(id(weight), weight.data_ptr(), weight._version) for weight in weights]
-        if name not in self._derived or self._derived[name][0] != versions:
-            self._derived[name] = versions, make()
-        kept: T = self._derived[name][1]
-        return kept
+    def cached(self, name: str, compute: Callable[[], T]) -> T:
+        """`compute()`, computed again only when a weight has changed; for values that depend on nothing but weights.
 
-    def _takes_kernels(self, x_BND: Tensor) -> bool:
-        """Whether the kernels that write no maps run; on a GPU the reason why not is said once."""
-        device, dropped = x_BND.device.type, self.training and self.attn_drop.p > 0
-        # Elsewhere there are none; the meta device, on which FLOPs are counted, does not even know of autocast.
-        somewhere = device == "cuda" or (device == "cpu" and INTERPRETED)
-        if not somewhere or not self.fused_attn or dropped or not self.mixes_linearly():
+        Never cached where gradients must flow through the value, nor in a traced graph.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return compute()
+        weights = (*self.parameters(), *self.buffers())
+        if any(weight.is_inference() for weight in weights):  # tensors of inference mode count no versions
+            return compute()
+        # torch raises `_version` at every change in place; another tensor in its stead has another id or address.
+        versions = [(id(weight), weight.data_ptr(), weight._version) for weight in weights]
+        if name not in self._cache or self._cache[name][0] != versions:
+            self._cache[name] = versions, compute()
+        value: T = self._cache[name][1]
+        return value
+
+    def _uses_flash(self, x_BND: Tensor) -> bool:
+        """Whether the kernels that write no maps run; on a GPU a reason against them becomes one warning."""
+        device, drops = x_BND.device.type, self.training and self.attn_drop.p > 0
+        # Ask for the device first: on the meta device, where FLOPs are counted, asking for autocast is an error.
+        has_kernels = device == "cuda" or (device == "cpu" and INTERPRETED)
+        if not has_kernels or not self.fused_attn or drops or not self.mixes_linearly():
             return False
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x_BND.dtype
-        against = against_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
-        if against is not None:
-            notice_plain(device, against)
-        return against is None
+        reason = why_not_flash(device, dtype, self.num_heads, x_BND.shape[1], self.head_dim)
+        if reason is not None:
+            warn_plain(device, reason)
+        return reason is None
 
 
 class ReAttention(HeadMixAttention):
     """Re-Attention, `Norm(Θᵀ softmax(QKᵀ/√d)) V` (Zhou et al., DeepViT, arXiv 2103.11886, eq. 3).
 
-    As the authors train it: softmax → dropout → 1×1 convolution over heads with bias → BatchNorm over heads →
-    × `reatten_scale` → V. `norm="layer"` is a LayerNorm over heads, `"none"` leaves it out. `init="identity"` starts
-    from plain attention (up to the norm).
+    As the authors train it: softmax → dropout → 1×1 convolution over heads with bias (`reatten_matrix`, weight Θᵀ) →
+    BatchNorm over heads (`var_norm`) → × `reatten_scale` → product with V. `norm="layer"` is a LayerNorm over heads, as
+    in vit-pytorch, `"none"` leaves the norm out. `init="identity"` starts from plain attention (up to the norm).
+    In evaluation BatchNorm is linear and is folded into the mix (`head_mix`).
     """
 
     def __init__(
@@ -213,9 +237,10 @@ class ReAttention(HeadMixAttention):
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
         if not self.var_norm.training and not isinstance(self.var_norm, nn.LayerNorm):
-            return mix_heads(maps_BHNN, *self.derived("mix", self.head_mix))
+            return mix_heads(maps_BHNN, *self.cached("mix", self.head_mix))
+        # In training: the statistics of BatchNorm are those of the mixed maps, over batch, queries and keys.
         mixed_BHNN = mix_heads(maps_BHNN, self.reatten_matrix.weight.flatten(1), self.reatten_matrix.bias)
-        over_heads = isinstance(self.var_norm, nn.LayerNorm)
+        over_heads = isinstance(self.var_norm, nn.LayerNorm)  # which normalises the last axis: heads go there and back
         normed: Tensor = self.var_norm(mixed_BHNN.movedim(1, -1) if over_heads else mixed_BHNN)
         return normed.movedim(-1, 1) if over_heads else normed
 
@@ -227,7 +252,11 @@ class ReAttention(HeadMixAttention):
         return Mixes(*self.head_mix()) if self.mixes_linearly() else None
 
     def head_mix(self) -> tuple[Tensor, Tensor]:
-        """The mix in evaluation mode, BatchNorm folded in, without `reatten_scale`: weight (H, H), bias (H,)."""
+        """The mix of evaluation mode, without `reatten_scale`: weight (H, H) and bias (H,).
+
+        BatchNorm is `s⊙(W A + b − μ) + β` with s = γ/√(σ² + eps), so the weight is s⊙W and the bias s⊙(b − μ) + β.
+        Raises InputError for a LayerNorm over heads.
+        """
         assert self.reatten_matrix.bias is not None
         weight_HH, bias_H = self.reatten_matrix.weight.flatten(1), self.reatten_matrix.bias
         norm = self.var_norm
@@ -245,9 +274,10 @@ class ReAttention(HeadMixAttention):
 
 
 class TalkingHeadsAttention(HeadMixAttention):
-    """Talking heads, `post(softmax(pre(QKᵀ/√d))) V` (Shazeer et al., arXiv 2003.02436).
+    """Talking heads, `W_post softmax(W_pre QKᵀ/√d) V` (Shazeer et al., arXiv 2003.02436, §3).
 
-    `mix_bias=False` with `init="random"` (normal, .02, truncated) is the form of Gong et al.; CaiT's has the bias.
+    `proj_pre` and `proj_post` are W_pre and W_post, [out, in] over heads. `mix_bias=False` with `init="random"`
+    (normal, .02, truncated) is the form of Gong et al. (arXiv 2104.12753); CaiT's (arXiv 2103.17239) has the bias.
     """
 
     def __init__(
@@ -313,15 +343,15 @@ class PlainAttention(HeadMixAttention):
 
 
 def reattention_impl(model: nn.Module) -> str | None:
-    """How the mixes over heads of `model` run where it is now: "flash", or "plain" and why; None if it has none."""
+    """How the mixes over heads of `model` run where it is now: "flash", or "plain: " and why; None if it has none."""
     for layer in model.modules():
         if isinstance(layer, ReAttention | TalkingHeadsAttention):
-            like = layer.qkv.weight
+            like = layer.qkv.weight  # outside autocast, tokens are of its device and dtype
             if not layer.mixes_linearly():
                 return "plain: BatchNorm in training, or a LayerNorm over heads"
             tokens = int(getattr(model, "num_tokens", 1))
-            against = against_flash(like.device.type, like.dtype, layer.num_heads, tokens, layer.head_dim)
-            return "flash" if against is None else f"plain: {against}"
+            reason = why_not_flash(like.device.type, like.dtype, layer.num_heads, tokens, layer.head_dim)
+            return "flash" if reason is None else f"plain: {reason}"
     return None
 
 

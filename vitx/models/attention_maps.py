@@ -1,4 +1,4 @@
-"""Attention maps on request, in spite of fused kernels."""
+"""Collecting attention maps during forward passes, which fused kernels otherwise never write."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +33,7 @@ def attention_maps(
     (for windowed attention B counts windows). `stage="mixed"` takes the maps that meet V: after the head mix of
     Re-Attention and talking heads, timm's CaiT included.
     Fused kernels are off inside the block; everything is restored after it. Works on vitx's networks and on timm's
-    ViT, DeiT, CaiT, Swin and PiT. Raises InputError when no layer with observable attention is found.
+    ViT, DeiT, CaiT, Swin and PiT. Raises InputError for a network without such layers (`attention_layers`).
     """
     layers = attention_layers(model)
     if not layers:
@@ -60,6 +60,8 @@ def _unfuse(layer: Any, restore: ExitStack) -> None:
 def _watch_softmax(
     name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
 ) -> None:
+    """What enters the dropout are the softmax maps (in timm's CaiT the mixed ones, as it mixes before dropout)."""
+
     def keep(_dropout: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         collected[name] = of(inputs[0])
 
@@ -69,7 +71,7 @@ def _watch_softmax(
 def _watch_cait(
     name: str, layer: Any, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
 ) -> None:
-    """timm's talking heads mix before dropout; the softmax maps enter the mix heads last: (B, N, N, H)."""
+    """The softmax maps of timm's talking heads are what enters `proj_w`, the mix, with heads last: (B, N, N, H)."""
 
     def keep(_mix: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         collected[name] = of(inputs[0].movedim(-1, 1))
@@ -80,6 +82,7 @@ def _watch_cait(
 def _watch_mixed(
     name: str, layer: HeadMixAttention, of: Callable[[Tensor], Any], collected: dict[str, Any], restore: ExitStack
 ) -> None:
+    """The mixed maps, by wrapping `after_softmax` on this one layer; × `value_scale`, which the layer applies to V."""
     mix = layer.after_softmax
 
     def keep(maps_BHNN: Tensor) -> Tensor:

@@ -54,20 +54,20 @@ def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Modul
 class Normalization:
     """uint8 (B, S, S, 3) to float32 (B, 3, S, S) on `device`: (x/255 − mean)/std, the same bits on every device.
 
-    Its numbers are put on the device once: copying them for each batch would wait for all that runs there.
+    mean and std are copied to the device once: a copy for each batch would wait for all work queued there.
     """
 
     def __init__(
         self, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device | str | None = "cpu"
     ) -> None:
-        # A tensor, not a number: a GPU multiplies by the reciprocal of a number, which rounds otherwise.
+        # A tensor, not a number: by a number a GPU divides as a product with its reciprocal, which rounds differently.
         self.full = torch.tensor(255.0, device=device)
         self.mean, self.std = (torch.tensor(each, device=device).view(1, 3, 1, 1) for each in (mean, std))
 
     def __call__(
         self, images: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
     ) -> torch.Tensor:
-        # Bytes are put in order before they are widened, and the sums are done in place: a third of the time.
+        # (B, S, S, 3) → (B, 3, S, S) while they are bytes, then float32 in place: a third of the time.
         ordered = images.permute(0, 3, 1, 2).contiguous(memory_format=memory_format)
         return ordered.to(torch.float32, copy=True).div_(self.full).sub_(self.mean).div_(self.std)
 

@@ -8,7 +8,7 @@ from vitx.core.errors import EnvironmentMissing, InputError
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """Return the device called auto, cpu or cuda; auto takes a GPU where there is one (torchrun: one each)."""
+    """Return the device called auto, cpu or cuda. auto takes a GPU if there is one, under torchrun one a process."""
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"device '{name}': expected auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():

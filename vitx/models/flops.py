@@ -2,10 +2,9 @@
 
 The network runs on the meta device, where a tensor is a shape and a type, and every matrix product and convolution adds
 its formula. So the count follows the code: padded windows, mixes over heads, the one token that a rewrite leaves. A
-formula for each network would be a second copy of each forward pass, which falls behind it; those formulas are in
-tests/models/test_flops.py, as the check. torch's FlopCounterMode is another check there and is not used here: which
-attention kernels it knows depends on the device and on torch's version, and it says nothing of an operator it leaves
-out.
+formula for each network would repeat its forward pass and fall behind it; those formulas are in
+tests/models/test_flops.py, as a check. torch's FlopCounterMode is another check there. It is not used here, because the
+attention kernels it knows depend on the device and on torch's version, and operators it does not know count as zero.
 """
 
 import copy
@@ -20,25 +19,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vitx.core.errors import InputError
 
 aten = torch.ops.aten
-# Where a product's left factor is among its arguments: first, or after what is added to the product.
+# Each product's argument that is its left factor: the first, or the second where something is added to the product.
 LEFT_FACTOR: dict[Any, int] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.mv, aten.dot), 0),
     **dict.fromkeys((aten.addmm, aten.baddbmm, aten.addmv), 1),
 }
-# Names of torch's rare and fused products, which must be an error, not a zero.
+# Names of products without a formula here, rare or fused: they must be an error, not a zero.
 OTHER_PRODUCTS = re.compile(r"mm(_|$)|mv$|dot|conv|attention|matmul|fft|euclidean_dist|cdist|^_trilinear|lstm|gru|rnn")
 
 
 def count_flops(model: nn.Module, images: Tensor) -> int:
     """FLOPs of one forward pass of `model` in evaluation mode; of `images` only shape and type matter.
 
-    Matrix products and convolutions alone, a multiply-add counts two; norms, softmax and all that is element by element
-    are left out. Attention counts as written out, whatever kernel would run: QKᵀ, mixes over heads, product with V.
+    Only matrix products and convolutions count, two for a multiply-add; norms, softmax and other elementwise operators
+    do not. Attention counts as written out, whatever kernel would run: QKᵀ, mixes over heads, product with V.
     Raises InputError for an operator whose FLOPs are not known.
     """
     counter = _ProductCounter()
-    # Fused attention is done in products on the meta device; if it were not, the counter would refuse its name. Out of
-    # inference mode, because in it torch gives the counter whole layers.
+    # On the meta device torch breaks fused attention up into products; if it did not, the counter would refuse its
+    # name. Outside inference mode, in which torch dispatches whole layers to the counter.
     with torch.inference_mode(False), torch.no_grad(), torch.device("meta"), counter:
         _without_memory(model).eval()(torch.empty_like(images, device="meta"))
     return counter.flops
@@ -75,11 +74,11 @@ def _check_is_known(func: Any) -> None:
 
 
 def _flops_of(operator: Any, args: Any, out: Any) -> int:
-    if operator in LEFT_FACTOR:
+    if operator in LEFT_FACTOR:  # (…, m, k) @ (k, n): each of the m·n values takes k multiply-adds
         inner: int = args[LEFT_FACTOR[operator]].shape[-1]
         return 2 * int(out.numel()) * inner
     if operator is aten.convolution:
         images, weight, transposed = args[0], args[1], args[6]
-        # A value of the output (of the input, if transposed) meets one filter, which has the channels of one group.
+        # Each value of the output (of the input, if transposed) takes one filter: weight[0], the channels of one group.
         return 2 * int((images if transposed else out).numel()) * int(weight[0].numel())
     return 0

@@ -1,18 +1,23 @@
-"""The mix over heads as one matrix product: what the kernels are held against."""
+"""The mix over heads on attention maps that are in memory; flash/kernels.py does it without them.
+
+Shape letters: B batch, H heads, N tokens, M = N² entries of a map.
+"""
 
 import torch
 from torch import Tensor
 
 
 def mix_heads(maps_BHNN: Tensor, weight_HH: Tensor, bias_H: Tensor | None = None) -> Tensor:
-    """Return Σ_g weight[h, g] · maps[:, g] (+ bias[h]): a 1×1 convolution over heads, as one matrix product.
+    """Mix maps (B, H, N, N) over the heads: `out[h] = Σ_g weight[h, g] · maps[g] + bias[h]`, of the same shape.
 
-    The batched product with the bias inside reads and writes the maps once: on a CPU it took 0.6 of the convolution's
-    time, forward and backward, where einsum and a broadcast matmul took about as long as it (benchmarks/models.py). A
-    traced graph gets the broadcast matmul, which keeps the weights free of the batch.
+    Talking heads (arXiv 2003.02436) and Re-Attention (arXiv 2103.11886, eq. 3, weight = Θᵀ) both do this: a 1×1
+    convolution over heads, here one matrix product. On a CPU the batched product with the bias inside took 0.6 of the
+    convolution's time, forward and backward, because it reads and writes the maps once; einsum and a broadcast matmul
+    took as long as the convolution (benchmarks/models/training_step.py).
     """
     maps_BHM = maps_BHNN.flatten(2)
     if torch.compiler.is_exporting():
+        # A broadcast matmul: `expand` below would write the traced batch into the weight's shape.
         mixed_BHM = torch.matmul(weight_HH, maps_BHM)
         mixed_BHM = mixed_BHM if bias_H is None else mixed_BHM + bias_H[:, None]
     elif bias_H is None:

@@ -1,4 +1,4 @@
-"""How alike a network's tokens are, layer by layer, in one streaming pass: memory of one batch."""
+"""How alike a network's tokens are, layer by layer, in one pass over the images that holds one batch at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,14 +11,14 @@ from vitx.models.similarity import attention_std, token_similarity
 
 
 class LayerMeans:
-    """A mean for every layer over all images, however they are batched."""
+    """The mean over all images of one number a layer; batches may differ in size."""
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._images: dict[str, int] = {}
 
     def add(self, layer: str, value: float, images: int) -> None:
-        """Add the mean `value` of `images` images."""
+        """Add `value`, the mean over a batch of `images` images."""
         self._sums[layer] = self._sums.get(layer, 0.0) + value * images
         self._images[layer] = self._images.get(layer, 0) + images
 
@@ -47,8 +47,8 @@ def layer_metrics(model: nn.Module) -> Iterator[LayerMetrics]:
             hook = _similarity_hook(metrics.cos_sim, f"blocks.{index}", prefix_tokens)
             restore.callback(block.register_forward_hook(hook).remove)
         if attention_layers(model):
-            collected = restore.enter_context(attention_maps(model, of=_spread))
-            restore.callback(model.register_forward_hook(_collect_spread(metrics.attention_std, collected)).remove)
+            collected = restore.enter_context(attention_maps(model, of=_std_and_images))
+            restore.callback(model.register_forward_hook(_std_hook(metrics.attention_std, collected)).remove)
         yield metrics
 
 
@@ -61,11 +61,11 @@ def _similarity_hook(means: LayerMeans, layer: str, prefix_tokens: int) -> Calla
     return hook
 
 
-def _spread(maps_BHNN: Tensor) -> tuple[float, int]:
+def _std_and_images(maps_BHNN: Tensor) -> tuple[float, int]:
     return attention_std(maps_BHNN.float()).item(), len(maps_BHNN)
 
 
-def _collect_spread(means: LayerMeans, collected: dict[str, tuple[float, int]]) -> Callable[..., None]:
+def _std_hook(means: LayerMeans, collected: dict[str, tuple[float, int]]) -> Callable[..., None]:
     def hook(*_ignored: Any) -> None:
         for layer, (value, images) in collected.items():
             means.add(layer, value, images)

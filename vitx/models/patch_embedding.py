@@ -11,9 +11,9 @@ STEM_WIDTH = 64
 
 
 class ConvPatchEmbed(PatchEmbed):
-    """Two 3×3-class convolutions before the projection (DeepViT-S and -L).
+    """The embedding of DeepViT-S and -L (docs/maths.md §3.4): (B, 3, S, S) → (B, (S/patch)², D).
 
-    conv 7×7 stride 2 → BN → ReLU → conv 3×3 → BN → ReLU → conv stride patch/2. (B, 3, S, S) → (B, (S/patch)², D).
+    conv 7×7, stride 2 → BN → ReLU → conv 3×3 → BN → ReLU → conv, side and stride patch/2. Names are the public code's.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class ConvPatchEmbed(PatchEmbed):
         self.proj = nn.Conv2d(STEM_WIDTH, embed_dim, half, stride=half, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.relu(self.bn1(self.conv1(x)))  # (B, 64, S/2, S/2)
         x = self.relu(self.bn2(self.conv2(x)))
+        # (B, D, S/patch, S/patch) → (B, n, D), patches row by row.
         tokens: Tensor = self.norm(self.proj(x).flatten(2).transpose(1, 2))
         return tokens

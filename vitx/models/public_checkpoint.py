@@ -1,4 +1,4 @@
-"""Loading the checkpoints that others published: DeepViT's, DeiT's, and timm's own, all with timm's key layout."""
+"""Loading published checkpoints: DeepViT's, DeiT's and timm's own, whose tensors all have timm's names."""
 
 import pickle
 import warnings
@@ -17,7 +17,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
 from vitx.models.recalibration import set_closed_form_means
 
-# What a checkpoint may lack or have in another size: classifiers of other classes.
+# Classifiers: a checkpoint may lack them, or have them for another number of classes.
 CLASSIFIERS = ("head.", "patch_head.", "head_dist.")
 # Under which key training scripts keep the weights, the averaged ones first.
 CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
@@ -25,7 +25,7 @@ CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load_public_checkpoint` did not take over as it was.
+    """What `load_public_checkpoint` did not copy as it was.
 
     missing: keys of the model that the file lacks (they keep their initial values); unexpected: keys of the file that
     the model lacks; resized: key → (shape in the file, shape in the model), position embeddings interpolated.
@@ -51,8 +51,8 @@ class LoadReport:
 def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
     """Load a published checkpoint (.pth, .pt, .bin or .safetensors) into `model`.
 
-    Only tensors are read from a pickled file. Position embeddings of another grid are interpolated, and the means of
-    Re-Attention's BatchNorm then set to their closed form (its variances want `recalibrate`). A classifier may be
+    Only tensors are read from a pickled file. Position embeddings of another grid size are interpolated; then the means
+    of Re-Attention's BatchNorm are set to their closed form, and its variances need `recalibrate`. A classifier may be
     missing or have other classes: it keeps its initial values and is reported. Raises InputError, naming the first
     key and both shapes, when the checkpoint is of another architecture; the model is then unchanged.
     """

@@ -1,10 +1,10 @@
-"""BatchNorm statistics measured on data, and those of Re-Attention that follow from the weights alone.
+"""BatchNorm's statistics, measured on data again; and those of Re-Attention that follow from the weights alone.
 
-A softmax row sums to one, so the mean of a mixed map over N keys is data-free: μ_h = Σ_g W[h,g]/N + b_h
-(docs/maths.md §3.1). Kept from another N it breaks the zero sum of the trained rows; the variance has no closed form
-and is measured again. Averaged weights want measured statistics too: running ones lag behind by some steps, and the
-variance of the maps (about 1e-4) is near BatchNorm's eps, so a small error of the mean is repeated in all N entries of
-a row.
+A softmax row sums to one, so the mean of a mixed map over N keys needs no data: μ_h = Σ_g W[h,g]/N + b_h
+(docs/maths.md §3.1). With the mean of another N, the trained rows no longer sum to N·β_h; the variance has no closed
+form and is measured again. Averaged (EMA) weights need measured statistics too: running ones lag behind by some steps,
+and as the variance of the maps (about 1e-4) is near BatchNorm's eps, a small error of the mean becomes a large one in
+all N entries of a row.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,7 +20,7 @@ from vitx.models.attention import ReAttention
 
 
 def normalized_re_attentions(model: nn.Module) -> list[tuple[ReAttention, _BatchNorm]]:
-    """Every Re-Attention with a BatchNorm (or its synchronised form), and that norm."""
+    """Every Re-Attention whose norm over heads is a BatchNorm (or SyncBatchNorm), with that norm."""
     return [
         (module, module.var_norm)
         for module in model.modules()
@@ -63,8 +63,8 @@ def measure_batch_norm(
     """Set the running statistics of `norms` (default: every BatchNorm of `models`) to their mean over `loader`.
 
     Batches as in `recalibrate`. Dropout and drop path are off; modes and momentum are restored, on failure the old
-    statistics too. Returns the number of batches, 0 and none read when there is no BatchNorm.
-    Raises InputError when the loader is empty.
+    statistics too. Returns the number of batches: 0, without reading any, when there is no BatchNorm. Raises InputError
+    when the loader is empty.
     """
     if norms is None:
         norms = [module for one in models for module in one.modules() if isinstance(module, _BatchNorm)]
@@ -91,7 +91,7 @@ def _tokens_of(model: nn.Module) -> int:
 
 @contextmanager
 def _measuring(models: Sequence[nn.Module], norms: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Cumulative batch statistics in `norms`; everything else in evaluation mode. On failure the old ones return."""
+    """`norms` accumulate batch statistics, everything else is in evaluation mode; undone afterwards, see above."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     kept = [(norm, norm.momentum, {key: value.clone() for key, value in norm.state_dict().items()}) for norm in norms]
     try:
@@ -99,7 +99,7 @@ def _measuring(models: Sequence[nn.Module], norms: Sequence[_BatchNorm]) -> Iter
             model.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # PyTorch's cumulative mean
+            norm.momentum = None  # PyTorch then takes the mean of all batches, instead of a moving average
             norm.train()
         yield
     except BaseException:

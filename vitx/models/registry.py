@@ -18,16 +18,15 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import nn
 
+from vitx.core.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD
 from vitx.models.alternet import AlterNet
 from vitx.models.vit import VisionTransformer
-
-HALF = (0.5, 0.5, 0.5)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 default_cfgs: dict[str, Any] = {}
 
 
 def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
+    """timm's pretrained configuration, by default DeepViT's (docs/maths.md §3.4)."""
     return {
         "num_classes": 1000,
         "input_size": (3, image_size, image_size),
@@ -45,7 +44,7 @@ def _cfg(image_size: int = 224, **kwargs: Any) -> dict[str, Any]:
 
 
 def _register(name: str, network: type[nn.Module], defaults: dict[str, Any], cfg: dict[str, Any], what: str) -> None:
-    """Register `name` with timm as `network(**defaults)`."""
+    """Register `name` with timm as `network(**defaults)`; `what` is its docstring and its line in `vitx models`."""
 
     def create(pretrained: bool = False, **overrides: Any) -> nn.Module:
         model: nn.Module = build_model_with_cfg(
@@ -61,7 +60,7 @@ def _register(name: str, network: type[nn.Module], defaults: dict[str, Any], cfg
     create.__name__ = create.__qualname__ = name
     create.__doc__ = what
     default_cfgs.update(generate_default_cfgs({name: cfg}))
-    globals()[name] = register_model(create)
+    globals()[name] = register_model(create)  # as timm's own: a function of this module
 
 
 def _last_blocks(depth: int, count: int) -> list[str]:

@@ -47,7 +47,7 @@ class Source(SourceInfo):
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """How to load a source: `RUN`, `model:NAME` or `model:timm/NAME`. It can be sent to another process.
+    """How to load a source: `RUN`, `model:NAME` or `model:timm/NAME`. It is picklable, to load in another process.
 
     which: the run's checkpoint. weights: of a `model:`, a checkpoint file, "pretrained" (timm's) or "random" (seed 0).
     data: the image set whose classes a `model:` gets; without one they are numbered.
@@ -60,10 +60,15 @@ class SourceRequest:
 
     def require_known(self) -> None:
         """Raise InputError for an unknown name or a folder that is no run, without loading anything."""
-        if not self.target.startswith(PREFIX):
+        if not self.is_model:
             RunFolder.open(self.target)
         elif not timm.is_model(self.network):
             raise unknown_name("model", self.network, timm.list_models())
+
+    @property
+    def is_model(self) -> bool:
+        """A network of its own, not a run."""
+        return self.target.startswith(PREFIX)
 
     @property
     def network(self) -> str:
@@ -73,11 +78,11 @@ class SourceRequest:
     def load(self) -> Source:
         """Build the network with its weights.
 
-        Raises InputError for an unknown name, an unreadable run, weights that are unreadable or not finite,
-        EnvironmentMissing when published weights cannot be had.
+        Raises InputError for an unknown name, an unreadable run, and weights that are unreadable or not finite;
+        EnvironmentMissing when published weights cannot be downloaded.
         """
         self.require_known()
-        if self.target.startswith(PREFIX):
+        if self.is_model:
             source = _source_from_model(self)
         else:
             source = _source_from_run(RunFolder.open(self.target), self.which)
@@ -86,7 +91,7 @@ class SourceRequest:
 
 
 def untrained_norms(model: nn.Module) -> list[str]:
-    """The BatchNorm layers that never saw a batch: their statistics are the initial zeros and ones."""
+    """The names of BatchNorm layers that never saw a batch: their statistics are the initial zeros and ones."""
     return [
         name
         for name, module in model.named_modules()
@@ -142,7 +147,7 @@ def _source_from_model(request: SourceRequest) -> Source:
 
 
 def preprocessing_of(config: Any) -> Preprocessing:
-    """timm's configuration as ours."""
+    """timm's pretrained configuration as Preprocessing."""
     return Preprocessing(
         image_size=config.input_size[1],
         crop_fraction=config.crop_pct or 1.0,

@@ -28,8 +28,9 @@ ATTENTION: dict[str, type[nn.Module]] = {
 class Block(nn.Module):
     """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment).
 
-    Children are named as in timm's block. timm's VisionTransformer calls it with its own arguments; those that a head
-    mix has no place for (`qk_norm`, `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) are refused.
+    Children are named as in timm's block, so that published checkpoints load. timm's VisionTransformer builds it with
+    its own arguments, `depth` being the block's number; what attention here does not have (`qk_norm`,
+    `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) is refused when it is asked for.
     """
 
     def __init__(
@@ -77,17 +78,22 @@ class Block(nn.Module):
         if attn_mask is not None or is_causal:
             raise InputError("attention masks are not supported: images have none")
         s = self.residual_scale
-        if s == 1.0:
+        if s == 1.0:  # x is (B, N, D) throughout
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
         else:
+            # LN(s·x; eps) = LN(x; eps/s²), so in effect each branch is multiplied by 1/s (docs/maths.md §3.3).
             x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x * s)))) / s
             x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x * s)))) / s
         return x
 
 
 class TokenOutputs(NamedTuple):
-    """What the over-smoothing losses need of one forward pass; class token left out of the patches."""
+    """What the over-smoothing losses (docs/maths.md §2) need of one forward pass; the n patches without class token.
+
+    embedding: before positions are added. early: after the first block. late: after the final LayerNorm.
+    patch_logits: of the late patches, by the patch head; None without one.
+    """
 
     logits_BC: Tensor
     embedding_BnD: Tensor
@@ -108,7 +114,7 @@ class VisionTransformer(TimmVisionTransformer):
         talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
             so positions have to be learnt first; large values help where positions decide, as on very small images.
-        class_token: None means: with `global_pool="token"` only.
+        class_token: by default only with `global_pool="token"`.
         Everything else is timm's.
     """
 
@@ -196,14 +202,13 @@ class VisionTransformer(TimmVisionTransformer):
 
     @property
     def num_tokens(self) -> int:
-        """N: patches and class token."""
+        """N: patches and, where there is one, the class token."""
         return int(self.patch_embed.num_patches) + int(self.num_prefix_tokens)
 
     def forward_with_tokens(self, images: Tensor, *, classify_patches: bool = True) -> TokenOutputs:
-        """Return logits, the patches before positions, after the first block and after the final LayerNorm, and their
-        logits from the patch head, where there is one and `classify_patches`.
-        """
+        """`forward` of images (B, 3, S, S), with tokens; `classify_patches=False` leaves the patches' logits out."""
         embedding_BnD = self.patch_embed(images)
+        # The class token is put in front and positions are added: (B, n, D) → (B, N, D).
         x_BND = self.norm_pre(self.patch_drop(self._pos_embed(embedding_BnD)))
         early_BND = x_BND
         for index, block in enumerate(self.blocks):

@@ -1,6 +1,7 @@
 """Attention over a neighbourhood of a feature map: windows (AlterNet) and k×k neighbourhoods (local MSA).
 
-Shape letters: B batch, C channels, h×w the feature map, p the window's side, H heads, K head width.
+Shape letters: B batch, C channels, h×w the feature map, p the window's side, H heads, K head width; in LocalAttention
+also N = S² tokens, D width, W = k² neighbours of a token.
 """
 
 from typing import Any
@@ -18,11 +19,11 @@ MASKED = -1e4
 
 
 class WindowAttention(nn.Module):
-    """Multi-head self-attention in p×p windows with relative positions shared by the heads.
+    """Multi-head self-attention in p×p windows with relative positions: (B, C, h, w) → (B, C', h, w).
 
-    The MSA of AlterNet (Park & Kim, arXiv 2202.06709): 1×1 projections without bias for queries, keys and values, with
-    bias for the output. (B, C, h, w) → (B, C', h, w). A map that the window does not divide is padded below and to
-    the right, and padded keys are masked.
+    The MSA of AlterNet (Park & Kim, arXiv 2202.06709): 1×1 projections, without bias for queries, keys and values, with
+    bias for the output; one table of relative positions for all heads. A map that the window does not divide is padded
+    below and to the right, and padded keys are masked.
     """
 
     position_index: Tensor
@@ -53,26 +54,30 @@ class WindowAttention(nn.Module):
     def forward(self, x_BChw: Tensor) -> Tensor:
         B, _, h, w = x_BChw.shape
         p, H = self.window_size, self.num_heads
-        qkv = self.qkv(x_BChw)
+        qkv = self.qkv(x_BChw)  # (B, 3·H·K, h, w)
         below, right = -h % p, -w % p
         if below or right:
             qkv = F.pad(qkv, (0, right, 0, below))
-        q, k, v = _to_windows(qkv, p, 3 * H).chunk(3, dim=1)
+        q, k, v = _to_windows(qkv, p, 3 * H).chunk(3, dim=1)  # each (B·windows, H, p², K)
+        # (p², p²), the same for all heads and windows.
         bias = self.relative_position.flatten()[self.position_index].to(q.dtype)
         if below or right:
-            bias = bias + _padding_mask(h, w, p, B, q)  # len() would fix the batch in a traced graph
+            # B of `shape`, not len(x): len() would write the traced batch into an exported graph.
+            bias = bias + _padding_mask(h, w, p, B, q)
         if self.fused_attn:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         else:
+            # Maps (B·windows, H, p², p²), for `attention_maps`.
             out = self.attn_drop((q * self.scale @ k.transpose(-2, -1) + bias).softmax(dim=-1)) @ v
         mixed: Tensor = self.proj(_from_windows(out, p, h + below, w + right)[:, :, :h, :w])
         return mixed
 
 
 def relative_position_index(window_size: int) -> Tensor:
-    """Index (p², p²) into the flattened (2p−1)×(2p−1) table: entry i, j is position j − position i."""
+    """Index int64 (p², p²) into the flattened (2p−1)×(2p−1) table: entry i, j is for position j − position i."""
     side = torch.arange(window_size)
     at = torch.stack(torch.meshgrid(side, side, indexing="ij"), dim=-1).flatten(0, 1)
+    # Differences reach from −(p−1) to p−1; p−1 more makes them indices.
     row, column = (at[None] - at[:, None] + window_size - 1).unbind(-1)
     return row * (2 * window_size - 1) + column
 
@@ -99,10 +104,10 @@ def _padding_mask(h: int, w: int, p: int, batch: int, like: Tensor) -> Tensor:
 
 
 class LocalAttention(HeadMixAttention):
-    """Multi-head self-attention of each token over its k×k neighbourhood; keys outside the map are masked.
+    """Multi-head self-attention of each token over its k×k neighbourhood (Park & Kim, arXiv 2202.06709, local MSA).
 
-    (B, N, D) → (B, N, D) for a square map of N = S² tokens without class token. With k ≥ 2S − 1 it is plain
-    attention. Children as in timm's attention: qkv, attn_drop, proj.
+    (B, N, D) → (B, N, D) for a square map of N = S² tokens without class token; keys outside the map are masked. With
+    k ≥ 2S − 1 it is plain attention. Children as in timm's attention: qkv, attn_drop, proj.
     """
 
     def __init__(self, dim: int, num_heads: int, *, kernel_size: int = 3, **kwargs: Any) -> None:
@@ -118,6 +123,7 @@ class LocalAttention(HeadMixAttention):
             raise InputError(f"local attention needs a square map of tokens without class token: {N} is no square")
         q_BHNK, k_BHNK, v_BHNK = self.qkv(x_BND).view(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         keys_BHNWK, values_BHNWK = (self._neighbours(part, side) for part in (k_BHNK, v_BHNK))
+        # One query by its own W keys: (B, H, N, 1, K) @ (B, H, N, K, W).
         scores_BHNW = (q_BHNK.unsqueeze(3) * self.scale @ keys_BHNWK.transpose(-2, -1)).squeeze(3)
         scores_BHNW = scores_BHNW.masked_fill(self._outside(side, x_BND), MASKED)
         maps_BHNW = self.after_softmax(self.attn_drop(scores_BHNW.softmax(dim=-1)))
@@ -126,13 +132,13 @@ class LocalAttention(HeadMixAttention):
         return out
 
     def _neighbours(self, x_BHNK: Tensor, side: int) -> Tensor:
-        """(B, H, N, K) → (B, H, N, k², K), zero outside the map."""
+        """The keys or values of each token's neighbours, (B, H, N, K) → (B, H, N, W, K), zero outside the map."""
         B, H, N, K = x_BHNK.shape
         maps = x_BHNK.transpose(-2, -1).reshape(B, H * K, side, side)
         patches = F.unfold(maps, self.kernel_size, padding=self.kernel_size // 2)
         return patches.view(B, H, K, self.kernel_size**2, N).permute(0, 1, 4, 3, 2)
 
     def _outside(self, side: int, like: Tensor) -> Tensor:
-        """(N, k²), true for neighbours outside the map."""
+        """(N, W), true for neighbours outside the map: where a map of ones, unfolded with zero padding, is zero."""
         inside = F.unfold(like.new_ones(1, 1, side, side), self.kernel_size, padding=self.kernel_size // 2)
         return inside[0].T < 0.5

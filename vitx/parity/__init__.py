@@ -1,26 +1,35 @@
 """Parity: is the candidate the same classifier as the reference, on real images? Semantics: docs/parity.md."""
 
-from vitx.core.tolerance import allowed_logit_error
-from vitx.parity.certification import (
-    bundle_batch_sizes,
-    certify,
-    certify_sides,
-    check_engines,
-    check_provider,
-    warn_of_other_weights,
-)
-from vitx.parity.comparison import BATCH_SIZES, WORST, Comparison, compare
-from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
+from typing import TYPE_CHECKING
+
+from vitx.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from vitx.core.tolerance import allowed_logit_error
+    from vitx.parity.certification import (
+        AcceptanceCriteria,
+        bundle_batch_sizes,
+        certify,
+        certify_models,
+        check_engines,
+        check_provider,
+        warn_of_other_weights,
+    )
+    from vitx.parity.comparison import BATCH_SIZES, NOT_FINITE_ERROR, Comparison, compare
+    from vitx.parity.options import ParityOptions
+    from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
 
 __all__ = [
     "BATCH_SIZES",
     "MAX_FLIP_RATE",
-    "WORST",
+    "NOT_FINITE_ERROR",
+    "AcceptanceCriteria",
     "Comparison",
+    "ParityOptions",
     "allowed_logit_error",
     "bundle_batch_sizes",
     "certify",
-    "certify_sides",
+    "certify_models",
     "check_engines",
     "check_image_count",
     "check_labels",
@@ -29,3 +38,22 @@ __all__ = [
     "judge",
     "warn_of_other_weights",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "vitx.core.tolerance": ("allowed_logit_error",),
+        "vitx.parity.certification": (
+            "AcceptanceCriteria",
+            "bundle_batch_sizes",
+            "certify",
+            "certify_models",
+            "check_engines",
+            "check_provider",
+            "warn_of_other_weights",
+        ),
+        "vitx.parity.comparison": ("BATCH_SIZES", "NOT_FINITE_ERROR", "Comparison", "compare"),
+        "vitx.parity.options": ("ParityOptions",),
+        "vitx.parity.verdict": ("MAX_FLIP_RATE", "check_image_count", "check_labels", "judge"),
+    },
+)

@@ -1,10 +1,11 @@
-"""Parity: is the candidate the same classifier as the reference, on real images? Semantics: docs/parity.md.
+"""From two classifiers to a certificate. Semantics: docs/parity.md.
 
-`compare` measures (comparison.py), `judge` holds the numbers against the limits (verdict.py), `certify` does both and
+`compare` measures (comparison.py), `judge` checks the numbers against the limits (verdict.py), `certify` does both and
 returns the certificate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,10 +18,23 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.tensorrt_plan import PlanInfo
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
-from vitx.parity.compared import Side
 from vitx.parity.comparison import BATCH_SIZES, compare
+from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
 from vitx.runtimes.session import Session
+
+
+@dataclass(frozen=True)
+class AcceptanceCriteria:
+    """What is sampled, and what the candidate may show at most to pass.
+
+    max_logit_error: None for `allowed_logit_error` of `precision` and the reference logits' standard deviation.
+    """
+
+    batch_sizes: Sequence[int] = BATCH_SIZES
+    max_flip_rate: float = MAX_FLIP_RATE
+    max_logit_error: float | None = None
+    precision: Precision = "fp32"
 
 
 def certify(
@@ -34,10 +48,7 @@ def certify(
     reference_sha256: str = "",
     candidate_name: str = "candidate",
     subject: Mapping[str, str] | None = None,
-    batch_sizes: Sequence[int] = BATCH_SIZES,
-    max_flip_rate: float = MAX_FLIP_RATE,
-    max_logit_error: float | None = None,
-    precision: Precision = "fp32",
+    criteria: AcceptanceCriteria = AcceptanceCriteria(),
     token_similarity: TokenSimilarity | None = None,
     quiet: bool = False,
 ) -> Certificate:
@@ -45,27 +56,33 @@ def certify(
 
     It passes when the 95 % upper bound on the flip rate is at most `max_flip_rate`, no logit differs by more than
     `max_logit_error` at any of `batch_sizes`, no row's logits move by more than that with other neighbours or another
-    place in the batch, and `token_similarity`, where it was measured, is within its own limit. The default of
-    `max_logit_error` is `allowed_logit_error` of `precision`.
-    Each session gets the images through its own preprocessing. `subject` is what the certificate is bound to
-    (`Bundle.subject()`). Raises InputError when the images are too few for `max_flip_rate`, naming how many it takes.
+    place in the batch, and `token_similarity`, where it was measured, is within its own limit. Each session gets the
+    images through its own preprocessing. `subject` is what the certificate is bound to (`Bundle.subject()`). Raises
+    InputError when the images are too few for `max_flip_rate`, naming how many it takes.
     """
-    check_image_count(len(images), max_flip_rate)
-    found = compare(
+    check_image_count(len(images), criteria.max_flip_rate)
+    comparison = compare(
         reference,
         candidate,
         images,
         preprocessing,
         candidate_preprocessing=candidate_preprocessing,
-        batch_sizes=batch_sizes,
+        batch_sizes=criteria.batch_sizes,
         quiet=quiet,
     )
+    max_logit_error = criteria.max_logit_error
     if max_logit_error is None:
-        max_logit_error = allowed_logit_error(precision, found.logit_std)
+        max_logit_error = allowed_logit_error(criteria.precision, comparison.logit_std)
     failures, findings = judge(
-        found, max_flip_rate=max_flip_rate, max_logit_error=max_logit_error, token_similarity=token_similarity
+        comparison,
+        max_flip_rate=criteria.max_flip_rate,
+        max_logit_error=max_logit_error,
+        token_similarity=token_similarity,
     )
+    # A measurement has the same name in both records.
+    measurements = {name: getattr(comparison, name) for name in Certificate.model_fields if hasattr(comparison, name)}
     return Certificate(
+        **measurements,
         verdict="fail" if failures else "pass",
         reasons=failures or findings,
         subject=dict(subject or {}),
@@ -75,37 +92,16 @@ def certify(
         runtime=candidate.describe(),
         data=images.name,
         data_sha256=images.digest(),
-        images=found.images,
-        batch_sizes=found.batch_sizes,
-        accuracy_reference=found.correct_reference / found.images,
-        accuracy_candidate=found.correct_candidate / found.images,
-        flips=found.flips,
-        flip_rate_bound=found.flip_rate_bound,
-        max_flip_rate=max_flip_rate,
-        mcnemar_p=found.mcnemar_p,
-        max_logit_error=found.max_logit_error,
-        mean_logit_error=found.mean_logit_error,
-        max_logit_error_by_batch_size=found.max_logit_error_by_batch_size,
+        max_flip_rate=criteria.max_flip_rate,
         max_logit_error_allowed=max_logit_error,
-        max_neighbour_error=found.max_neighbour_error,
         created=timestamp(),
-        batch_size=found.batch_size,
-        probe_images=found.probe_images,
-        probe_flips=found.probe_flips,
-        probe_flip_rate_bound=found.probe_flip_rate_bound,
-        max_position_error=found.max_position_error,
-        min_cosine=found.min_cosine,
-        mean_cosine=found.mean_cosine,
-        ece_reference=found.ece_reference,
-        ece_candidate=found.ece_candidate,
         token_similarity=token_similarity,
-        classes_sha256=found.classes_sha256,
     ).sealed()
 
 
-def certify_sides(
-    reference: Side,
-    candidate: Side,
+def certify_models(
+    reference: LoadedModel,
+    candidate: LoadedModel,
     images: ImageSet,
     *,
     device: str = "auto",
@@ -115,18 +111,18 @@ def certify_sides(
     write: bool = False,
     quiet: bool = False,
 ) -> Certificate:
-    """Certify any two sides; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
+    """Certify any two models; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
 
     device: where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
-    token_similarity: is measured once the checks below have passed.
-    Raises InputError when a side's classes are not the images' or the images are too few, CheckFailed for a stale
-    engine and for a session that does not run where it was asked to.
+    token_similarity: called once the checks below have passed, for it takes a pass over some images. Raises InputError
+    when a model's classes are not the images' or the images are too few, CheckFailed for a stale engine and for a
+    session that does not run where it was asked to.
     """
-    for side in (reference, candidate):
-        check_labels(images, side.labels)
-        check_provider(side, device)
-        if side.bundle is not None:
-            check_engines(side.bundle)
+    for model in (reference, candidate):
+        check_labels(images, model.labels)
+        check_provider(model, device)
+        if model.bundle is not None:
+            check_engines(model.bundle)
     check_image_count(len(images), max_flip_rate)
     bundle = candidate.bundle
     certificate = certify(
@@ -140,9 +136,11 @@ def certify_sides(
         # What travels with a bundle names no path of this machine.
         candidate_name=bundle.manifest.name if bundle and write else candidate.name,
         subject=bundle.subject() if bundle else {},
-        batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
-        max_flip_rate=max_flip_rate,
-        precision=coarser(reference.precision, candidate.precision),
+        criteria=AcceptanceCriteria(
+            batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
+            max_flip_rate=max_flip_rate,
+            precision=coarser(reference.precision, candidate.precision),
+        ),
         token_similarity=token_similarity(),
         quiet=quiet,
     )
@@ -154,13 +152,13 @@ def certify_sides(
 
 
 def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: bool = False) -> None:
-    """Say so when a bundle comes from other weights than it is compared with: parity decides what that means."""
+    """Log that a bundle was exported from other weights than it is compared with; the comparison decides, not this."""
     if digest != bundle.manifest.provenance.checkpoint_sha256:
         log(f"parity: '{bundle.path}' was exported from other weights than this run's '{which}'", quiet=quiet)
 
 
 def check_engines(bundle: Bundle) -> None:
-    """Raise CheckFailed for a plan that was built from another graph than the bundle's."""
+    """Raise CheckFailed for a TensorRT plan that was built from another graph than the bundle's."""
     graph = sha256_file(bundle.model_path)
     for path, plan in _plans(bundle).items():
         if plan.onnx_sha256 != graph:
@@ -171,9 +169,9 @@ def check_engines(bundle: Bundle) -> None:
 
 
 def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
-    """At which batch sizes a bundle is compared: 1, 2, 7, 32, and the ends of each range its plans are made for.
+    """The batch sizes at which a bundle is compared: 1, 2, 7, 32, and the ends of each profile of its plans.
 
-    Beside each upper end stands the size one below it: a plan may have a kernel of its own for either.
+    The size one below each upper end is included: TensorRT may choose another kernel for it.
     """
     ends = chain.from_iterable(
         (profile.minimum, profile.maximum - 1, profile.maximum)
@@ -184,16 +182,16 @@ def bundle_batch_sizes(bundle: Bundle) -> tuple[int, ...]:
 
 
 def _plans(bundle: Bundle) -> dict[Path, PlanInfo]:
-    """The sidecars of the bundle's plans."""
+    """The sidecar of each TensorRT plan, by its path."""
     names = [name for name in bundle.manifest.files if name.endswith(".plan.json")]
     return {bundle.path / name: read_record(bundle.path / name, PlanInfo) for name in names}
 
 
-def check_provider(side: Side, device: str) -> None:
+def check_provider(model: LoadedModel, device: str) -> None:
     """Raise CheckFailed when a session was asked onto a GPU and says that it runs on the CPU, or the other way."""
-    provider = str(side.session.describe().get("provider", ""))
+    provider = str(model.session.describe().get("provider", ""))
     on_cpu = "cpu" in provider.lower()
     if (device == "cuda" and on_cpu) or (device == "cpu" and "cuda" in provider.lower()):
         raise CheckFailed(
-            f"fallback: device {device} was asked for and {side.name} runs on {provider}; nothing was compared"
+            f"fallback: device {device} was asked for and {model.name} runs on {provider}; nothing was compared"
         )

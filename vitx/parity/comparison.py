@@ -1,4 +1,7 @@
-"""What two classifiers do on the same images, measured before any limit. Semantics: docs/parity.md."""
+"""Two classifiers on the same images: flips, accuracies, logit errors, without a verdict (docs/parity.md).
+
+Shape letters: N images, C classes, S the side of a prepared image.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +17,7 @@ from vitx.core.console import Progress, progress
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes
 from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.probabilities import calibration_error, margins
+from vitx.core.probabilities import Float64Array, calibration_error, confidences, margins
 from vitx.data.image_set import ImageSet, evenly_spaced
 from vitx.parity.statistics import clopper_pearson_upper, mcnemar_exact
 from vitx.runtimes.session import Float32Array, Session
@@ -23,23 +26,23 @@ BATCH_SIZES = (1, 2, 7, 32)
 REFERENCE_BATCH = 32
 # Images decoded at once: the memory of a comparison, whatever the size of the split.
 BLOCK_IMAGES = 256
-# Images that are run at every batch size and in other company; all others are run once.
+# Images that are run at every batch size and in other orders; all others are run once.
 PROBE_IMAGES = 192
-# What a logit that is NaN or infinite counts as: JSON has neither.
-WORST = float(np.finfo(np.float32).max)
+# The error of a logit that is NaN or infinite: JSON has neither.
+NOT_FINITE_ERROR = float(np.finfo(np.float32).max)
 
-Float64Array = npt.NDArray[np.float64]
 Order = Literal["in order", "shuffled", "reversed"]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured on the images.
+    """What was measured; numbers that a certificate holds have the same names there.
 
     Every image was run at `batch_size`; `probe_images` of them, evenly spaced, at every one of `batch_sizes`, and in
     other orders. An image is flipped when any pass of the candidate put it into another class than the reference; it
     counts once, at the first pass that moved it, and the candidate's accuracy counts that other class. `probe_flips`
-    are the images whose class is not the same in every pass.
+    counts the images whose class is not the same in every pass, `not_finite` those with a logit that is NaN or
+    infinite. `logit_std` is that of all the reference's logits. Errors are absolute differences of logits.
     """
 
     images: int
@@ -63,6 +66,14 @@ class Comparison:
     not_finite: int
     logit_std: float
     classes_sha256: str
+
+    @property
+    def accuracy_reference(self) -> float:
+        return self.correct_reference / self.images
+
+    @property
+    def accuracy_candidate(self) -> float:
+        return self.correct_candidate / self.images
 
     @property
     def max_logit_error(self) -> float:
@@ -99,49 +110,45 @@ def compare(
     All images: the reference once, the candidate once at the largest of `batch_sizes` up to 32. Then the candidate over
     the probe images at every batch size in the images' order, at the largest sizes in a shuffled order (other
     neighbours, another place), and at one size with each batch reversed (the same neighbours, another place).
-    `probe_images`: how many those are; as many as the largest batch size if that is more.
-    Raises InputError for impossible batch sizes, a reference that is not finite, and another number of classes.
+    `probe_images`: how many those are; as many as the largest batch size if that is more. Raises InputError for
+    impossible batch sizes, a reference that is not finite, and another number of classes.
     """
     sizes = tuple(sorted(set(batch_sizes)))
     if not sizes or sizes[0] < 1:
         raise InputError(f"batch sizes {tuple(batch_sizes)}: expected one or more, each at least 1")
-    main = max((size for size in sizes if size <= REFERENCE_BATCH), default=sizes[0])
-    tally = _Tally(images, main)
-    probe = _Probe(evenly_spaced(len(images), max(probe_images, sizes[-1])))
-    steps = _probe_steps(sizes, main)
-    with progress("parity", len(images) + len(probe.rows) * len(steps), quiet=quiet) as bar:
-        for block in _blocks(images, preprocessing, candidate_preprocessing or preprocessing, _block_size(main)):
-            expected, found = tally.add(block, reference, candidate)
+    main_size = max((size for size in sizes if size <= REFERENCE_BATCH), default=sizes[0])
+    statistics = _Statistics(images, main_size)
+    probe = _ProbeImages(evenly_spaced(len(images), max(probe_images, sizes[-1])))
+    passes = _probe_passes(sizes, main_size)
+    with progress("parity", len(images) + len(probe.rows) * len(passes), quiet=quiet) as bar:
+        for block in _blocks(images, preprocessing, candidate_preprocessing or preprocessing, _block_size(main_size)):
+            expected, found = statistics.add(block, reference, candidate)
             probe.keep(block, expected, found)
-            bar.update(block.start + len(block), f"batch {main}")
-        probe.run(candidate, steps, tally, bar)
-    return tally.result(sizes, probe)
-
-
-def subset(images: ImageSet, most: int) -> ImageSet:
-    """At most `most` images of a set, evenly spaced."""
-    chosen = evenly_spaced(len(images), most)
-    keys = tuple(images.keys[index] for index in chosen)
-    return ImageSet(images.name, images.class_names, keys, images.labels[chosen], lambda i: images.read(int(chosen[i])))
+            bar.update(block.start + len(block), f"batch {main_size}")
+        probe.run(candidate, passes, statistics, bar)
+    return statistics.result(sizes, probe)
 
 
 def infer(session: Session, images: UInt8Array, batch_size: int) -> Float32Array:
-    """Logits float32 (N, C), computed `batch_size` rows at a time."""
+    """Logits float32 (N, C) of images uint8 (N, S, S, 3), computed `batch_size` rows at a time."""
     return np.concatenate([session.infer(images[i : i + batch_size]) for i in range(0, len(images), batch_size)])
 
 
 def difference(a: Float32Array, b: Float32Array) -> Float32Array:
-    """|a − b|, `WORST` where either is not finite. Two floats within a factor of two are subtracted exactly."""
+    """|a − b| (N, C), `NOT_FINITE_ERROR` where either is not finite.
+
+    In float32, for two floats within a factor of two of each other are subtracted exactly (Sterbenz).
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         distance: Float32Array = np.abs(a - b)
     if not np.isfinite(distance.max()):
-        distance[~np.isfinite(distance)] = WORST
+        distance[~np.isfinite(distance)] = NOT_FINITE_ERROR
     return distance
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Consecutive images of the split, prepared for either side; one array when both prepare alike."""
+    """Consecutive images of the split as either model reads them, uint8 (n, S, S, 3); the same array if both agree."""
 
     start: int
     for_reference: UInt8Array
@@ -151,19 +158,19 @@ class _Block:
         return len(self.for_reference)
 
 
-def _block_size(main: int) -> int:
-    """A multiple of both batch sizes where one is small enough, so that few batches are cut short."""
-    multiple = math.lcm(main, REFERENCE_BATCH)
-    return multiple * max(1, BLOCK_IMAGES // multiple) if multiple <= 2 * BLOCK_IMAGES else max(BLOCK_IMAGES, main)
+def _block_size(main_size: int) -> int:
+    """A multiple of both models' batch sizes, if there is one that is small enough: then few batches are cut short."""
+    multiple = math.lcm(main_size, REFERENCE_BATCH)
+    return multiple * max(1, BLOCK_IMAGES // multiple) if multiple <= 2 * BLOCK_IMAGES else max(BLOCK_IMAGES, main_size)
 
 
 def _blocks(
     images: ImageSet, for_reference: Preprocessing, for_candidate: Preprocessing, size: int
 ) -> Iterator[_Block]:
-    """Yield the split in blocks, the next one being decoded while this one is compared."""
-    # What is normalised inside the graph does not change the pixels.
-    inside = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
-    alike = for_reference.model_copy(update=inside) == for_candidate.model_copy(update=inside)
+    """Yield the split in blocks; the next block is decoded while this one is compared."""
+    # Mean and std are applied inside the network, so they do not change the pixels.
+    ignored = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    alike = for_reference.model_copy(update=ignored) == for_candidate.model_copy(update=ignored)
     reference_batches = images.batches(for_reference, size)
     candidate_batches = None if alike else images.batches(for_candidate, size)
 
@@ -180,23 +187,23 @@ def _blocks(
             yield block
 
 
-class _Tally:
-    """Per image: its classes, margin, cosine and confidence. Over all images: sums and maxima."""
+class _Statistics:
+    """Collects of each image its classes, margin, cosine and confidences, and sums and maxima over all images."""
 
     def __init__(self, images: ImageSet, batch_size: int) -> None:
         count = len(images)
         self.images, self.batch_size = images, batch_size
-        self.before, self.after = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        self.reference_class, self.candidate_class = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self.margin, self.cosine = np.zeros(count), np.zeros(count)
-        self.confidence_before, self.confidence_after = np.zeros(count), np.zeros(count)
-        self.flipped: dict[int, tuple[int, int]] = {}
+        self.reference_confidence, self.candidate_confidence = np.zeros(count), np.zeros(count)
+        self.flipped: dict[int, tuple[int, int]] = {}  # image → (class of the candidate, batch size)
         self.not_finite: set[int] = set()
-        self.worst: dict[int, float] = {}
+        self.largest_error: dict[int, float] = {}  # by batch size
         self.logit_sum = self.logit_squares = self.error_sum = 0.0
         self.logit_count = 0
 
     def add(self, block: _Block, reference: Session, candidate: Session) -> tuple[Float32Array, Float32Array]:
-        """Run both sides over a block; return (logits of the reference, of the candidate)."""
+        """Run both models over a block of n images; return the logits (n, C) of the reference and of the candidate."""
         expected = infer(reference, block.for_reference, REFERENCE_BATCH)
         if not np.isfinite(expected).all():
             key = self.images.keys[block.start + int(np.flatnonzero(~np.isfinite(expected).all(axis=1))[0])]
@@ -208,10 +215,10 @@ class _Tally:
                 "they are not the same classifier"
             )
         rows = slice(block.start, block.start + len(block))
-        self.before[rows], self.after[rows] = expected.argmax(axis=1), found.argmax(axis=1)
+        self.reference_class[rows], self.candidate_class[rows] = expected.argmax(axis=1), found.argmax(axis=1)
         self.margin[rows] = margins(expected)
         self.cosine[rows] = _cosines(expected, found)
-        self.confidence_before[rows], self.confidence_after[rows] = _confidences(expected), _confidences(found)
+        self.reference_confidence[rows], self.candidate_confidence[rows] = confidences(expected), confidences(found)
         self.logit_sum += float(expected.sum(dtype=np.float64))
         self.logit_squares += float(np.square(expected, dtype=np.float64).sum())
         self.logit_count += expected.size
@@ -221,19 +228,19 @@ class _Tally:
     def add_pass(self, indices: npt.NDArray[np.int64], size: int, expected: Float32Array, found: Float32Array) -> float:
         """Count one pass of the candidate over the images `indices`; return the sum of its logit errors."""
         error = difference(expected, found)
-        self.worst[size] = max(self.worst.get(size, 0.0), float(error.max()))
+        self.largest_error[size] = max(self.largest_error.get(size, 0.0), float(error.max()))
         classes = found.argmax(axis=1)
-        for row in np.flatnonzero(classes != self.before[indices]):
+        for row in np.flatnonzero(classes != self.reference_class[indices]):
             self.flipped.setdefault(int(indices[row]), (int(classes[row]), size))
         self.not_finite.update(int(index) for index in indices[~np.isfinite(found).all(axis=1)])
         return float(error.sum(dtype=np.float64))
 
-    def result(self, sizes: tuple[int, ...], probe: "_Probe") -> Comparison:
+    def result(self, sizes: tuple[int, ...], probe: "_ProbeImages") -> Comparison:
         flips = tuple(self._flip(index) for index in sorted(self.flipped))
         lost = sum(flip.reference == flip.label for flip in flips)
         won = sum(flip.candidate == flip.label for flip in flips)
         labels = self.images.labels
-        correct = int((self.before == labels).sum())
+        correct = int((self.reference_class == labels).sum())
         mean = self.logit_sum / self.logit_count
         return Comparison(
             images=len(self.images),
@@ -246,17 +253,17 @@ class _Tally:
             only_reference_correct=lost,
             only_candidate_correct=won,
             flips=flips,
-            max_logit_error_by_batch_size={size: self.worst[size] for size in sizes},
+            max_logit_error_by_batch_size={size: self.largest_error[size] for size in sizes},
             mean_logit_error=self.error_sum / self.logit_count,
             min_cosine=float(self.cosine.min()),
             mean_cosine=float(self.cosine.mean()),
-            ece_reference=_ece(self.confidence_before, self.before == labels),
-            ece_candidate=_ece(self.confidence_after, self.after == labels),
+            ece_reference=_ece(self.reference_confidence, self.reference_class == labels),
+            ece_candidate=_ece(self.candidate_confidence, self.candidate_class == labels),
             max_neighbour_error=probe.neighbour,
             max_position_error=probe.position,
             not_finite=len(self.not_finite),
             logit_std=math.sqrt(max(0.0, self.logit_squares / self.logit_count - mean * mean)),
-            classes_sha256=sha256_bytes(self.after.astype("<i4").tobytes()),
+            classes_sha256=sha256_bytes(self.candidate_class.astype("<i4").tobytes()),
         )
 
     def _flip(self, index: int) -> Flip:
@@ -264,26 +271,30 @@ class _Tally:
         return Flip(
             key=self.images.keys[index],
             label=int(self.images.labels[index]),
-            reference=int(self.before[index]),
+            reference=int(self.reference_class[index]),
             candidate=candidate,
             reference_margin=float(self.margin[index]),
             batch_size=size,
         )
 
 
-def _probe_steps(sizes: Sequence[int], main: int) -> list[tuple[int, Order]]:
-    """The candidate's passes over the probe images; the pass in order at `main` is part of the one over all images."""
-    steps: list[tuple[int, Order]] = [(size, "in order") for size in sizes if size != main]
-    # A row that depends on its neighbours at another size differs from the reference there.
-    steps += [(size, "shuffled") for size in sorted({main, sizes[-1]}) if size > 1]
-    below = [size for size in sizes if 1 < size < main]
-    if main > 1:
-        steps.append((below[-1] if below else main, "reversed"))
-    return steps
+def _probe_passes(sizes: Sequence[int], main_size: int) -> list[tuple[int, Order]]:
+    """The candidate's passes over the probe images, but for the one in order at `main_size`: all images take that."""
+    passes: list[tuple[int, Order]] = [(size, "in order") for size in sizes if size != main_size]
+    # Two sizes are enough: a row that depends on its neighbours at another one differs from the reference there.
+    passes += [(size, "shuffled") for size in sorted({main_size, sizes[-1]}) if size > 1]
+    below = [size for size in sizes if 1 < size < main_size]
+    if main_size > 1:
+        passes.append((below[-1] if below else main_size, "reversed"))
+    return passes
 
 
-class _Probe:
-    """The images that are run at every batch size and in other company, gathered while all images pass."""
+class _ProbeImages:
+    """The images that are run at every batch size and in other orders, gathered while all images pass.
+
+    rows: their indices in the split. neighbour, position: the largest change of a logit in shuffled batches and in
+    reversed ones. unstable: those whose class is not the same in every pass.
+    """
 
     def __init__(self, rows: npt.NDArray[np.int64]) -> None:
         self.rows = rows
@@ -300,16 +311,17 @@ class _Probe:
             self.expected.append(expected[chosen])
             self.found.append(found[chosen])
 
-    def run(self, candidate: Session, steps: Sequence[tuple[int, Order]], tally: _Tally, bar: Progress) -> None:
+    def run(
+        self, candidate: Session, passes: Sequence[tuple[int, Order]], statistics: _Statistics, bar: Progress
+    ) -> None:
         pixels, expected = np.concatenate(self.pixels), np.concatenate(self.expected)
-        whole = np.concatenate(self.found)
-        in_order = {tally.batch_size: whole}
-        done, count = len(tally.images), len(pixels)
-        for size, order in steps:
-            # The same shuffle in every run.
-            places = _places(order, count, size)
+        first = np.concatenate(self.found)
+        in_order = {statistics.batch_size: first}
+        done, count = len(statistics.images), len(pixels)
+        for size, order in passes:
+            indices = _order_of(order, count, size)
             found = np.empty_like(expected)
-            found[places] = infer(candidate, pixels[places], size)
+            found[indices] = infer(candidate, pixels[indices], size)
             if order == "in order":
                 in_order[size] = found
             moved = float(difference(in_order[size], found).max())
@@ -317,41 +329,36 @@ class _Probe:
                 self.neighbour = max(self.neighbour, moved)
             if order == "reversed":
                 self.position = max(self.position, moved)
-            tally.add_pass(self.rows, size, expected, found)
-            self.unstable.update(int(row) for row in np.flatnonzero(found.argmax(axis=1) != whole.argmax(axis=1)))
+            statistics.add_pass(self.rows, size, expected, found)
+            self.unstable.update(int(row) for row in np.flatnonzero(found.argmax(axis=1) != first.argmax(axis=1)))
             done += count
             bar.update(done, f"batch {size}, {order}")
 
 
-def _places(order: Order, count: int, size: int) -> npt.NDArray[np.int64]:
-    """Which image stands at each place: as they are, anywhere, or each batch of `size` from its end."""
+def _order_of(order: Order, count: int, size: int) -> npt.NDArray[np.int64]:
+    """Which image is run at each place. The shuffle is the same in every run; "reversed" reverses within batches."""
     if order == "shuffled":
         return np.random.default_rng(size).permutation(count)
-    places = np.arange(count)
+    indices = np.arange(count)
     if order == "reversed":
-        return np.concatenate([places[start : start + size][::-1] for start in range(0, count, size)])
-    return places
+        return np.concatenate([indices[start : start + size][::-1] for start in range(0, count, size)])
+    return indices
 
 
 def _cosines(a: Float32Array, b: Float32Array) -> Float64Array:
-    """The cosine of each pair of rows; −1 where a logit is not finite, 1 where both rows are zero."""
+    """The cosine of each pair of rows, (N,); −1 where a logit is not finite, 1 where both rows are zero."""
     x, y = a.astype(np.float64), b.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
         products, squares = np.einsum("nc,nc->n", x, y), np.einsum("nc,nc->n", y, y)
         lengths = np.sqrt(np.einsum("nc,nc->n", x, x) * squares)
-    alike = np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), (x == y).all(axis=1))
+        alike = np.where(lengths > 0, products / np.where(lengths > 0, lengths, 1), (x == y).all(axis=1))
     return np.asarray(np.where(np.isfinite(squares), alike.clip(-1, 1), -1.0))
 
 
-def _confidences(logits: Float32Array) -> Float64Array:
-    """The largest probability of each row; 1 where a logit is not finite."""
-    with np.errstate(invalid="ignore"):
-        shifted = np.exp(logits - logits.max(axis=1, keepdims=True))
-    confidence = 1 / shifted.sum(axis=1, dtype=np.float64)
-    return np.asarray(np.where(np.isfinite(confidence), confidence, 1.0))
-
-
 def _ece(confidence: Float64Array, correct: npt.NDArray[np.bool_]) -> float:
-    """The expected calibration error needs no more of an image than its confidence and whether it was right."""
+    """The expected calibration error (docs/maths.md §5.2) of N images.
+
+    It needs an image's confidence and whether it was right, so two classes stand for all.
+    """
     two_classes = np.stack([confidence, np.zeros_like(confidence)], axis=1)
     return calibration_error(two_classes, np.where(correct, 0, 1))

@@ -1,7 +1,7 @@
-"""Why a candidate differs: the usual suspects are tried on the reference, and the one that explains it is named.
+"""Why a candidate differs: common export mistakes are made in the reference, one at a time.
 
-A suspect changes what the reference does (its channels, its normalisation, the filter that resizes, the order of its
-classes). If the changed reference agrees with the candidate, the candidate has that fault.
+A mistake changes what the reference does: its channels, its normalisation, the filter that resizes, the order of its
+classes. If the reference with a mistake agrees with the candidate, the candidate has that mistake.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,37 +10,39 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.preprocess import HALF, IMAGENET_MEAN, IMAGENET_STD, Preprocessing, Triple, UInt8Array
+from vitx.core.probabilities import Float64Array
 from vitx.data.image_set import ImageSet
-from vitx.parity.compared import Side, Triple
-from vitx.parity.comparison import Float64Array, difference, infer, subset
+from vitx.parity.comparison import difference, infer
 from vitx.runtimes.session import Float32Array, Session
 
 Renormalized = Callable[[Triple, Triple], Session]
 
 IMAGES = 64
 BATCH = 32
-# A suspect explains the difference if it leaves at most this share of it, and less than is allowed.
+# A mistake explains the difference if it leaves at most this share of it, and no more than is allowed.
 EXPLAINED = 0.2
-# A constant added to every image's logits, or a factor on all of them, leaves this share of the difference at most.
+# A constant added to every image's logits, or a factor on them, explains it if it leaves at most this share: fitted
+# to the difference, it would leave less than `EXPLAINED` by chance.
 SYSTEMATIC = 0.02
-IMAGENET: tuple[Triple, Triple] = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-HALF: tuple[Triple, Triple] = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 CROPS = (0.875, 0.9, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The fault that explains the difference, or None; errors are the largest of a logit, before and after."""
+    """The mistake that explains the difference, or None.
 
-    fault: str | None
+    error: the largest logit error. remaining_error: the largest one against a reference with the same mistake.
+    """
+
+    cause: str | None
     error: float
-    error_explained: float
+    remaining_error: float
 
     def __str__(self) -> str:
-        if self.fault is None:
-            return f"no usual suspect explains the logit error of {self.error:.3g}: --trace names the layer"
-        return f"{self.fault} (largest logit error {self.error:.3g}, {self.error_explained:.3g} once it is undone)"
+        if self.cause is None:
+            return f"no common mistake explains the logit error of {self.error:.3g}: --trace names the layer"
+        return f"{self.cause} (largest logit error {self.error:.3g}, {self.remaining_error:.3g} once it is undone)"
 
 
 def diagnose(
@@ -53,69 +55,59 @@ def diagnose(
     renormalized: Renormalized | None = None,
     allowed: float,
 ) -> Diagnosis:
-    """Name the fault of a candidate that is not the reference's equal, from at most 64 evenly spaced images.
+    """Name the mistake in a candidate that is not the reference's equal, from at most 64 evenly spaced images.
 
-    `renormalized` gives the reference with another mean and std; without it those suspects are left out.
-    `allowed` is the largest logit error that counts as agreement.
+    renormalized: returns the reference with another (mean, std); without it, wrong normalisations are not tried.
+    allowed: the largest logit error that counts as agreement.
     """
-    some = subset(images, IMAGES)
-    pixels = _prepared(some, preprocessing)
-    own = pixels if candidate_preprocessing is None else _prepared(some, candidate_preprocessing)
+    sample = images.evenly_spaced(IMAGES)
+    pixels = _prepared(sample, preprocessing)
+    candidate_pixels = pixels if candidate_preprocessing is None else _prepared(sample, candidate_preprocessing)
     expected = infer(reference, pixels, BATCH)
-    together, alone = infer(candidate, own, BATCH), infer(candidate, own, 1)
-    error = float(difference(expected, together).max())
+    batched, alone = infer(candidate, candidate_pixels, BATCH), infer(candidate, candidate_pixels, 1)
+    error = float(difference(expected, batched).max())
     if not np.isfinite(alone).all():
         return Diagnosis("overflow: logits are NaN or infinite", error, error)
-    depends = float(difference(together, alone).max())
-    if depends > allowed and depends > EXPLAINED * error:
-        text = f"batch-dependent graph: rows move by {depends:.3g} with who shares their batch"
-        return Diagnosis(text, error, float(difference(expected, alone).max()))
-    baseline = float(difference(expected, alone).max())
-    suspects = _Suspects(reference, some, preprocessing, pixels, expected, renormalized)
-    found = min(
-        ((float(difference(logits, alone).max()), fault) for fault, logits in suspects.all()),
-        default=(baseline, ""),
+    error_alone = float(difference(expected, alone).max())
+    moved = float(difference(batched, alone).max())
+    if moved > allowed and moved > EXPLAINED * error:
+        text = f"batch-dependent graph: rows move by {moved:.3g} with who shares their batch"
+        return Diagnosis(text, error, error_alone)
+    # From here on an image's logits alone: what is left of the error is not of the batch.
+    mistakes = _ReferenceWithMistakes(reference, sample, preprocessing, pixels, expected, renormalized)
+    remaining, cause = min(
+        ((float(difference(logits, alone).max()), cause) for cause, logits in mistakes.all()),
+        default=(error_alone, ""),
     )
-    if found[0] <= min(allowed, EXPLAINED * baseline):
-        return Diagnosis(found[1], error, found[0])
+    if remaining <= min(allowed, EXPLAINED * error_alone):
+        return Diagnosis(cause, error, remaining)
     return _systematic(expected, alone, error)
 
 
-def diagnose_sides(reference: Side, candidate: Side, images: ImageSet, *, allowed: float) -> Diagnosis:
-    """`diagnose` for two sides, each with its own preprocessing."""
-    return diagnose(
-        reference.session,
-        candidate.session,
-        images,
-        reference.preprocessing,
-        candidate_preprocessing=candidate.preprocessing,
-        renormalized=reference.renormalized,
-        allowed=allowed,
-    )
-
-
 def _prepared(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:
+    """All images as they enter a session: uint8 (n, S, S, 3)."""
     return np.concatenate(list(images.batches(preprocessing, BATCH)))
 
 
 def _systematic(expected: Float32Array, found: Float32Array, error: float) -> Diagnosis:
-    """A bias or a factor that is the same for every image."""
-    a, b = expected.astype(np.float64), found.astype(np.float64)
-    shift: Float64Array = (b - a).mean(axis=0)
-    rest = float(np.abs(b - a - shift).max())
-    if rest <= SYSTEMATIC * error:
+    """A bias or a factor that is the same for every image; logits are (n, C)."""
+    reference, candidate = expected.astype(np.float64), found.astype(np.float64)
+    shift: Float64Array = (candidate - reference).mean(axis=0)
+    remaining = float(np.abs(candidate - reference - shift).max())
+    if remaining <= SYSTEMATIC * error:
         largest = int(np.abs(shift).argmax())
         text = f"bias of the classifier dropped or changed: class {largest} has {shift[largest]:+.3g} on every image"
-        return Diagnosis(text, error, rest)
-    factor = float((a * b).sum() / max(float((a * a).sum()), 1e-30))
-    rest = float(np.abs(b - factor * a).max())
-    if rest <= SYSTEMATIC * error:
-        return Diagnosis(f"logits scaled by {factor:.4g}", error, rest)
+        return Diagnosis(text, error, remaining)
+    # The least-squares factor.
+    factor = float((reference * candidate).sum() / max(float((reference * reference).sum()), 1e-30))
+    remaining = float(np.abs(candidate - factor * reference).max())
+    if remaining <= SYSTEMATIC * error:
+        return Diagnosis(f"logits scaled by {factor:.4g}", error, remaining)
     return Diagnosis(None, error, error)
 
 
-class _Suspects:
-    """The reference with one thing changed at a time: (what is wrong with a candidate that agrees, its logits)."""
+class _ReferenceWithMistakes:
+    """The reference with one mistake at a time: (the mistake's description, the logits (n, C) it leads to)."""
 
     def __init__(
         self,
@@ -137,54 +129,57 @@ class _Suspects:
 
     def _channels(self) -> Iterator[tuple[str, Float32Array]]:
         reversed_channels = np.ascontiguousarray(self.pixels[..., ::-1])
-        fault = "BGR: the candidate reads the colour channels in reverse"
-        yield fault, infer(self.reference, reversed_channels, BATCH)
-        if self.renormalized is not None:  # reversed behind the normalisation, in the first layer's weights
+        cause = "BGR: the candidate reads the colour channels in reverse"
+        yield cause, infer(self.reference, reversed_channels, BATCH)
+        if self.renormalized is not None:
+            # Reversed behind the normalisation, in the first layer's weights: each channel keeps its own mean and std.
             p = self.preprocessing
-            swapped = self.renormalized((p.mean[2], p.mean[1], p.mean[0]), (p.std[2], p.std[1], p.std[0]))
-            yield fault, infer(swapped, reversed_channels, BATCH)
-        turned = np.ascontiguousarray(self.pixels.swapaxes(1, 2))
-        yield "rows and columns of the image are swapped", infer(self.reference, turned, BATCH)
+            with self.renormalized((p.mean[2], p.mean[1], p.mean[0]), (p.std[2], p.std[1], p.std[0])) as swapped:
+                logits = infer(swapped, reversed_channels, BATCH)
+            yield cause, logits
+        transposed = np.ascontiguousarray(self.pixels.swapaxes(1, 2))
+        yield "rows and columns of the image are swapped", infer(self.reference, transposed, BATCH)
 
     def _normalizations(self) -> Iterator[tuple[str, Float32Array]]:
         if self.renormalized is None:
             return
         mean, std = self.preprocessing.mean, self.preprocessing.std
-        # A scale of zero cannot be: such a mean cannot have been swapped with its std.
+        # With a mean of 0 a swap would divide by 0.
         swapped = [("mean and std are swapped", std, mean)] if min(mean) > 0 else []
-        for fault, other_mean, other_std in (
+        for cause, other_mean, other_std in (
             *swapped,
             ("mean and std are left out", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
             ("pixels are not divided by 255", _over_255(mean), _over_255(std)),
-            ("mean and std are ImageNet's", *IMAGENET),
-            ("mean and std are 0.5", *HALF),
+            ("mean and std are ImageNet's", IMAGENET_MEAN, IMAGENET_STD),
+            ("mean and std are 0.5", HALF, HALF),
         ):
             if (other_mean, other_std) != (mean, std):
-                session = self.renormalized(other_mean, other_std)
-                yield f"normalisation: {fault}", infer(session, self.pixels, BATCH)
+                with self.renormalized(other_mean, other_std) as session:
+                    logits = infer(session, self.pixels, BATCH)
+                yield f"normalisation: {cause}", logits
 
     def _preparations(self) -> Iterator[tuple[str, Float32Array]]:
         p = self.preprocessing
         for name in ("nearest", "bilinear", "bicubic", "lanczos"):
             if name != p.interpolation:
                 other = p.model_copy(update={"interpolation": name})
-                fault = f"interpolation: images are resized {name}, not {p.interpolation}"
-                yield fault, infer(self.reference, _prepared(self.images, other), BATCH)
+                cause = f"interpolation: images are resized {name}, not {p.interpolation}"
+                yield cause, infer(self.reference, _prepared(self.images, other), BATCH)
         for crop in CROPS:
             if crop != p.crop_fraction:
                 other = p.model_copy(update={"crop_fraction": crop})
                 try:
                     pixels = _prepared(self.images, other)
-                except InputError:  # too thin to be resized that far
+                except InputError:  # an image is too thin for the larger size that this crop is cut from
                     continue
                 yield f"crop: fraction {crop:g}, not {p.crop_fraction:g}", infer(self.reference, pixels, BATCH)
 
     def _labels(self) -> Iterator[tuple[str, Float32Array]]:
         classes = self.expected.shape[1]
-        for step in sorted({1, 2, classes - 2, classes - 1} - {0, classes}):
-            if 0 < step < classes:
-                by = step if step <= classes // 2 else step - classes
-                yield f"labels are off by {by:+d}", np.roll(self.expected, step, axis=1)
+        for shift in sorted({1, 2, classes - 2, classes - 1}):
+            if 0 < shift < classes:
+                signed = shift if shift <= classes // 2 else shift - classes
+                yield f"labels are off by {signed:+d}", np.roll(self.expected, shift, axis=1)
         yield "labels are in reverse order", self.expected[:, ::-1]
 
 

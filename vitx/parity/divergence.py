@@ -1,10 +1,10 @@
 """Which layer diverges first: the residual stream of a graph against the network's, block by block.
 
-A layer's *error* is ‖candidate − network‖ / ‖network‖ of what it hands on; it grows through all that follows. Its *own*
-error is what it adds itself: the network's block is run on what the candidate's block read, so nothing is blamed on a
-layer that only carries on what it was given.
+A layer's *error* is ‖candidate − network‖ / ‖network‖ of its output; it grows through all layers that follow. Its *own*
+error is what the layer adds itself: the network's block is run on the input of the candidate's block, so that a layer
+is not blamed for an error in its input.
 
-Shape letters: B batch, T tokens, D width.
+Shape letters: B batch, T tokens, D width, C classes.
 """
 
 import math
@@ -26,11 +26,11 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export.graph.block_names import EMBEDDING, block_name
 from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.execution import batches, logits_of, open_session, run_with_outputs
+from vitx.export.options import Target
 from vitx.export.precision.acceptance import Agreement, Bounds, agreement_of
-from vitx.export.precision.calibration import batches, logits_of, open_session, run_with_outputs
 from vitx.export.precision.half import HALVES, LARGEST, cpu_twin
 from vitx.export.precision.lower import LowerPrecision, lower_precision
-from vitx.export.precision.qdq import Target
 from vitx.models import image_tensor
 from vitx.models.similarity import token_similarity
 
@@ -39,14 +39,17 @@ BATCH = 8
 # The largest change of a layer's CosSim that passes: rounding moves it by about the square of a tensor's relative
 # error, so 8 bits (some 0.1 to 0.2 a tensor) may move it by 0.05 and float32 not at all.
 SIMILARITY_ALLOWED: dict[Precision, float] = {"fp32": 1e-3, "fp16": 0.01, "bf16": 0.02, "int8": 0.05, "fp8": 0.05}
-# A change of one weight explains a layer's own error if it leaves at most this share of it.
+# A mistake in one weight explains a layer's own error if it leaves at most this share of it.
 EXPLAINED = 0.1
 NODES_NAMED = 5
 
 
 @dataclass(frozen=True)
 class LayerError:
-    """One layer of a trace. CosSim is None where fewer than two patch tokens are handed on."""
+    """One layer of a trace: relative errors, and CosSim of both models' patch tokens.
+
+    own: None for the first layer and for one that cannot be run alone. CosSim: None for fewer than two patch tokens.
+    """
 
     name: str
     error: float
@@ -57,7 +60,10 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Trace:
-    """Error by layer on `images` images. `culprit` makes the largest error itself; `cause`: the one weight to blame."""
+    """Error by layer on `images` images.
+
+    culprit: the layer of the largest own error. cause: the one weight that explains it, if one does.
+    """
 
     images: int
     layers: tuple[LayerError, ...]
@@ -73,7 +79,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class NodeError:
-    """A node of a graph: the relative error of its result, and how much of it is beyond what it reads."""
+    """A node of a graph: the relative error of its result, and by how much that exceeds the error of its inputs."""
 
     name: str
     tensor: str
@@ -83,7 +89,7 @@ class NodeError:
 
 @dataclass(frozen=True)
 class Repair:
-    """The smallest set of float32 islands found with which a graph of lower precision passes on images it never saw."""
+    """The smallest set of float32 islands found with which a graph of lower precision passes on held-out images."""
 
     graph: onnx.ModelProto
     islands: tuple[str, ...]
@@ -92,17 +98,17 @@ class Repair:
 
 
 def graph_on_cpu(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """What runs here as the graph says: halves as their twin that rounds (ONNX Runtime's CPU would not)."""
+    """What rounds on this CPU as `graph` says: of half precision its twin, for ONNX Runtime's CPU does not round."""
     return cpu_twin(graph) if precision in HALVES else graph
 
 
-def require_names(graph: onnx.ModelProto, model: nn.Module) -> None:
-    """Raise InputError unless the graph names what stands between the network's blocks."""
+def require_block_names(graph: onnx.ModelProto, model: nn.Module) -> None:
+    """Raise InputError unless the graph names the tensors between the network's blocks."""
     made = {name for node in graph.graph.node for name in node.output}
-    missing = [name for name in _Network(model, Preprocessing(image_size=1)).names[:-1] if name not in made]
+    missing = [name for name in _layer_names(model)[:-1] if name not in made]
     if missing:
         raise InputError(
-            f"the graph has no tensor '{missing[0]}': it was exported before vitx named what stands between blocks, or "
+            f"the graph has no tensor '{missing[0]}': it was exported before vitx named the tensors between blocks, or "
             "by another tool; export the run again to trace it"
         )
 
@@ -116,24 +122,24 @@ def trace_layers(
     precision: Precision = "fp32",
     own: bool = True,
 ) -> Trace:
-    """Compare a graph with the network it was exported from, on images uint8 (n, S, S, 3) prepared for both.
+    """Compare a graph with the network it was exported from, on prepared images uint8 (n, S, S, 3).
 
-    Without `own` only errors and CosSim are measured: one pass of each side.
-    Raises InputError for a network without `blocks`, and for a graph whose tensors between blocks have no names.
+    Without `own` only errors and CosSim are measured: one pass of each model. Raises InputError for a network without
+    `blocks`, and for a graph whose tensors between blocks have no names.
     """
     network = _Network(model, preprocessing)
-    require_names(graph, model)
-    sums = {name: _Sums() for name in network.names}
+    require_block_names(graph, model)
+    sums = {name: _ErrorSums() for name in network.names}
     for chunk, found in _tensors_of(graph_on_cpu(graph, precision), network.names, images, fused=precision != "fp8"):
         expected = network.tensors(chunk)
         for name, value in found.items():
             sums[name].add(expected[name], value, network.prefix_tokens)
         if own:
             for before, name in pairwise(network.names):
-                sums[name].add_own(network.after(name, found[before]), found[name])
+                sums[name].add_own(network.output(name, found[before]), found[name])
     layers = tuple(sums[name].result(name) for name in network.names)
     culprit = _culprit(layers)
-    cause = _weight_to_blame(network, culprit, images, graph, precision) if own else None
+    cause = _weight_mistake(network, culprit, images, graph, precision) if own else None
     return Trace(len(images), layers, culprit, cause)
 
 
@@ -172,15 +178,16 @@ def has_blocks(model: nn.Module) -> bool:
 def node_errors(
     exact: onnx.ModelProto, candidate: onnx.ModelProto, images: UInt8Array, precision: Precision
 ) -> tuple[NodeError, ...]:
-    """The nodes of a lowered graph that add most error to the float32 graph's tensors of the same names, worst first.
+    """The five nodes of a lowered graph that add most error, worst first: it has the float32 graph's tensor names.
 
-    A result that is not finite counts as an infinite error; of those the first node in the graph's order leads.
+    images: uint8 (n, S, S, 3). A result that is not finite is an infinite error; of several such nodes the first in the
+    graph's order leads, for a node that reads an infinite error adds none.
     """
     flow = Dataflow(exact)
     twin = graph_on_cpu(candidate, precision)
     made = {name for node in twin.graph.node for name in node.output}
     tensors = [name for node in flow.nodes for name in node.output if flow.is_float(name) and name in made]
-    sums = {name: _Sums() for name in tensors}
+    sums = {name: _ErrorSums() for name in tensors}
     for expected, found in zip(
         run_with_outputs(exact, tensors, images), run_with_outputs(twin, tensors, images), strict=True
     ):
@@ -191,14 +198,14 @@ def node_errors(
     for node in flow.nodes:
         for name in node.output:
             if name in error:
-                read = max((error.get(source, 0.0) for source in node.input), default=0.0)
-                growth = 0.0 if math.isinf(read) else error[name] - read
+                error_read = max((error.get(source, 0.0) for source in node.input), default=0.0)
+                growth = 0.0 if math.isinf(error_read) else error[name] - error_read
                 nodes.append(NodeError(node.name, name, error[name], growth))
     return tuple(sorted(nodes, key=lambda node: -node.growth)[:NODES_NAMED])
 
 
 def overflow_text(exact: onnx.ModelProto, tensor: str, images: UInt8Array, precision: Precision) -> str | None:
-    """How far a tensor reaches in float32, if that is beyond a half type; None otherwise."""
+    """A sentence with a tensor's largest magnitude in float32, if the half type cannot hold it; None otherwise."""
     if precision not in HALVES:
         return None
     largest = max(float(np.abs(found[tensor]).max()) for found in run_with_outputs(exact, [tensor], images))
@@ -220,8 +227,8 @@ def repair(
 ) -> Repair:
     """The smallest set of float32 islands found that makes the float32 graph `exact` pass in `precision`.
 
-    Searched on `images` (training), verified on `evaluation`, which the search asks only about graphs that passed.
-    Raises CheckFailed when nothing passes, with the numbers.
+    Searched on `images` (training), verified on `evaluation`: the search tests on those only graphs that passed on its
+    own. Both uint8 (n, S, S, 3). Raises CheckFailed when nothing passes, with the numbers.
     """
     bounds = Bounds(SHARE_OF_STD[precision])
     expected = logits_of(exact, evaluation)
@@ -241,63 +248,73 @@ def repair(
 
 
 @dataclass
-class _Sums:
-    """Squared error and size of a layer's tensor over batches, and the CosSim of its patch tokens."""
+class _ErrorSums:
+    """Sums over batches of a layer's squared error and squared norm, and the mean CosSim of its patch tokens."""
 
     squared_error: float = 0.0
     squared_own: float = 0.0
-    squared_size: float = 0.0
+    squared_norm: float = 0.0
     measured_own: bool = False
     images: int = 0
     similarity: tuple[float, float] | None = None
 
     @property
     def error(self) -> float:
-        return _ratio(self.squared_error, self.squared_size)
+        return _ratio(self.squared_error, self.squared_norm)
 
     def add(self, expected: Tensor, found: Tensor, prefix_tokens: int | None = None) -> None:
-        """Both (B, T, D), or any one shape; where the candidate hands on fewer tokens, the first ones are compared."""
+        """Add a batch, both (B, T, D) or both of any other one shape.
+
+        A last block that computes the class token alone has fewer tokens: the first ones are compared.
+        prefix_tokens: how many tokens are no patches; None for no CosSim.
+        """
         kept = expected[:, : found.shape[1]] if expected.ndim == 3 else expected
         self.squared_error += _squared(found.double() - kept)
-        self.squared_size += _squared(kept.double())
+        self.squared_norm += _squared(kept.double())
         if prefix_tokens is not None and found.ndim == 3 and found.shape[1] > prefix_tokens + 1:
-            before, after = (float(token_similarity(side[:, prefix_tokens:])) for side in (expected, found))
+            new = [float(token_similarity(tokens[:, prefix_tokens:])) for tokens in (expected, found)]
             old, count = self.similarity or (0.0, 0.0), len(found)
             total = self.images + count
             self.similarity = (
-                (old[0] * self.images + before * count) / total,
-                (old[1] * self.images + after * count) / total,
+                (old[0] * self.images + new[0] * count) / total,
+                (old[1] * self.images + new[1] * count) / total,
             )
         self.images += len(found)
 
     def add_own(self, exact: Tensor | None, found: Tensor) -> None:
-        """exact: what the network's layer makes of what the candidate's layer read."""
+        """Add a batch. exact: the network's layer on the input of the candidate's; None if it cannot be run alone."""
         if exact is not None:
             self.measured_own = True
             self.squared_own += _squared(found.double() - exact[:, : found.shape[1]])
 
     def result(self, name: str) -> LayerError:
-        before, after = self.similarity or (None, None)
-        own = _ratio(self.squared_own, self.squared_size) if self.measured_own else None
-        return LayerError(name, self.error, own, before, after)
+        reference, candidate = self.similarity or (None, None)
+        own = _ratio(self.squared_own, self.squared_norm) if self.measured_own else None
+        return LayerError(name, self.error, own, reference, candidate)
+
+
+def _layer_names(model: nn.Module) -> tuple[str, ...]:
+    """The names that an exported graph gives the embedding, each block's output and the logits."""
+    if not has_blocks(model):
+        raise InputError(f"{type(model).__name__} has no list of blocks to trace: layers cannot be compared")
+    blocks: Any = model.blocks
+    return (EMBEDDING, *map(block_name, range(len(blocks))), LOGITS)
 
 
 class _Network:
     """The checkpoint's network: its tensors between blocks, and each layer on its own."""
 
     def __init__(self, model: nn.Module, preprocessing: Preprocessing) -> None:
-        if not has_blocks(model):
-            raise InputError(f"{type(model).__name__} has no list of blocks to trace: layers cannot be compared")
+        self.names = _layer_names(model)
         self.model: Any = model.eval()
         self.preprocessing = preprocessing
         blocks: Any = model.blocks
         self.blocks: list[nn.Module] = list(blocks)
         self.prefix_tokens = int(getattr(model, "num_prefix_tokens", 0))
-        self.names = (EMBEDDING, *map(block_name, range(len(self.blocks))), LOGITS)
 
     @torch.inference_mode()
     def tensors(self, images: UInt8Array) -> dict[str, Tensor]:
-        """Every named tensor, float32: (B, T, D), the logits (B, C)."""
+        """Every named tensor of images uint8 (B, S, S, 3), float32: (B, T, D), the logits (B, C)."""
         found: dict[str, Tensor] = {}
 
         def keep_input(_block: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -318,28 +335,28 @@ class _Network:
         return {name: found[name].float().cpu() for name in self.names}
 
     @torch.inference_mode()
-    def after(self, name: str, read: Tensor, change: Mapping[str, Tensor] | None = None) -> Tensor | None:
-        """What a layer makes of `read` (B, T, D), with some of its weights changed; None where it cannot be run alone.
+    def output(self, name: str, tokens: Tensor, changed: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """A layer's output on `tokens` (B, T, D), some of its weights `changed`; None where it cannot be run alone.
 
         The head is normalisation, pooling and classifier; it needs all tokens unless it pools the class token.
         """
-        read = read.to(next(self.model.parameters()))
+        tokens = tokens.to(next(self.model.parameters()))
         if name == LOGITS:
             if not (hasattr(self.model, "norm") and hasattr(self.model, "forward_head")):
                 return None
-            if read.shape[1] == 1 and getattr(self.model, "global_pool", "") != "token":
+            if tokens.shape[1] == 1 and getattr(self.model, "global_pool", "") != "token":
                 return None
-            head: Tensor = self.model.forward_head(self.model.norm(read))
+            head: Tensor = self.model.forward_head(self.model.norm(tokens))
             return head.float().cpu()
         block = self.blocks[self.names.index(name) - 1]
-        made: Tensor = torch.func.functional_call(block, dict(change or {}), (read,))
-        return made.float().cpu()
+        output: Tensor = torch.func.functional_call(block, dict(changed or {}), (tokens,))
+        return output.float().cpu()
 
 
 def _tensors_of(
     graph: onnx.ModelProto, names: tuple[str, ...], images: UInt8Array, *, fused: bool
 ) -> Iterator[tuple[UInt8Array, dict[str, Tensor]]]:
-    """Yield (images of a batch, named tensors of the graph): (B, T, D), also where the graph joins B and T."""
+    """Yield (images of a batch, the graph's tensors by name): (B, T, D), split again where the graph joins B and T."""
     watched = onnx.ModelProto()
     watched.CopyFrom(graph)
     (output,) = (value.name for value in graph.graph.output)
@@ -359,50 +376,52 @@ def _culprit(layers: tuple[LayerError, ...]) -> str:
     for layer in layers:
         if not math.isfinite(layer.error):
             return layer.name
-    own = [(layer.error if layer.own is None else layer.own, layer.name) for layer in layers if layer.own is not None]
-    first = layers[0]
-    return max([(first.error, first.name), *own])[1]
+    own = [(layer.own, layer.name) for layer in layers if layer.own is not None]
+    # The embedding reads the image itself: its error is its own.
+    return max([(layers[0].error, layers[0].name), *own])[1]
 
 
-def _weight_to_blame(
+def _weight_mistake(
     network: _Network, culprit: str, images: UInt8Array, graph: onnx.ModelProto, precision: Precision
 ) -> str | None:
-    """The weight of the culprit that, left out or transposed, makes the network do what the candidate does."""
+    """The weight of the culprit that, left out or transposed, makes the network compute what the candidate does."""
     if culprit in (EMBEDDING, LOGITS):
         return None
-    before = network.names[network.names.index(culprit) - 1]
+    index = network.names.index(culprit)
     tensors = _tensors_of(graph_on_cpu(graph, precision), network.names, images[:BATCH], fused=precision != "fp8")
     _, found = next(tensors)
-    read, made = found[before], found[culprit]
+    block_input, block_output = found[network.names[index - 1]], found[culprit]
 
-    def own_error(change: Mapping[str, Tensor]) -> float:
-        exact = network.after(culprit, read, change)
+    def own_error(changed: Mapping[str, Tensor]) -> float:
+        exact = network.output(culprit, block_input, changed)
         assert exact is not None
-        return _squared(made.double() - exact[:, : made.shape[1]])
+        return _squared(block_output.double() - exact[:, : block_output.shape[1]])
 
-    block = network.blocks[network.names.index(culprit) - 1]
     unchanged = own_error({})
     if not math.isfinite(unchanged):
         return None
-    suspects = [(own_error({name: value}), fault) for name, value, fault in _faults(block)]
-    error, fault = min(suspects, default=(unchanged, ""))
-    return fault if error <= EXPLAINED**2 * unchanged else None
+    mistakes = _weight_mistakes(network.blocks[index - 1])
+    errors = [(own_error({name: value}), mistake) for name, value, mistake in mistakes]
+    error, mistake = min(errors, default=(unchanged, ""))
+    return mistake if error <= EXPLAINED**2 * unchanged else None  # squared errors
 
 
-def _faults(block: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
-    """(name, changed value, what that is) of every weight that an exporter could have lost or turned."""
+def _weight_mistakes(block: nn.Module) -> Iterator[tuple[str, Tensor, str]]:
+    """(name, changed value, what was changed) of every weight that an exporter could have lost or transposed."""
     for name, value in block.named_parameters():
         if name.endswith("bias") and bool(value.any()):
             yield name, torch.zeros_like(value), f"bias dropped: {name}"
+        # A matrix, or a 1×1 convolution, that is square: of another shape the transposed one would not run.
         square = value.ndim in (2, 4) and value.shape[0] == value.shape[1] and value[0, 0].numel() == 1
         if square:
             yield name, value.detach().transpose(0, 1).contiguous(), f"transposed: {name}"
 
 
 def _squared(values: Tensor) -> float:
+    """The sum of squares; infinite where a value is not finite."""
     total = float(values.double().square().sum())
     return total if math.isfinite(total) else math.inf
 
 
-def _ratio(squared_error: float, squared_size: float) -> float:
-    return math.sqrt(squared_error / squared_size) if squared_size > 0 else 0.0
+def _ratio(squared_error: float, squared_norm: float) -> float:
+    return math.sqrt(squared_error / squared_norm) if squared_norm > 0 else 0.0

@@ -1,4 +1,4 @@
-"""How good a classifier is on labelled images: accuracy, likelihood, calibration."""
+"""What `vitx eval` does: accuracy, likelihood and calibration on labelled images (docs/maths.md §5.2)."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from vitx.core.probabilities import classification_metrics
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity import check_labels
-from vitx.parity.compared import open_side
+from vitx.parity.loaded_model import open_model
 from vitx.runtimes.session import Session
 
 BATCH_SIZE = 32
 
 
 class Evaluation(Record):
-    """Metrics over one image set, in [0, 1] but for `nll` (nats) and `brier` (0 to 2)."""
+    """Metrics over one image set: shares in [0, 1], `nll` in nats, `brier` from 0 to 2."""
 
     images: int
     top1: float
@@ -61,11 +61,10 @@ def evaluate_path(
 ) -> Evaluation:
     """Evaluate a run (its checkpoint `which`) or a bundle on `data`'s evaluation split.
 
-    `runtime` defaults to torch for a run and ONNX Runtime for a bundle.
-    `data` defaults to what the model was trained on. Raises InputError when `path` is neither, or when the data's
-    classes are not the model's.
+    `runtime` defaults to torch for a run and ONNX Runtime for a bundle, `data` to what the model was trained on. Raises
+    InputError when `path` is neither, or when the data's classes are not the model's.
     """
-    side = open_side(path, runtime=runtime, which=which, device=device, threads=threads)
-    images = open_images(data or side.data, "val", skip_bad=skip_bad)
-    check_labels(images, side.labels)
-    return evaluate(side.session, images, side.preprocessing, quiet=quiet)
+    with open_model(path, runtime=runtime, which=which, device=device, threads=threads) as model:
+        images = open_images(data or model.data, "val", skip_bad=skip_bad)
+        check_labels(images, model.labels)
+        return evaluate(model.session, images, model.preprocessing, quiet=quiet)

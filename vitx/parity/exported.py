@@ -1,21 +1,66 @@
-"""The certificate that every export ends with, and the images it will stand on."""
+"""How `vitx export` certifies its bundle, and how many images that will take."""
 
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import Any
 
-if TYPE_CHECKING:
-    from vitx.core.bundle import Bundle
-    from vitx.export import SamplingPlan, Source, SourceRequest
-    from vitx.parity.compared import Side
+from vitx.core.bundle import Bundle
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.run import RunFolder
+from vitx.data.open import open_images
+from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
+from vitx.parity.certification import certify_models
+from vitx.parity.loaded_model import LoadedModel, model_from_bundle
+from vitx.parity.statistics import flips_allowed
+from vitx.parity.trace import failure_notes, measure_token_similarity
+from vitx.parity.verdict import check_image_count
+from vitx.runtimes.session import device_name
+from vitx.runtimes.torch import TorchSession
 
 
-def sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: float) -> "SamplingPlan":
-    """How many images the certificate will look at, and how many of them may flip."""
-    from vitx.core.run import RunFolder
-    from vitx.data.open import open_images
-    from vitx.export import SamplingPlan
-    from vitx.parity import check_image_count
-    from vitx.parity.statistics import flips_allowed
+def export_certified(
+    target: str,
+    out: Path | None = None,
+    options: ExportOptions | None = None,
+    *,
+    weights: str = "pretrained",
+    quiet: bool = False,
+) -> Bundle:
+    """Export a run, or a `model:` with weights, to a bundle that is certified unless `options.uncertified`.
 
+    out: by default RUN.vitx, or NAME.vitx here. A bundle that fails its parity is not written: CheckFailed.
+    """
+    options = options or ExportOptions()
+    request = source_request(target, options, weights)
+    if request.is_model and options.data is None and not options.uncertified:
+        raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
+    out = out or Path(f"{request.network}.vitx" if request.is_model else f"{target}.vitx")
+    limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
+
+    def accept(bundle: Bundle) -> None:
+        if not options.uncertified:
+            certify_export(bundle, request, options.data, **limits)
+
+    log(f"export: {target} to {out}", quiet=quiet)
+    plan = None if options.uncertified else sampling_plan(request, options.data, options.max_flip_rate)
+    bundle = export_bundle(request, out, options, plan=plan, quiet=quiet, accept=accept)
+    if options.triton is not None:
+        triton_repository(out, options.triton, allow_uncertified=options.uncertified)
+    return bundle
+
+
+def source_request(target: str, options: ExportOptions, weights: str) -> SourceRequest:
+    """What `vitx export` loads: `data` names the classes of a `model:`, and is the images of a run."""
+    data = options.data if target.startswith("model:") else None
+    return SourceRequest(target, which=options.checkpoint, weights=weights, data=data)
+
+
+def sampling_plan(request: SourceRequest, data: str | None, max_flip_rate: float) -> SamplingPlan:
+    """How many images the certificate will look at, and how many of them may flip.
+
+    Known before the export, so that an image set too small for the flip rate is refused before hours are spent.
+    """
     request.require_known()
     count = len(open_images(data or RunFolder.open(request.target).info.data, "val"))
     check_image_count(count, max_flip_rate)
@@ -23,48 +68,40 @@ def sampling_plan(request: "SourceRequest", data: str | None, max_flip_rate: flo
 
 
 def certify_export(
-    bundle: "Bundle", request: "SourceRequest", data: str | None, *, max_flip_rate: float, device: str, quiet: bool
+    bundle: Bundle, request: SourceRequest, data: str | None, *, max_flip_rate: float, device: str, quiet: bool
 ) -> None:
-    from functools import partial
+    """Compare the bundle with the network it was exported from, and write its certificate.
 
-    from vitx.core.console import log
-    from vitx.core.errors import CheckFailed
-    from vitx.data.open import open_images
-    from vitx.parity import certify_sides
-    from vitx.parity.compared import bundle_side
-    from vitx.parity.cpu_twin import cpu_stand_in
-    from vitx.parity.trace import failure_notes, token_similarity
-
+    Raises CheckFailed with the reasons, the mistake and the layer when it fails.
+    """
     log("export: certifying the graph against the checkpoint", quiet=quiet)
-    before = source_side(request.load(), device)
-    after = bundle_side(bundle, device=device, stand_in=partial(cpu_stand_in, device=device))
-    images = open_images(data or before.data, "val")
-    tokens = partial(token_similarity, before, after, images, quiet=quiet)
-    certificate = certify_sides(
-        before,
-        after,
-        images,
-        device=device,
-        max_flip_rate=max_flip_rate,
-        # Rounding alone may collapse tokens.
-        token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
-        write=True,
-        quiet=quiet,
-    )
-    if certificate.verdict != "pass":
-        notes = failure_notes(before, after, images, certificate, request, quiet=quiet)
-        found = "; ".join((*certificate.reasons, *notes))
-        raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {found}")
+    with (
+        model_from_source(request.load(), device) as reference,
+        model_from_bundle(bundle, device=device, use_twin=True) as candidate,
+    ):
+        images = open_images(data or reference.data, "val")
+        tokens = partial(measure_token_similarity, reference, candidate, images, quiet=quiet)
+        certificate = certify_models(
+            reference,
+            candidate,
+            images,
+            device=device,
+            max_flip_rate=max_flip_rate,
+            # Float32 keeps tokens apart; coarser rounding may make them alike while the logits agree.
+            token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
+            write=True,
+            quiet=quiet,
+        )
+        if certificate.verdict != "pass":
+            notes = failure_notes(reference, candidate, images, certificate, request, quiet=quiet)
+            reasons = "; ".join((*certificate.reasons, *notes))
+            raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {reasons}")
 
 
-def source_side(source: "Source", device: str) -> "Side":
-    """What is exported, in torch, as the reference of its own bundle."""
-    from vitx.parity.compared import Side
-    from vitx.runtimes.session import device_name
-    from vitx.runtimes.torch import TorchSession
-
+def model_from_source(source: Source, device: str) -> LoadedModel:
+    """The exported network in torch: the reference of its own bundle."""
     session = TorchSession(source.model, source.preprocessing, device=device_name(device))
-    return Side(
+    return LoadedModel(
         name=f"{source.name}, checkpoint {source.checkpoint}",
         session=session,
         preprocessing=source.preprocessing,

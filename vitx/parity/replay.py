@@ -1,30 +1,34 @@
-"""A bundle's certificate, replayed: are the files those it speaks of, and are its numbers seen again?"""
+"""What `vitx parity --verify BUNDLE` does: check a certificate's files, measure again, and compare the numbers."""
 
 import math
-from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle
 from vitx.core.certificate import Certificate, read_certificate
+from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
-from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import certify, check_engines
+from vitx.parity.certification import AcceptanceCriteria, certify, check_engines, check_provider
 from vitx.parity.comparison import infer
+from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
+from vitx.parity.options import ParityOptions
 from vitx.parity.verdict import check_labels
 from vitx.runtimes.session import Session
 
-# How far a logit error may be from the certificate's: another processor sums in another order.
+# A logit error may be this many times the certified one, or this large: another processor sums in another order.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
 BATCH = 32
 
 
 @dataclass(frozen=True)
-class Number:
+class ReplayedNumber:
     """One number of a certificate, as certified and as seen now."""
 
     name: str
@@ -33,8 +37,42 @@ class Number:
     agrees: bool
 
 
+@dataclass(frozen=True)
+class Replay:
+    """The certificate of one bundle, number by number."""
+
+    bundle: Bundle
+    numbers: tuple[ReplayedNumber, ...]
+
+    def require_agreement(self) -> None:
+        """Raise CheckFailed naming every number that was not measured again."""
+        wrong = [
+            f"{number.name} {number.seen}, certified {number.certified}" for number in self.numbers if not number.agrees
+        ]
+        if wrong:
+            raise CheckFailed(f"the certificate of '{self.bundle.path}' is not reproduced: {'; '.join(wrong)}")
+
+
+def verify_certificate(first: Path, second: Path | None, options: ParityOptions, *, quiet: bool = False) -> Replay:
+    """Replay the certificate of a bundle; the two paths are the bundle and, if given, its run, in either order."""
+    swapped = second is not None and not (first / MANIFEST).is_file()
+    path, run = (second or first, first) if swapped else (first, second)
+    bundle = Bundle.open(path)
+    certificate = verify_files(bundle)
+    images = certified_images(certificate, options.data)
+    with ExitStack() as opened:
+        reference = _certified_reference(bundle, certificate, run, options)
+        if reference is not None:
+            opened.enter_context(reference)
+        against = f"against {reference.name}" if reference else "no run at hand: the candidate alone"
+        log(f"verify: {against}", quiet=quiet)
+        candidate = opened.enter_context(model_from_bundle(bundle, device=options.device, use_twin=True))
+        check_provider(candidate, options.device)
+        return Replay(bundle, replay(bundle, certificate, images, candidate.session, reference, quiet=quiet))
+
+
 def verify_files(bundle: Bundle) -> Certificate:
-    """Return the bundle's certificate if every file is the one it speaks of and none is a stranger.
+    """Return the bundle's certificate if it is of exactly these files, and no other file is in the folder.
 
     `Bundle.open` has compared the files that the manifest names with their digests. Raises CheckFailed naming what is
     wrong, as `require_certificate` does, and for a stale engine.
@@ -43,14 +81,14 @@ def verify_files(bundle: Bundle) -> Certificate:
     read_certificate(bundle.path / CERTIFICATE)
     check_engines(bundle)
     known = {MANIFEST, CERTIFICATE, LATENCY, *bundle.manifest.files}
-    strangers = sorted(
+    unknown = sorted(
         path.relative_to(bundle.path).as_posix()
         for path in bundle.path.rglob("*")
         if path.is_file() and path.relative_to(bundle.path).as_posix() not in known
     )
-    if strangers:
-        raise CheckFailed(f"'{bundle.path}' holds '{strangers[0]}', which its manifest does not name: remove it")
-    bundle.latency()  # a record that cannot be read is refused
+    if unknown:
+        raise CheckFailed(f"'{bundle.path}' holds '{unknown[0]}', which its manifest does not name: remove it")
+    bundle.latency()  # raises for a damaged record
     return certificate
 
 
@@ -71,11 +109,11 @@ def replay(
     certificate: Certificate,
     images: ImageSet,
     candidate: Session,
+    reference: LoadedModel | None = None,
     *,
-    reference: tuple[Session, Preprocessing] | None = None,
     quiet: bool = False,
-) -> tuple[Number, ...]:
-    """Measure again and hold every number against the certificate's.
+) -> tuple[ReplayedNumber, ...]:
+    """Measure again and compare every number with the certificate's.
 
     With a reference the whole comparison is repeated: flips, accuracies and classes must be the same, errors of logits
     at most four times the certified ones. Without one, the candidate alone is run: its accuracy and its class of every
@@ -84,27 +122,28 @@ def replay(
     check_labels(images, bundle.manifest.labels)
     if reference is None:
         return _replay_candidate(bundle, certificate, images, candidate)
-    session, preprocessing = reference
     now = certify(
-        session,
+        reference.session,
         candidate,
         images,
-        preprocessing,
+        reference.preprocessing,
         candidate_preprocessing=bundle.manifest.preprocessing,
-        batch_sizes=certificate.batch_sizes,
-        max_flip_rate=certificate.max_flip_rate,
-        max_logit_error=certificate.max_logit_error_allowed,
-        precision=bundle.manifest.precision,
+        criteria=AcceptanceCriteria(
+            batch_sizes=certificate.batch_sizes,
+            max_flip_rate=certificate.max_flip_rate,
+            max_logit_error=certificate.max_logit_error_allowed,
+            precision=bundle.manifest.precision,
+        ),
         token_similarity=certificate.token_similarity,
         quiet=quiet,
     )
-    keys, seen = _keys(certificate), _keys(now)
+    certified_flips, flips = _flipped_keys(certificate), _flipped_keys(now)
     return (
         _same("verdict", certificate.verdict, now.verdict),
         _same("images", certificate.images, now.images),
         _same("top-1 of the reference", certificate.accuracy_reference, now.accuracy_reference),
         _same("top-1 of the candidate", certificate.accuracy_candidate, now.accuracy_candidate),
-        Number("flips", len(keys), len(seen), keys == seen),
+        ReplayedNumber("flips", len(certified_flips), len(flips), certified_flips == flips),
         _same("class of every image, sha256", certificate.classes_sha256[:16], now.classes_sha256[:16]),
         _near("largest logit error", certificate.max_logit_error, now.max_logit_error),
         _near("mean logit error", certificate.mean_logit_error, now.mean_logit_error),
@@ -114,7 +153,7 @@ def replay(
 
 def _replay_candidate(
     bundle: Bundle, certificate: Certificate, images: ImageSet, candidate: Session
-) -> tuple[Number, ...]:
+) -> tuple[ReplayedNumber, ...]:
     size = certificate.batch_size or BATCH
     batches = images.batches(bundle.manifest.preprocessing, size)
     classes = np.concatenate([infer(candidate, block, size).argmax(axis=1) for block in batches])
@@ -130,23 +169,37 @@ def _replay_candidate(
     )
 
 
-def require_agreement(bundle: Bundle, numbers: Sequence[Number]) -> None:
-    """Raise CheckFailed naming every number that is not seen again."""
-    wrong = [f"{number.name} {number.seen}, certified {number.certified}" for number in numbers if not number.agrees]
-    if wrong:
-        raise CheckFailed(f"the certificate of '{bundle.path}' is not seen again: {'; '.join(wrong)}")
+def _certified_reference(
+    bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions
+) -> LoadedModel | None:
+    """The run that was given, or the one the bundle was exported from if it is still there with the same weights."""
+    if run is not None:
+        given = open_model(run, which=options.checkpoint, device=options.device)
+        if given.sha256 != certificate.reference_sha256:
+            given.session.close()
+            raise CheckFailed(f"'{run}' is not the reference of the certificate: its weights have another sha256")
+        return given
+    provenance = bundle.manifest.provenance
+    source = Path(provenance.source)
+    if not RunFolder(source).exists() or provenance.checkpoint not in ("best", "last"):
+        return None
+    exported = open_model(source, which=provenance.checkpoint, device=options.device)
+    if exported.sha256 == certificate.reference_sha256:
+        return exported
+    exported.session.close()
+    return None
 
 
-def _keys(certificate: Certificate) -> set[str]:
+def _flipped_keys(certificate: Certificate) -> set[str]:
     return {flip.key for flip in certificate.flips}
 
 
-def _same(name: str, certified: float | str, seen: float | str) -> Number:
+def _same(name: str, certified: float | str, seen: float | str) -> ReplayedNumber:
     equal = certified == seen
     if isinstance(certified, float) and isinstance(seen, float):
         equal = math.isclose(certified, seen, rel_tol=1e-12)
-    return Number(name, certified, seen, equal)
+    return ReplayedNumber(name, certified, seen, equal)
 
 
-def _near(name: str, certified: float, seen: float) -> Number:
-    return Number(name, certified, seen, seen <= max(ERROR_FACTOR * certified, ERROR_FLOOR))
+def _near(name: str, certified: float, seen: float) -> ReplayedNumber:
+    return ReplayedNumber(name, certified, seen, seen <= max(ERROR_FACTOR * certified, ERROR_FLOOR))

@@ -1,4 +1,4 @@
-"""The served path: image bytes in, classes out, over HTTP, compared with the reference on the same bytes."""
+"""`vitx parity --served`: every image sent to a server over HTTP, and the answers compared with the reference."""
 
 import http.client
 import json
@@ -18,20 +18,23 @@ from vitx.core.console import progress
 from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.core.files import Record
 from vitx.core.preprocess import Preprocessing
-from vitx.core.probabilities import log_softmax
+from vitx.core.probabilities import Float64Array, log_softmax
 from vitx.data.image_set import ImageSet
-from vitx.parity.comparison import REFERENCE_BATCH, Float64Array, infer
+from vitx.parity.comparison import REFERENCE_BATCH, infer
 from vitx.parity.statistics import clopper_pearson_upper
 from vitx.runtimes.session import Session
 
-# Requests in flight: enough that the server forms batches.
+# Requests at a time: enough that the server forms batches.
 CONNECTIONS = 8
 START_SECONDS = 120.0
 REQUEST_SECONDS = 60.0
 
 
 class ServedComparison(Record):
-    """The server's answers against the reference. Errors are of log probabilities, the scores' logarithms."""
+    """The server's answers against the reference. Errors are absolute differences of log probabilities (nats).
+
+    flips: the keys of the images that get another class.
+    """
 
     images: int
     flips: tuple[str, ...]
@@ -66,10 +69,10 @@ def compare_served(
 ) -> ServedComparison:
     """Send the encoded bytes of every image to `POST URL/v1/classify` and compare with the reference's logits.
 
-    A log probability may differ by twice what a logit may: its own error and that of the normaliser.
-    Raises CheckFailed, with the server's words, when it refuses an image.
+    A log probability may differ by twice what a logit may: its own error and that of the normaliser. Raises
+    CheckFailed, with the server's error, when it refuses an image.
     """
-    answers = _classify_all(url, images, quiet=quiet)
+    answers = classify_all(url, images, quiet=quiet)
     blocks = images.batches(preprocessing, REFERENCE_BATCH)
     expected = log_softmax(np.concatenate([infer(reference, block, REFERENCE_BATCH) for block in blocks]))
     moved = np.flatnonzero(expected.argmax(axis=1) != answers.argmax(axis=1))
@@ -84,8 +87,11 @@ def compare_served(
     )
 
 
-def _classify_all(url: str, images: ImageSet, *, quiet: bool) -> Float64Array:
-    """Log probabilities float64 (n, C) of the server's answers, in the order of the images."""
+def classify_all(url: str, images: ImageSet, *, quiet: bool = False) -> Float64Array:
+    """Log probabilities float64 (n, C) of the server's answers, in the order of the images.
+
+    Raises CheckFailed, with the server's words, when it refuses an image.
+    """
     shares = [range(start, len(images), CONNECTIONS) for start in range(min(CONNECTIONS, len(images)))]
     result = np.empty((len(images), len(images.class_names)))
     with progress("served", len(images), quiet=quiet) as bar, ThreadPoolExecutor(len(shares)) as pool:
@@ -97,7 +103,7 @@ def _classify_all(url: str, images: ImageSet, *, quiet: bool) -> Float64Array:
 
 
 def _classify(url: str, images: ImageSet, rows: Sequence[int]) -> list[Float64Array]:
-    """One connection's share of the images."""
+    """Log probabilities float64 (C,) of the images `rows`, sent one after the other over one connection."""
     parts = urlsplit(url)
     classes = len(images.class_names)
     with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=REQUEST_SECONDS)) as connection:
@@ -118,15 +124,15 @@ def _classify(url: str, images: ImageSet, rows: Sequence[int]) -> list[Float64Ar
 
 
 @contextmanager
-def serving(bundle: Path, *, device: str = "auto") -> Iterator[str]:
+def serving(bundle: Path, *, device: str = "auto", allow_uncertified: bool = True) -> Iterator[str]:
     """Run `vitx serve` in a process of its own on a free port; yield its URL; end it with SIGTERM.
 
-    An uncertified bundle is served too: it is what is being judged. Raises EnvironmentMissing, with the server's own
-    words, when it does not start.
+    An uncertified bundle is served too: it is what is being judged. Raises EnvironmentMissing, with the last line that
+    the server wrote to stderr, when it does not start.
     """
     arguments = [sys.executable, "-m", "vitx", "serve", str(bundle), "--port", "0", "--device", device]
     process = subprocess.Popen(
-        [*arguments, "--allow-uncertified"],
+        [*arguments, *(["--allow-uncertified"] if allow_uncertified else [])],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

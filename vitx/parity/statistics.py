@@ -1,4 +1,4 @@
-"""The statistics of a certificate, in numpy alone: serving has no scipy."""
+"""The statistics of a certificate (docs/maths.md §6), in numpy alone: a machine that serves has no scipy."""
 
 import math
 
@@ -8,9 +8,8 @@ import numpy as np
 def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
     """One-sided upper bound on a rate of which k events were seen in n trials.
 
-    It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), the same number as
-    `beta.ppf(confidence, k + 1, n − k)`, accurate to 1e-10 for n up to 1e6.
-    Raises ValueError unless 0 ≤ k ≤ n, n ≥ 1 and ½ ≤ confidence < 1.
+    It is the p with P(X ≤ k | n, p) = 1 − confidence (Clopper & Pearson 1934), the same number as `beta.ppf(confidence,
+    k + 1, n − k)`, accurate to 1e-10 for n up to 1e6. Raises ValueError unless 0 ≤ k ≤ n, n ≥ 1 and ½ ≤ confidence < 1.
     """
     if not 0 <= k <= n or n < 1:
         raise ValueError(f"k={k}, n={n}: expected 0 ≤ k ≤ n and n ≥ 1")
@@ -21,6 +20,7 @@ def clopper_pearson_upper(k: int, n: int, confidence: float = 0.95) -> float:
     target = math.log1p(-confidence)
     if k == 0:
         return -math.expm1(target / n)
+    # The tail falls as p grows: bisect until no float64 lies between.
     low, high = k / n, 1.0
     while True:
         middle = (low + high) / 2
@@ -56,7 +56,10 @@ def flips_allowed(n: int, max_flip_rate: float, confidence: float = 0.95) -> int
 
 
 def mcnemar_exact(b: int, c: int) -> float:
-    """Two-sided exact McNemar p: only the reference is right on b images, only the candidate on c."""
+    """Two-sided p of McNemar's exact test: only the reference is right on b images, only the candidate on c.
+
+    It is min(1, 2·P(X ≤ min(b, c))), X binomial of b + c trials at ½.
+    """
     if b < 0 or c < 0:
         raise ValueError(f"b={b}, c={c}: expected counts")
     if b == c:
@@ -65,11 +68,11 @@ def mcnemar_exact(b: int, c: int) -> float:
 
 
 def _log_lower_tail(k: int, n: int, p: float) -> float:
-    """log P(X ≤ k) of a binomial with k ≤ np: the term at k, times the falling terms below it relative to it."""
+    """log P(X ≤ k) of a binomial with k ≤ np: log P(X = k), and the sum of the smaller terms relative to it."""
     log_term = (
         math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * math.log(p) + (n - k) * math.log1p(-p)
     )
-    # m terms below k the relative term is at most exp(−m²/2np(1−p)): past 10√n it no longer changes a float64 sum.
+    # The term at k − m is at most exp(−m²/2np(1−p)) times that at k: past m = 10√n it no longer changes a float64 sum.
     below = np.arange(k, max(0, k - 10 * math.isqrt(n) - 100), -1, dtype=np.float64)
     ratios = below / (n - below + 1) * ((1 - p) / p)
     return log_term + math.log1p(float(np.cumprod(ratios).sum()))

@@ -1,4 +1,7 @@
-"""Why a comparison failed: a usual suspect, error by layer, the nodes that add most, islands that repair it."""
+"""Why a comparison failed: a common export mistake, error by layer, the nodes that add most, islands that repair it.
+
+The verdict depends on none of this but CosSim by layer.
+"""
 
 import math
 import tempfile
@@ -6,28 +9,36 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+import numpy as np
+
+from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.console import log
+from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
+from vitx.parity.diagnosis import diagnose
+from vitx.parity.html_report import LayerPlot, Series
+from vitx.parity.loaded_model import LoadedModel
+
+if TYPE_CHECKING:  # two bundles are compared where there is no torch
     import onnx
 
-    from vitx.core.bundle import Bundle
-    from vitx.core.certificate import Certificate, TokenSimilarity
-    from vitx.core.preprocess import Preprocessing, UInt8Array
-    from vitx.data.image_set import ImageSet
     from vitx.export import SourceRequest
-    from vitx.export.precision.qdq import Target
-    from vitx.parity.compared import Side
+    from vitx.export.options import Target
     from vitx.parity.divergence import NodeError, Repair, Trace
-    from vitx.parity.report import LayerPlot
 
-# Layers are compared on so many evenly spaced images; nodes on fewer, they only order.
+# Layers are compared on so many evenly spaced images; nodes on fewer, for their errors are only ranked.
 TRACE_IMAGES, NODE_IMAGES = 64, 8
 
 
 @dataclass(frozen=True)
 class TraceResult:
-    """layers: None between two bundles, which have no network that could run layer by layer.
+    """Error by layer and by node, and sentences that say what they mean.
 
-    exact: the float32 graph that a bundle of lower precision was made of.
+    layers: None between two bundles, which have no network that could run layer by layer. nodes: empty for a float32
+    graph. exact: the float32 graph that a bundle of lower precision was made of.
     """
 
     layers: "Trace | None"
@@ -45,9 +56,7 @@ class TraceResult:
         )
         return found
 
-    def plots(self) -> tuple["LayerPlot", ...]:
-        from vitx.parity.report import LayerPlot, Series
-
+    def plots(self) -> tuple[LayerPlot, ...]:
         if self.layers is None:
             return ()
         layers = self.layers.layers
@@ -57,7 +66,7 @@ class TraceResult:
                 "Relative error by layer",
                 names,
                 (
-                    Series("of what the layer hands on", [layer.error for layer in layers]),
+                    Series("of the layer output", [layer.error for layer in layers]),
                     Series("made by the layer itself", [layer.own for layer in layers]),
                 ),
                 logarithmic=True,
@@ -73,9 +82,9 @@ class TraceResult:
         )
 
 
-def token_similarity(
-    reference: "Side", candidate: "Side", images: "ImageSet", *, quiet: bool
-) -> "TokenSimilarity | None":
+def measure_token_similarity(
+    reference: LoadedModel, candidate: LoadedModel, images: ImageSet, *, quiet: bool
+) -> TokenSimilarity | None:
     """CosSim by layer of the reference's network and the candidate's graph on 64 images.
 
     None where there is no such network or graph, for a network without blocks, and, which is logged, for a graph that
@@ -85,16 +94,14 @@ def token_similarity(
         return None
     import onnx
 
-    from vitx.core.console import log
-    from vitx.core.errors import InputError
-    from vitx.parity.divergence import compare_token_similarity, has_blocks, require_names
+    from vitx.parity.divergence import compare_token_similarity, has_blocks, require_block_names
 
     model, bundle = reference.network(), candidate.bundle
     if not has_blocks(model):
         return None
     graph = onnx.load(str(bundle.model_path))
     try:
-        require_names(graph, model)
+        require_block_names(graph, model)
     except InputError as reason:
         log(f"parity: CosSim by layer is left out: {reason}", quiet=quiet)
         return None
@@ -103,22 +110,21 @@ def token_similarity(
 
 
 def failure_notes(
-    reference: "Side",
-    candidate: "Side",
-    images: "ImageSet",
-    certificate: "Certificate",
+    reference: LoadedModel,
+    candidate: LoadedModel,
+    images: ImageSet,
+    certificate: Certificate,
     request: "SourceRequest",
     *,
     quiet: bool,
 ) -> tuple[str, ...]:
-    """What is wrong with a bundle that failed against a network: the fault, and the layer where it begins.
+    """Sentences for a bundle that failed against a network: the mistake, and the layer where the error begins.
 
     The layer is left out for a network without blocks and for a graph that does not name them.
     """
-    from vitx.core.errors import InputError
     from vitx.parity.divergence import has_blocks
 
-    notes = (diagnosis(reference, candidate, images, certificate, traced=True),)
+    notes = (diagnosis_note(reference, candidate, images, certificate, traced=True),)
     if reference.network is None or not has_blocks(reference.network()):
         return notes
     try:
@@ -127,35 +133,42 @@ def failure_notes(
         return (*notes, str(reason))
 
 
-def diagnosis(
-    reference: "Side", candidate: "Side", images: "ImageSet", certificate: "Certificate", *, traced: bool
+def diagnosis_note(
+    reference: LoadedModel, candidate: LoadedModel, images: ImageSet, certificate: Certificate, *, traced: bool
 ) -> str:
-    """The usual suspect that explains a failed certificate, as a sentence; `traced`: the layers are named elsewhere."""
-    from vitx.parity.diagnosis import diagnose_sides
+    """The common mistake that explains a failed certificate, as a sentence.
 
-    found = diagnose_sides(reference, candidate, images, allowed=certificate.max_logit_error_allowed)
-    return str(found) if found.fault or not traced else "no usual suspect explains it"
+    With `traced` the layers are named elsewhere, so a sentence without a cause does not recommend --trace.
+    """
+    found = diagnose(
+        reference.session,
+        candidate.session,
+        images,
+        reference.preprocessing,
+        candidate_preprocessing=candidate.preprocessing,
+        renormalized=reference.renormalized,
+        allowed=certificate.max_logit_error_allowed,
+    )
+    return str(found) if found.cause or not traced else "no common mistake explains it"
 
 
 def trace(
-    reference: "Side",
-    candidate: "Side",
+    reference: LoadedModel,
+    candidate: LoadedModel,
     request: "SourceRequest | None",
-    images: "ImageSet",
+    images: ImageSet,
     *,
     repair: bool,
     quiet: bool,
 ) -> TraceResult:
     """Compare a bundle's graph layer by layer with a network, or node by node with another bundle's graph.
 
-    request: where the reference's network comes from, to make the float32 graph of a bundle of lower precision.
-    With `repair` the float32 islands are searched that make a lower precision pass.
+    request: where the reference's network comes from, to export the float32 graph of a bundle of lower precision.
+    With `repair`, search the float32 islands that make a lower precision pass.
 
     Raises InputError when the candidate is no bundle, or names none of its layers.
     """
     import onnx
-
-    from vitx.core.errors import InputError
 
     if candidate.bundle is None:
         raise InputError("--trace looks into a bundle's graph: give a bundle as the candidate")
@@ -174,11 +187,11 @@ def trace(
 
 
 def _trace_network(
-    reference: "Side",
+    reference: LoadedModel,
     request: "SourceRequest",
-    bundle: "Bundle",
+    bundle: Bundle,
     graph: "onnx.ModelProto",
-    pixels: "UInt8Array",
+    pixels: UInt8Array,
 ) -> TraceResult:
     from vitx.parity.divergence import trace_layers
 
@@ -187,14 +200,12 @@ def _trace_network(
     layers = trace_layers(reference.network(), reference.preprocessing, graph, pixels, precision=precision)
     if precision == "fp32":
         return TraceResult(layers, (), (str(layers),))
-    exact = _float_graph(request, bundle)
+    exact = _float32_graph(request, bundle)
     nodes = _trace_nodes(exact, graph, bundle, pixels)
     return TraceResult(layers, nodes.nodes, (str(layers), *nodes.notes), exact)
 
 
-def _trace_nodes(
-    exact: "onnx.ModelProto", graph: "onnx.ModelProto", bundle: "Bundle", pixels: "UInt8Array"
-) -> TraceResult:
+def _trace_nodes(exact: "onnx.ModelProto", graph: "onnx.ModelProto", bundle: Bundle, pixels: UInt8Array) -> TraceResult:
     from vitx.parity.divergence import node_errors, overflow_text
 
     precision = bundle.manifest.precision
@@ -208,11 +219,11 @@ def _trace_nodes(
     return TraceResult(None, nodes, tuple(notes))
 
 
-def _float_graph(request: "SourceRequest", bundle: "Bundle") -> "onnx.ModelProto":
-    """The float32 graph that the bundle's was made of: the same rewrites, so the same names."""
+def _float32_graph(request: "SourceRequest", bundle: Bundle) -> "onnx.ModelProto":
+    """The float32 graph that the bundle's was made from: exported with the same rewrites, it has the same names."""
     import onnx
 
-    from vitx.export.bundle import trace_to_file
+    from vitx.export.bundling import trace_to_file
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
@@ -223,20 +234,19 @@ def _float_graph(request: "SourceRequest", bundle: "Bundle") -> "onnx.ModelProto
 def _repair(
     exact: "onnx.ModelProto",
     graph: "onnx.ModelProto",
-    bundle: "Bundle",
-    pixels: "UInt8Array",
-    images: "ImageSet",
+    bundle: Bundle,
+    pixels: UInt8Array,
+    images: ImageSet,
     *,
     quiet: bool,
 ) -> str:
-    """Which float32 islands make the precision pass on the traced images, as a sentence."""
-    from vitx.data.open import open_images
-    from vitx.export.precision.calibration import calibration_images
+    """Which float32 islands, searched on training images, make the precision pass on the traced ones; a sentence."""
+    from vitx.export.precision.calibration import sample_images
     from vitx.parity.divergence import repair
 
     manifest = bundle.manifest
     assert manifest.precision != "fp32"
-    training = calibration_images(open_images(images.name, "train"), manifest.preprocessing)
+    training = sample_images(open_images(images.name, "train"), manifest.preprocessing)
     target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
     found = repair(exact, graph, manifest.precision, training, pixels, target=target, quiet=quiet)
     return _repair_text(found, manifest.precision)
@@ -248,16 +258,13 @@ def _repair_text(found: "Repair", precision: str) -> str:
     return f"{precision} passes with {islands}: {found.after}; this bundle: {found.before}"
 
 
-def _pixels(images: "ImageSet", preprocessing: "Preprocessing") -> "UInt8Array":
-    import numpy as np
-
-    from vitx.parity.comparison import subset
-
-    return np.concatenate(list(subset(images, TRACE_IMAGES).batches(preprocessing, TRACE_IMAGES)))
+def _pixels(images: ImageSet, preprocessing: Preprocessing) -> UInt8Array:
+    """The traced images, prepared: uint8 (n, S, S, 3)."""
+    return np.concatenate(list(images.evenly_spaced(TRACE_IMAGES).batches(preprocessing, TRACE_IMAGES)))
 
 
 def _finite(value: Any) -> Any:
-    """The same with numbers that JSON lacks as text."""
+    """The same, with NaN and infinities as text: JSON has none."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

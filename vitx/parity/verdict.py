@@ -1,4 +1,4 @@
-"""Limits of a comparison, and what may be asked of an image set. Semantics: docs/parity.md."""
+"""The verdict on a comparison, and whether an image set can prove it. Limits: docs/parity.md."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def judge(
     max_logit_error: float,
     token_similarity: TokenSimilarity | None = None,
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Hold the measurements against the limits; return (what failed, what holds) as sentences with the numbers."""
+    """Check the measurements against the limits; return (what failed, what holds) as sentences with the numbers."""
     checks = list(_checks(comparison, max_flip_rate, max_logit_error))
     if token_similarity is not None:
         checks.append(_token_check(token_similarity))
@@ -29,44 +29,44 @@ def judge(
     )
 
 
-def _checks(found: Comparison, max_flip_rate: float, max_logit_error: float) -> Iterator[tuple[bool, str]]:
-    flips, n = len(found.flips), found.images
-    largest = max((flip.reference_margin for flip in found.flips), default=0.0)
+def _checks(measured: Comparison, max_flip_rate: float, max_logit_error: float) -> Iterator[tuple[bool, str]]:
+    flips, n = len(measured.flips), measured.images
+    largest = max((flip.reference_margin for flip in measured.flips), default=0.0)
     margin = f", the clearest with a reference margin of {largest:.3g}" if flips else ""
-    by_size = found.max_logit_error_by_batch_size
+    by_size = measured.max_logit_error_by_batch_size
     worst_size = max(by_size, key=lambda size: by_size[size])
     yield (
-        found.flip_rate_bound <= max_flip_rate,
-        f"{flips} of {n} images flipped{margin}: flip rate at most {found.flip_rate_bound:.6f} "
+        measured.flip_rate_bound <= max_flip_rate,
+        f"{flips} of {n} images flipped{margin}: flip rate at most {measured.flip_rate_bound:.6f} "
         f"(95 %), allowed {max_flip_rate:g}",
     )
     yield (
-        found.max_logit_error <= max_logit_error,
-        f"largest logit error {found.max_logit_error:.3g}, at batch size {worst_size}, allowed {max_logit_error:g}",
+        measured.max_logit_error <= max_logit_error,
+        f"largest logit error {measured.max_logit_error:.3g}, at batch size {worst_size}, allowed {max_logit_error:g}",
     )
-    moved = max(found.max_neighbour_error, found.max_position_error)
+    moved = max(measured.max_neighbour_error, measured.max_position_error)
     yield (
         moved <= max_logit_error,
         f"a row's logits move by up to {moved:.3g} with other neighbours in its batch or another place, "
         f"allowed {max_logit_error:g}",
     )
     yield (
-        found.probe_flips <= max_flip_rate * found.probe_images,
-        f"{found.probe_flips} of {found.probe_images} images change class with the batch size or their neighbours: "
-        f"rate at most {found.probe_flip_rate_bound:.4f} (95 %), allowed seen {max_flip_rate:g}",
+        measured.probe_flips <= max_flip_rate * measured.probe_images,
+        f"{measured.probe_flips} of {measured.probe_images} images change class with the batch size or their "
+        f"neighbours: rate at most {measured.probe_flip_rate_bound:.4f} (95 %), allowed seen {max_flip_rate:g}",
     )
     yield (
-        found.not_finite == 0,
-        f"{found.not_finite} of {n} images have logits that are not finite, allowed 0",
+        measured.not_finite == 0,
+        f"{measured.not_finite} of {n} images have logits that are not finite, allowed 0",
     )
 
 
 def _token_check(tokens: TokenSimilarity) -> tuple[bool, str]:
-    layer, before, after = tokens.worst()
+    layer, reference, candidate = tokens.worst()
     return (
-        abs(after - before) <= tokens.allowed,
-        f"the patch tokens after {layer} have CosSim {after:.4f} where the reference's have {before:.4f}, allowed "
-        f"difference {tokens.allowed:g}",
+        abs(candidate - reference) <= tokens.allowed,
+        f"the patch tokens after {layer} have CosSim {candidate:.4f} where the reference's have "
+        f"{reference:.4f}, allowed difference {tokens.allowed:g}",
     )
 
 
@@ -85,7 +85,7 @@ def check_image_count(count: int, max_flip_rate: float) -> None:
 
 
 def check_rate(max_flip_rate: float) -> None:
-    """Raise InputError unless the rate is one."""
+    """Raise InputError unless the rate is above 0 and below 1."""
     if not 0 < max_flip_rate < 1:
         raise InputError(
             f"max flip rate {max_flip_rate:g}: expected a rate above 0 and below 1, such as {MAX_FLIP_RATE}"

@@ -1,8 +1,9 @@
-"""`vitx predict`: plan or join, verify what is done, work until all is done, summarise."""
+"""`vitx predict`: create or join the run, verify what is done, work until all is done, summarise."""
 
 import importlib.util
 import os
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,24 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
+from vitx.core.machine import usable_cores
+from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
-from vitx.predict.ledger.ledger import LEASE_SECONDS, Ledger
+from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import part_path, remove_leftovers
-from vitx.predict.pipeline.disk import PATIENCE_SECONDS, Patience
+from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
 from vitx.predict.pipeline.draft import check_draft
-from vitx.predict.pipeline.executor import Executor, Local
-from vitx.predict.pipeline.interruption import sigterm_interrupts
+from vitx.predict.pipeline.executor import Executor, LocalExecutor
+from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import join_plan, open_ledger
+from vitx.predict.state import open_ledger, open_run
 from vitx.predict.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
-BATCH_SIZE = 32
-TOP_K = 5
-SHARD_SIZE = 4096
-# Files read at once: a local disk answers at once, a store after its latency.
+# Files read at once. An object store answers after tens of milliseconds, so many requests are kept in flight.
 LOCAL_READERS, REMOTE_READERS = 2, 16
 
 
@@ -36,103 +37,82 @@ def predict(
     session: Session | Executor,
     source: str | Path,
     out: Path,
+    options: PredictOptions | None = None,
     *,
-    batch_size: int = BATCH_SIZE,
-    top_k: int = TOP_K,
-    logits: bool = False,
-    embeddings: bool = False,
-    draft: bool = False,
-    shard_size: int = SHARD_SIZE,
-    image_column: str | None = None,
-    strict: bool = False,
-    overwrite: bool = False,
-    allow_uncertified: bool = False,
-    read_threads: int | None = None,
-    decode_threads: int | None = None,
-    ledger_url: str | None = None,
-    run_name: str | None = None,
-    lease_seconds: float = LEASE_SECONDS,
     patience_seconds: float = PATIENCE_SECONDS,
     quiet: bool = False,
 ) -> PredictionSummary:
     """Classify every image of `source` (see `take_inventory`); write `out`/predictions.parquet/ and `out`/summary.json.
 
+    Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
     have been killed: on this machine, or with a ledger at a PostgreSQL URL (see `open_ledger`) on any that sees `out`.
     Finished shards are verified by digest and not done again. draft: decode faster, after a sample of the input has
-    shown that the classes stay (see `check_draft`, which raises CheckFailed where they do not). An unreadable image is
-    a row whose error says why; with `strict` it raises CheckFailed naming it, as does a bundle without a passing
-    certificate unless `allow_uncertified`. Raises InputError when `source` holds no image, when `out` cannot be written
-    or holds the predictions of something else (`overwrite` removes them), or when the input was changed after it was
-    finished; EnvironmentMissing without pyarrow, when the ledger stays away, or the disk full for `patience_seconds`.
+    shown that the classes stay the same (see `check_draft`). An unreadable image is a row whose error says why.
+
+    Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
+    unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written or has
+    the predictions of another run (`overwrite` removes them), or if the input was changed after it was finished;
+    EnvironmentMissing without pyarrow, if the ledger is lost, or if the disk stays full for `patience_seconds`.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing_package("pyarrow", "serve")
-    numbers = {"batch": batch_size, "top-k": top_k, "shard size": shard_size}
-    threads = {"read threads": read_threads, "decode threads": decode_threads}
-    for name, number in (numbers | threads).items():
-        if number is not None and number < 1:
-            raise InputError(f"{name} {number}: expected at least 1")
-    certified = _is_certified(bundle, allow_uncertified)
+    options = options or PredictOptions()
+    ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
+    certified = _is_certified(bundle, options.allow_uncertified)
     where = _absolute(str(source))
-    plan: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
-        "top_k": top_k,
-        "logits": logits,
-        "shard_size": shard_size,
-        "image_column": image_column,
-        "embeddings": embeddings,
-        "draft": draft,
+        **options.model_dump(include={"top_k", "logits", "shard_size", "image_column", "embeddings", "draft"}),
     }
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
-        if not draft:
+        if not options.draft:
             return {}
-        model = load_session(bundle) if isinstance(session, Executor) else session
-        checked = check_draft(bundle, model, inventory, listing, image_column, batch_size=batch_size)
+        column, size = options.image_column, options.batch_size
+        with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
+            checked = check_draft(bundle, model, inventory, listing, column, batch_size=size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
 
-    patience = Patience(out, patience_seconds)
-    place = {"url": ledger_url, "run_name": run_name}
-    with (
-        sigterm_interrupts(),
-        open_ledger(out, patience, **place, lease_seconds=lease_seconds, overwrite=overwrite) as ledger,
-    ):
-        base, listing, measured = join_plan(ledger, out, plan, patience, measure)
+    backoff = DiskFullBackoff(out, patience_seconds)
+    with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
+        base, listing, measured = open_run(ledger, out, settings, backoff, measure)
         if not _has_work(ledger, out, quiet=quiet):
-            _refuse_other_listing(ledger, where, listing, shard_size, patience)
-        _refuse_errors(ledger, out, strict=strict)
+            _refuse_other_listing(ledger, where, listing, options.shard_size, backoff)
+        _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
             out=out,
             listing=listing,
             base=base,
             labels=bundle.manifest.labels,
             preprocessing=bundle.manifest.preprocessing,
-            batch_size=batch_size,
-            top_k=top_k,
-            logits=logits,
-            embeddings=embeddings,
-            draft=draft,
-            image_column=image_column,
-            strict=strict,
-            read_threads=read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
-            decode_threads=decode_threads or _usable_cores(),
-            has_lists=ledger.has_lists(),
+            batch_size=options.batch_size,
+            top_k=options.top_k,
+            logits=options.logits,
+            embeddings=options.embeddings,
+            draft=options.draft,
+            image_column=options.image_column,
+            strict=options.strict,
+            read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
+            decode_threads=options.decode_threads or usable_cores(),
+            has_single_files=ledger.has_single_files(),
         )
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
-        executor = session if isinstance(session, Executor) else Local(session)
+        executor = session if isinstance(session, Executor) else LocalExecutor(session)
         with progress("predict", total, quiet=quiet) as bar:
-            performance = executor.execute(job, ledger, patience, bar)
-        _refuse_errors(ledger, out, strict=strict)
+            performance = executor.execute(job, ledger, backoff, bar)
+        _refuse_errors(ledger, out, strict=options.strict)
         remove_leftovers(out)
-        if not performance.images and (out / SUMMARY).exists():  # of those who did the work
+        # This process did nothing: the summary that is there tells of one that did.
+        if not performance.images and (out / SUMMARY).exists():
             return read_record(out / SUMMARY, PredictionSummary)
         summary = summarize(ledger, bundle, where, performance, certified=certified, draft=measured.get("draft"))
-        Patience(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
+        # A new one: `backoff` was stopped when the work ended.
+        DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
         return summary
 
 
@@ -147,43 +127,41 @@ def _is_certified(bundle: Bundle, allow_uncertified: bool) -> bool:
 
 
 def _absolute(source: str) -> str:
-    """The same for every process, wherever it was started."""
+    """An absolute path, so that processes started in different folders have the same settings."""
     return source if is_url(source) else os.path.abspath(source)
 
 
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
-    """Whether there is work: shards that are not done, or whose output is not what was written."""
+    """Whether there are shards to do, after those whose file was changed or removed have been set free."""
     wrong = ledger.verify(lambda shard: part_path(out, shard))
     if wrong:
         (out / SUMMARY).unlink(missing_ok=True)
-        log(f"predict: {len(wrong)} finished files were changed or are gone, and are made again", quiet=quiet)
+        log(f"predict: {len(wrong)} finished files were changed or removed; they are made again", quiet=quiet)
     totals = ledger.totals()
     if totals.done:
         log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(ledger: Ledger, source: str, listing: Path, shard_size: int, patience: Patience) -> None:
-    """Raise InputError if images came or went since the input was listed: what is finished is not all of it."""
-    temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # of one process, on whatever machine
+def _refuse_other_listing(
+    ledger: Ledger, source: str, listing: Path, shard_size: int, backoff: DiskFullBackoff
+) -> None:
+    """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
+    temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
     try:
-        digest = patience.retry(lambda: take_inventory(source, temporary, shard_size).digest)
+        digest = backoff.retry(lambda: take_inventory(source, temporary, shard_size).digest)
     finally:
         temporary.unlink(missing_ok=True)
-    if digest != ledger.digest():
+    if digest != ledger.listing_digest():
         raise InputError(
-            f"'{source}' is not what it was when it was predicted, images came or went: choose another folder, or "
-            "pass --overwrite"
+            f"images were added to '{source}' or removed since it was predicted: choose another folder, or pass "
+            "--overwrite"
         )
 
 
 def _refuse_errors(ledger: Ledger, out: Path, *, strict: bool) -> None:
     """Raise CheckFailed for the first unreadable image of the finished shards."""
-    if not strict or (shard := ledger.first_with_errors()) is None:
+    if not strict or (shard := ledger.first_shard_with_errors()) is None:
         return
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""What the processes of a run share beside its output: the ledger, the plan in it, and the list of images."""
+"""What the processes of a run share besides its output: the ledger and the list of images."""
 
 import json
 import os
@@ -10,59 +10,62 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitx.core.errors import InputError
+from vitx.core.files import make_folder
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger.databases import PostgresDatabase
 from vitx.predict.ledger.ledger import Ledger
-from vitx.predict.outputs.parts import PREDICTIONS, readable
-from vitx.predict.pipeline.disk import Patience
+from vitx.predict.options import PredictOptions
+from vitx.predict.outputs.parts import PREDICTIONS, escape_invalid_utf8
+from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.summary import SUMMARY
 
-# In the output folder; the ledger lies there unless it is a database elsewhere.
+# OUT/.vitx/ holds the list of images, and the ledger unless that is a PostgreSQL database.
 STATE, LEDGER = ".vitx", "ledger.sqlite"
 
 
 @contextmanager
-def open_ledger(
-    out: Path, patience: Patience, *, url: str | None, run_name: str | None, lease_seconds: float, overwrite: bool
-) -> Iterator[Ledger]:
-    """The ledger of the run that writes to `out`: in a file there, or at a PostgreSQL URL.
+def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) -> Iterator[Ledger]:
+    """Yield the ledger of the run that writes to `out`: a file there, or a database at a PostgreSQL URL.
 
-    run_name: of the run, among those of one database; the absolute path of `out` where it is None. If nothing was
-    planned when the block raises, the folders that were made here are removed. Raises InputError when `out` cannot be
-    written or holds the predictions of another run (`overwrite` removes them), and what `PostgresDatabase` raises.
+    run_name: the run's name in that database; None: the absolute path of `out`. If the block raises before any output
+    was begun, the folders that were made here are removed again. Raises InputError when `out` cannot be written or
+    holds the predictions of another run (`overwrite` removes them), and whatever `PostgresDatabase` raises.
     """
+    url, run_name, lease_seconds = options.ledger_url, options.run_name, options.lease_seconds
     if run_name is not None and url is None:
         raise InputError(f"--run-name {run_name} names a run in a shared ledger: pass --ledger too, or leave it out")
     with ExitStack() as opened:
         shared = None
-        if url is not None:  # first: what cannot be reached leaves no trace
+        if url is not None:  # before any folder is made: a server that cannot be reached leaves no trace
             database = opened.enter_context(closing(PostgresDatabase(url)))
-            run = run_name or readable(os.path.abspath(out))
+            run = run_name or escape_invalid_utf8(os.path.abspath(out))
             shared = Ledger(database, run=run, lease_seconds=lease_seconds)
-        state = opened.enter_context(_state_of(out, shared, overwrite=overwrite))
+        state = opened.enter_context(_state_folder(out, shared, overwrite=options.overwrite))
         if shared is not None:
             yield shared
             return
         path = state / LEDGER
-        yield opened.enter_context(closing(patience.retry(lambda: Ledger(path, lease_seconds=lease_seconds))))
+        yield opened.enter_context(closing(backoff.retry(lambda: Ledger(path, lease_seconds=lease_seconds))))
 
 
 @contextmanager
-def _state_of(out: Path, shared: Ledger | None, *, overwrite: bool) -> Iterator[Path]:
+def _state_folder(out: Path, shared: Ledger | None, *, overwrite: bool) -> Iterator[Path]:
+    """Yield OUT/.vitx, made if it is not there. shared: the ledger, if it is not a file in that folder."""
     state = out / STATE
     made_here = [folder for folder in (out, state) if not folder.exists()]
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         if overwrite:
             _remove(out, shared)
-        # In this order: whoever begins at the same moment plans before there are predictions.
-        if _holds_predictions(out) and not ((state / LEDGER).exists() if shared is None else shared.is_planned()):
+        # Predictions are looked for before the ledger. A process that starts at the same moment creates the run before
+        # its first prediction, so in this order predictions without a run are always those of another run.
+        if _holds_predictions(out) and not ((state / LEDGER).exists() if shared is None else shared.has_run()):
             run = "another run" if shared is None else f"a run that is not '{shared.run}' of the ledger"
             raise InputError(
                 f"'{out}' holds {PREDICTIONS} of {run}: choose another folder, or pass --overwrite"
                 + (", or its --ledger" if shared is None and any(state.glob("images-*")) else "")
             )
-        state.mkdir(exist_ok=True)
+        make_folder(state)
     except OSError as error:
         raise InputError(f"cannot write to the folder '{out}': {error.strerror}") from None
     try:
@@ -71,7 +74,7 @@ def _state_of(out: Path, shared: Ledger | None, *, overwrite: bool) -> Iterator[
         if state in made_here and not (out / PREDICTIONS).exists():
             if shared is None:
                 shutil.rmtree(state, ignore_errors=True)
-            with suppress(OSError):  # another process may be making the plan
+            with suppress(OSError):  # not empty if another process is listing the input
                 state.rmdir()
             if out in made_here:
                 with suppress(OSError):
@@ -80,9 +83,10 @@ def _state_of(out: Path, shared: Ledger | None, *, overwrite: bool) -> Iterator[
 
 
 def _remove(out: Path, shared: Ledger | None) -> None:
-    (out / SUMMARY).unlink(missing_ok=True)  # first: it is never beside other predictions
+    # The summary first: a crash in between must not leave it beside predictions of another run.
+    (out / SUMMARY).unlink(missing_ok=True)
     if shared is not None:
-        shared.forget()
+        shared.remove_run()
     shutil.rmtree(out / STATE, ignore_errors=True)
     shutil.rmtree(out / PREDICTIONS, ignore_errors=True)
     (out / PREDICTIONS).unlink(missing_ok=True)
@@ -93,56 +97,61 @@ def _holds_predictions(out: Path) -> bool:
     return any(predictions.iterdir()) if predictions.is_dir() else predictions.exists()
 
 
-class Plan(NamedTuple):
-    """base: where the images lie; listing: their list; measured: see `join_plan`."""
+class SharedRun(NamedTuple):
+    """A run as its first process created it.
+
+    base: the folder or URL that the paths of the list are relative to. listing: the file with the list. measured: what
+    the first process measured: see `open_run`.
+    """
 
     base: str
     listing: Path
     measured: dict[str, Any]
 
 
-def join_plan(
+def open_run(
     ledger: Ledger,
     out: Path,
-    question: dict[str, Any],
-    patience: Patience,
+    settings: dict[str, Any],
+    backoff: DiskFullBackoff,
     measure: Callable[[Inventory, Path], dict[str, Any]] = lambda inventory, listing: {},
-) -> Plan:
-    """Make the plan, or join it if it is of the same question.
+) -> SharedRun:
+    """Create the run, or join it if it was created with the same settings.
 
-    question: what decides about the rows; `input` and `shard_size` say what is listed. measure: called by who makes
-    the plan; what it returns is kept in it, and if it raises nothing was planned. Raises InputError when the
-    question of the plan was another, or when its list is not in this `out`: on another machine that may be a folder
-    of the same name.
+    settings: everything that the rows depend on; `input` and `shard_size` decide what is listed. measure: called with
+    the new listing by the process that creates the run; what it returns is kept in the run, and if it raises, no run is
+    created. Raises InputError when the run has other settings, or when its list is not in this `out`, which on another
+    machine may be a different folder of the same name.
     """
     state = out / STATE
-    # A name of its own: a process that lost the database while it listed cannot replace the list of who was next.
+    # A random name: a process that loses its connection while it lists the input may be overtaken by another process,
+    # whose list it must not replace.
     listing = state / f"images-{uuid.uuid4().hex}"
 
-    def make() -> tuple[str, Inventory]:
+    def create() -> tuple[str, Inventory]:
         try:
-            inventory = take_inventory(question["input"], listing, question["shard_size"])
+            inventory = take_inventory(settings["input"], listing, settings["shard_size"])
             measured = measure(inventory, listing)
         except BaseException:
             listing.unlink(missing_ok=True)
             raise
-        (out / PREDICTIONS).mkdir(exist_ok=True)
-        return json.dumps(question | {"listing": listing.name, "measured": measured}), inventory
+        make_folder(out / PREDICTIONS)
+        return json.dumps(settings | {"listing": listing.name, "measured": measured}), inventory
 
-    text, base = patience.retry(lambda: ledger.plan(make))
-    made = json.loads(text)
-    for name, value in question.items():
-        if made.get(name) != value:
+    text, base = backoff.retry(lambda: ledger.create_or_join(create))
+    created = json.loads(text)
+    for name, value in settings.items():
+        if created.get(name) != value:
             raise InputError(
-                f"'{out}' holds predictions of another run: {name} {made.get(name)} there, {value} here; "
+                f"'{out}' holds predictions of another run: {name} was {created.get(name)}, is {value} now; "
                 "choose another folder, or pass --overwrite"
             )
-    if made["listing"] != listing.name:
+    if created["listing"] != listing.name:  # another process was first
         listing.unlink(missing_ok=True)
-    joined = state / made["listing"]
+    joined = state / created["listing"]
     if not joined.is_file():
         raise InputError(
-            f"'{out}' is not the folder in which the run '{ledger.run}' was planned ({STATE}/{joined.name} is not "
-            "there): --out must be on a file system that all machines share; another run takes another --run-name"
+            f"'{out}' is not the folder in which the run '{ledger.run}' was created ({STATE}/{joined.name} is not "
+            "there): --out must be on a file system that all machines share; for another run pass another --run-name"
         )
-    return Plan(base, joined, made["measured"])
+    return SharedRun(base, joined, created["measured"])

@@ -1,6 +1,5 @@
 """`summary.json`: what was predicted, how fast, and what held it back."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
 from vitx.predict.ledger.ledger import Ledger
-from vitx.predict.outputs.parts import readable
+from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest
@@ -17,11 +16,12 @@ SUMMARY = "summary.json"
 
 
 class PredictionSummary(Record):
-    """Of the whole input: images (rows), errors (those unreadable), shards, classes (images of each).
+    """Counts of the whole input, and the speed of the process that wrote the file.
 
-    Of the process that wrote it: images_here, seconds, images_per_second, stages (the part of the time that each stage
-    was busy, 0 to 1), binding (the busiest), runtime. Another process may have done the rest, or an earlier run.
-    draft: what `--draft` changed on the sample.
+    Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label). Of this process
+    alone, as other processes or an earlier call may have done the rest: images_here, seconds, images_per_second, stages
+    (the part of the time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
+    changed on the sample.
     """
 
     format_version: int = 2
@@ -56,19 +56,19 @@ def summarize(
     """The summary of a ledger whose shards are all done."""
     totals = ledger.totals()
     labels = bundle.manifest.labels
-    counts: Counter[int] = Counter()
-    for classes in ledger.classes():
-        counts.update(classes)
+    images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
+    for counts in ledger.class_counts():
+        for index, images in counts.items():
+            images_by_label[labels[index]] += images
     return PredictionSummary(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),
         certified=certified,
-        input=readable(source),
+        input=escape_invalid_utf8(source),
         images=totals.images,
         errors=totals.errors,
         shards=totals.shards,
-        # Labels may repeat: two classes of one name are one entry.
-        classes={label: sum(counts[i] for i in indices) for label, indices in _by_label(labels).items()},
+        classes=images_by_label,
         images_here=performance.images,
         seconds=performance.seconds,
         images_per_second=performance.images / performance.seconds,
@@ -83,10 +83,3 @@ def summarize(
 
 def bundle_digest(path: Path) -> str:
     return sha256_file(path / MANIFEST)
-
-
-def _by_label(labels: tuple[str, ...]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for index, label in enumerate(labels):
-        found.setdefault(label, []).append(index)
-    return found

@@ -1,6 +1,6 @@
-"""Runtimes: a session and its life, one file a runtime. Importing this package imports no runtime's library."""
+"""Runtimes: sessions, one file for each runtime. Importing this package imports no runtime's library."""
 
 from vitx.runtimes.load import load_session
-from vitx.runtimes.session import FeatureSession, Session
+from vitx.runtimes.session import Session, SessionClosed
 
-__all__ = ["FeatureSession", "Session", "load_session"]
+__all__ = ["Session", "SessionClosed", "load_session"]

@@ -1,4 +1,4 @@
-"""CUDA's first GPU: whether there is one, and a stream with memory that is copied between host and GPU.
+"""A stream of CUDA's first GPU, and arrays that are copied between host and GPU on it.
 
 Memory and streams go through NVIDIA's own bindings, `cuda.bindings`. Not run yet: no GPU was here.
 """
@@ -6,7 +6,6 @@ Memory and streams go through NVIDIA's own bindings, `cuda.bindings`. Not run ye
 import ctypes
 import importlib
 import weakref
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -14,17 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.errors import EnvironmentMissing
-from vitx.core.machine import local_gpus
-
-
-@cache
-def cuda_device_count() -> int:
-    """Number of GPUs the NVIDIA driver offers; 0 where there is no driver."""
-    return len(local_gpus())
 
 
 class CudaError(EnvironmentMissing):
-    """A call into CUDA failed: which, its error's name, and CUDA's own words."""
+    """A call into CUDA failed; the message names the function and the error, and quotes CUDA's description."""
 
 
 class CudaStream:
@@ -37,19 +29,22 @@ class CudaStream:
         weakref.finalize(self, self._cuda.cudaStreamDestroy, self._stream)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Call the runtime API's function `name`; return what it returns beside its error code."""
+        """Call a function of CUDA's runtime API; return its result, or raise CudaError for its error code."""
         error, *values = getattr(self._cuda, name)(*arguments)
         if error != self._cuda.cudaError_t.cudaSuccess:
-            _, words = self._cuda.cudaGetErrorString(error)
-            raise CudaError(f"{name} failed: {error.name} ({words.decode()})")
+            _, description = self._cuda.cudaGetErrorString(error)
+            raise CudaError(f"{name} failed: {error.name} ({description.decode()})")
         return values[0] if values else None
 
     def synchronize(self) -> None:
-        """Wait for everything that was queued; raise CudaError if any of it failed."""
+        """Wait for all queued work; raise CudaError if any of it failed."""
         self.call("cudaStreamSynchronize", self._stream)
 
     def allocate(self, size: int) -> tuple[int, int]:
-        """Return `size` bytes of pinned host memory and as many on the GPU; both are freed with the stream."""
+        """Return the addresses of `size` bytes of pinned host memory and of `size` bytes on the GPU.
+
+        Both are freed with the stream.
+        """
         host = self.call("cudaHostAlloc", size, self._cuda.cudaHostAllocDefault)
         weakref.finalize(self, self._cuda.cudaFreeHost, host)
         device = self.call("cudaMalloc", size)
@@ -64,7 +59,7 @@ class CudaStream:
 
 
 class MirroredArray:
-    """An array in pinned host memory (`host`) with its twin on the GPU (`device`, an address)."""
+    """An array in pinned host memory, `host`, and memory of the same size on the GPU, at the address `device`."""
 
     def __init__(self, stream: CudaStream, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self._stream = stream
@@ -84,7 +79,7 @@ class MirroredArray:
 
 
 def array_bytes(shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
-    """Bytes of a contiguous array; a Python int, which does not overflow."""
+    """Bytes of a contiguous array, as a Python int: numpy's own integers could overflow."""
     size = np.dtype(dtype).itemsize
     for extent in shape:
         size *= extent

@@ -1,6 +1,6 @@
-"""Features beside logits: a bundle's graph with one output more, the input of its classifier's matrix product.
+"""Features and logits: a bundle's graph with a second output, the input of the classifier's matrix product.
 
-No bundle has to be exported for it: a copy of the graph gets the output, and nothing else in it changes.
+Any bundle will do: a copy of its graph gets the output, and nothing else in it changes.
 """
 
 import tempfile
@@ -17,25 +17,29 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import allowed_logit_error
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession
-from vitx.runtimes.session import Device, FeatureArray, Float32Array, check_images
+from vitx.runtimes.session import Device, FeatureArray, Float32Array, check_images, image_shape
 
-# What may stand between the classifier's product and the logits: its bias, a scale, the casts of lower precisions.
+# Operators between the classifier's product and the logits: its bias, a scale, the casts of lower precisions.
 _AFTER_PRODUCT = {"Add", "Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear"}
 _FLOATS = {"tensor(float)": onnx.TensorProto.FLOAT, "tensor(float16)": onnx.TensorProto.FLOAT16}
-# Random images that the check at loading runs.
+# Random images for the check at loading.
 PROBES = 4
 
 
 class OnnxRuntimeFeatures(OnnxRuntimeSession):
     """A bundle's graph in ONNX Runtime that also gives the pooled features before the classifier.
 
-    Loading checks, on random images, that the logits are those of the bundle's own graph, and that the classifier,
-    run by itself on the features, gives them again. Raises InputError for a graph whose logits are not one product of
-    features (N, D), as of a distilled DeiT, which averages two; CheckFailed when a check fails.
+    Loading checks, on random images, that the logits equal those of the bundle's own graph, and that the classifier
+    alone computes the same logits from the features. Raises CheckFailed when either differs, InputError for a graph
+    whose logits are not one product of features (N, D): a distilled DeiT averages two.
     """
 
+    has_features = True
+
     def __init__(self, bundle: Bundle, *, device: Device = "auto", threads: int | None = None) -> None:
-        plain = OnnxRuntimeSession(bundle, device=device, threads=threads)
+        images = np.random.default_rng(0).integers(0, 256, (PROBES, *image_shape(bundle)), dtype=np.uint8)
+        with OnnxRuntimeSession(bundle, device=device, threads=threads) as plain:
+            expected = plain.infer(images)
         model = onnx.load(bundle.model_path)
         logits = bundle.manifest.output.name
         self._features = classifier_input(model, logits)
@@ -44,27 +48,21 @@ class OnnxRuntimeFeatures(OnnxRuntimeSession):
             graph = Path(folder) / "model-with-features.onnx"
             onnx.save(model, graph)
             super().__init__(bundle, device=device, threads=threads, graph=graph)
-        output = next(one for one in self._session.get_outputs() if one.name == self._features)
+        output = next(tensor for tensor in self._session.get_outputs() if tensor.name == self._features)
         if output.type not in _FLOATS or len(output.shape) != 2:
             raise InputError(
                 f"the classifier of '{bundle.manifest.name}' takes {output.type} of {len(output.shape)} axes: expected "
                 "float32 or float16 (N, D)"
             )
-        self._check(plain, classifier(model, self._features, _FLOATS[output.type], logits))
+        self._check(images, expected, classifier(model, self._features, _FLOATS[output.type], logits))
 
-    def infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
-        """Return logits float32 (N, C) and features (N, D), float32 or float16, of images uint8 (N, S, S, 3).
-
-        Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
-        """
+    def _infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
         check_images(images, self._shape)
         logits, features = self._outputs([self._manifest.output.name, self._features], images)
         return logits, cast(FeatureArray, features)
 
-    def _check(self, plain: OnnxRuntimeSession, head: onnx.ModelProto) -> None:
-        probes = np.random.default_rng(0).integers(0, 256, (PROBES, *self._shape), dtype=np.uint8)
-        expected = plain.infer(probes)
-        logits, features = self.infer_features(probes)
+    def _check(self, images: UInt8Array, expected: Float32Array, head: onnx.ModelProto) -> None:
+        logits, features = self.infer_features(images)
         runner = onnxruntime.InferenceSession(head.SerializeToString(), providers=["CPUExecutionProvider"])
         (again,) = runner.run(None, {self._features: features})
         allowed = allowed_logit_error(self._manifest.precision, float(expected.std()))
@@ -80,7 +78,7 @@ class OnnxRuntimeFeatures(OnnxRuntimeSession):
 def load_features(
     bundle: Bundle, runtime: str, *, device: Device = "auto", threads: int | None = None
 ) -> OnnxRuntimeFeatures:
-    """Load a bundle so that it gives features too; raise InputError for a runtime that cannot."""
+    """Load a bundle so that it also gives features; raise InputError for any runtime but ONNX Runtime's two."""
     if runtime not in ("onnxruntime", "onnxruntime-cpu", "onnxruntime-cuda"):
         raise InputError(f"the runtime {runtime} gives logits alone: features need onnxruntime")
     where = device if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
@@ -97,7 +95,7 @@ def classifier_input(model: onnx.ModelProto, logits: str) -> str:
     name = logits
     while name in producers:
         node = producers[name]
-        variable = {one for one in node.input if one and one not in constants}
+        variable = {tensor for tensor in node.input if tensor and tensor not in constants}
         if len(variable) != 1:
             break
         name = variable.pop()
@@ -111,7 +109,7 @@ def classifier_input(model: onnx.ModelProto, logits: str) -> str:
 
 
 def classifier(model: onnx.ModelProto, features: str, kind: int, logits: str) -> onnx.ModelProto:
-    """The part of a graph between `features`, of element type `kind`, and `logits`, as a graph of its own."""
+    """The part of a graph from `features`, of element type `kind`, to `logits`, as a graph of its own."""
     needed: set[str] = {logits}
     nodes: list[onnx.NodeProto] = []
     for node in reversed(model.graph.node):
@@ -129,9 +127,9 @@ def classifier(model: onnx.ModelProto, features: str, kind: int, logits: str) ->
 
 
 def _constants(model: onnx.ModelProto) -> set[str]:
-    """The tensors that no input of the graph reaches."""
+    """The names of the tensors that do not depend on an input of the graph."""
     found = {tensor.name for tensor in model.graph.initializer}
-    for node in model.graph.node:  # in topological order, as ONNX wants it
+    for node in model.graph.node:  # ONNX keeps them in topological order
         if all(name in found or not name for name in node.input):
             found |= set(node.output)
     return found

@@ -1,4 +1,4 @@
-"""A bundle in a runtime, by the runtime's name."""
+"""Load a bundle into a runtime, by the runtime's name."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,23 +21,23 @@ def load_session(
 ) -> Session:
     """Load a bundle into a runtime, by its name in `RUNTIMES`.
 
-    threads: of one session, on a CPU. engine_cache: the folder in which onnxruntime-tensorrt keeps what it compiled,
-    to load faster the next time; without it the compilation is thrown away with the session. features: return a
-    FeatureSession, which gives the classifier's input too; this needs the package onnx.
+    threads: of one session, on a CPU. engine_cache: the folder in which onnxruntime-tensorrt keeps its engines, to
+    load faster the next time; without it they are deleted when the session is closed. features: the session's
+    `infer_features` gives the classifier's input too; this needs the package onnx.
 
-    Raises InputError for an unknown runtime or device, for one that does not run bundles, and when the bundle lacks
-    what the runtime loads; EnvironmentMissing when the device or a package is not there; CheckFailed for a plan of
-    another GPU, version or graph.
+    Raises InputError for an unknown runtime or device, for a runtime that does not run bundles, and when the bundle
+    lacks the file that the runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for
+    a plan of another GPU, version or graph.
     """
     chosen = device_name(device)
-    found = RUNTIMES.get(runtime)
-    if found is not None and found.source == "run":
+    known = RUNTIMES.get(runtime)
+    if known is not None and known.source == "run":
         raise InputError(
             f"the runtime {runtime} runs a run's checkpoint and not a bundle: load the run, or choose "
-            f"{', '.join(name for name, one in RUNTIMES.items() if one.source == 'bundle')}"
+            f"{', '.join(name for name, other in RUNTIMES.items() if other.source == 'bundle')}"
         )
-    if found is not None and found.device != "auto" and chosen not in ("auto", found.device):
-        raise InputError(f"the runtime {runtime} runs on {found.device}, and device {chosen} was asked for: drop one")
+    if known is not None and known.device != "auto" and chosen not in ("auto", known.device):
+        raise InputError(f"the runtime {runtime} runs on {known.device}, and device {chosen} was asked for: drop one")
     require(runtime)
     if features:
         if find_spec("onnx") is None:

@@ -1,4 +1,4 @@
-"""ONNX Runtime: the default runtime of a bundle, on the CPU or an NVIDIA GPU, there by CUDA or by TensorRT."""
+"""ONNX Runtime, the default runtime of a bundle: on the CPU, or on an NVIDIA GPU through CUDA or TensorRT."""
 
 import importlib
 import os
@@ -12,22 +12,22 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.machine import local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
-from vitx.runtimes.cuda import cuda_device_count
 from vitx.runtimes.plan_choice import split_batch
-from vitx.runtimes.session import Device, Float32Array, check_images, image_shape
+from vitx.runtimes.session import Device, Float32Array, Session, check_images, image_shape
 
 Provider = tuple[str, dict[str, str]]
 _CPU: Provider = ("CPUExecutionProvider", {})
-# An fp32 bundle means fp32: on its own ONNX Runtime multiplies in TF32, which keeps 10 bits of 23.
+# An fp32 bundle means fp32: by default ONNX Runtime multiplies in TF32, which keeps 10 of float32's 23 mantissa bits.
 _CUDA: Provider = ("CUDAExecutionProvider", {"use_tf32": "0"})
-# TensorRT compiles for one range of batches, and anew, for minutes, at each batch beyond it.
+# The batch sizes TensorRT compiles for. At any other it would compile again, which takes minutes.
 TENSORRT_BATCHES = Profile(minimum=1, optimum=32, maximum=128)
 _TENSORRT_PRECISION = {"fp32": (), "fp16": ("fp16",), "bf16": ("bf16",), "int8": ("int8",)}
-# What a GPU is for; what is left on the CPU is the arithmetic of shapes.
+# The operators that must run on the GPU; the arithmetic of shapes may stay on the CPU.
 _COMPUTE = {"Attention", "Conv", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention", "Softmax"}
-# All derive from Exception alone; each is a verdict on the graph, whatever its name.
+# ONNX Runtime's errors have no base class but Exception. Each of these means that it rejects the graph.
 _LOAD_ERRORS = (
     native.Fail,
     native.InvalidArgument,
@@ -40,12 +40,12 @@ _LOAD_ERRORS = (
 _RUN_ERRORS = (native.Fail, native.InvalidArgument, native.NotImplemented, native.RuntimeException)
 
 
-class OnnxRuntimeSession:
+class OnnxRuntimeSession(Session):
     """A bundle's graph in ONNX Runtime. A GPU that was asked for and is not used is an error, never a fallback.
 
     graph: another ONNX file with the same input and output to run in place of the bundle's; `describe` names it.
-    tensorrt: let TensorRT compile the graph, into the folder `engine_cache` or one that ends with the session; the
-    device is a GPU then. Not run yet: no GPU was here.
+    tensorrt: let TensorRT compile the graph, for a GPU, into the folder `engine_cache` or a temporary one that `close`
+    removes. Not run on a GPU yet.
     """
 
     def __init__(
@@ -58,12 +58,14 @@ class OnnxRuntimeSession:
         tensorrt: bool = False,
         engine_cache: Path | None = None,
     ) -> None:
+        super().__init__()
         self._manifest = bundle.manifest
         self._shape = image_shape(bundle)
         self._threads = threads
         self._graph = graph
         chosen = _choose_device("cuda" if tensorrt else device)
         providers = [_CUDA, _CPU] if chosen == "cuda" else [_CPU]
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if tensorrt:
             if engine_cache is None:
                 self._temporary = tempfile.TemporaryDirectory(prefix="vitx-engines-")
@@ -81,13 +83,16 @@ class OnnxRuntimeSession:
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
         if self._manifest.precision == "fp8":
-            # Its Q/DQ rewrites know no 8-bit floats and refuse the graph (microsoft/onnxruntime issue 22269).
+            # ONNX Runtime's Q/DQ rewrites do not know 8-bit floats and reject the graph (microsoft/onnxruntime#22269).
             options.add_session_config_entry("session.disable_quant_qdq", "1")
+        if providers[0] == _CPU and not sums_int8_exactly():
+            # uint8 by uint8 does not saturate: a certificate must hold on every processor (docs/precision.md).
+            options.add_session_config_entry("session.x64quantprecision", "1")
         if providers[0] != _CPU:
             options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
             _preload_libraries(tensorrt=self.profiles != ())
         try:
-            # Without enable_fallback=0 a provider that fails is dropped, with a note on standard output.
+            # With fallback enabled, ONNX Runtime would drop a failing provider and only print a note.
             return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
         except _LOAD_ERRORS as error:
             if providers[0] == _CPU and self._manifest.precision == "bf16":
@@ -96,7 +101,7 @@ class OnnxRuntimeSession:
                     f"({_first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
                 ) from None
             raise InputError(f"ONNX Runtime cannot load {path}: {error}") from None
-        except (RuntimeError, ValueError) as error:  # how it says that a provider's libraries are not there
+        except (RuntimeError, ValueError) as error:  # a provider's libraries are missing
             raise EnvironmentMissing(f"ONNX Runtime cannot use {providers[0][0]}: {_first_line(error)}") from None
 
     def _tensorrt_provider(self, engine_cache: Path) -> Provider:
@@ -111,7 +116,7 @@ class OnnxRuntimeSession:
         return tensorrt_options(self._manifest.input.name, self._shape, precision, engine_cache)
 
     def _check_provider(self, wanted: str) -> None:
-        """The provider that was asked for is the one that computes."""
+        """Raise EnvironmentMissing unless the provider that was asked for computes the whole graph."""
         if self.provider != wanted:
             remedy = (
                 "install the TensorRT 10 libraries (pip install 'tensorrt<11'), or choose onnxruntime-cuda"
@@ -128,7 +133,7 @@ class OnnxRuntimeSession:
             )
 
     def _check_names(self) -> None:
-        """The manifest's tensors are the graph's."""
+        """Raise InputError unless the graph has the manifest's input and output."""
         for kind, name, found in (
             ("input", self._manifest.input.name, [tensor.name for tensor in self._session.get_inputs()]),
             ("output", self._manifest.output.name, [tensor.name for tensor in self._session.get_outputs()]),
@@ -136,11 +141,7 @@ class OnnxRuntimeSession:
             if name not in found:
                 raise InputError(f"the manifest names the {kind} '{name}', but the graph has {', '.join(found)}")
 
-    def infer(self, images: UInt8Array) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
-
-        Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
-        """
+    def _infer(self, images: UInt8Array) -> Float32Array:
         check_images(images, self._shape)
         if self.profiles and len(images) > TENSORRT_BATCHES.maximum:
             chunks = split_batch(len(images), self.profiles)
@@ -160,6 +161,11 @@ class OnnxRuntimeSession:
             ) from None
         return found
 
+    def _close(self) -> None:
+        del self._session
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
     def describe(self) -> dict[str, Any]:
         return {
             "runtime": "onnxruntime",
@@ -173,7 +179,7 @@ class OnnxRuntimeSession:
 
 
 def tensorrt_options(name: str, image: tuple[int, ...], precision: str, engine_cache: Path) -> Provider:
-    """TensorRT's execution provider for a graph with one input `name` of images of that shape."""
+    """TensorRT's execution provider with its options, for a graph with the input `name` of images of shape `image`."""
     batches = {"min": TENSORRT_BATCHES.minimum, "opt": TENSORRT_BATCHES.optimum, "max": TENSORRT_BATCHES.maximum}
     shape = "x".join(map(str, image))
     return (
@@ -190,7 +196,7 @@ def tensorrt_options(name: str, image: tuple[int, ...], precision: str, engine_c
 
 
 def compute_elsewhere(session: onnxruntime.InferenceSession, provider: str) -> tuple[str, ...]:
-    """The kinds of computing nodes that a session gave to another provider than this one."""
+    """The types of the compute nodes that a session assigned to other providers than `provider`, sorted."""
     if not hasattr(session, "get_provider_graph_assignment_info"):  # ONNX Runtime before 1.24
         return ()
     parts = [part for part in session.get_provider_graph_assignment_info() if part.ep_name != provider]
@@ -198,14 +204,14 @@ def compute_elsewhere(session: onnxruntime.InferenceSession, provider: str) -> t
 
 
 def _preload_libraries(*, tensorrt: bool) -> None:
-    """Load the libraries that pip put beside Python, where the system's loader does not look."""
+    """Load the CUDA and TensorRT libraries that pip installed: the system's loader does not look among its packages."""
     if hasattr(onnxruntime, "preload_dlls"):
         onnxruntime.preload_dlls()
     if tensorrt:
         try:
             importlib.import_module("tensorrt")
         except (ImportError, OSError):
-            return  # they may be the system's
+            return  # the system's loader may still find TensorRT
 
 
 def _first_line(error: Exception) -> str:
@@ -214,8 +220,8 @@ def _first_line(error: Exception) -> str:
 
 def _choose_device(device: Device) -> str:
     if device == "auto":
-        usable = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and cuda_device_count() > 0
+        usable = "CUDAExecutionProvider" in onnxruntime.get_available_providers() and local_gpus()
         return "cuda" if usable else "cpu"
-    if device == "cuda" and cuda_device_count() == 0:
+    if device == "cuda" and not local_gpus():
         raise EnvironmentMissing("device cuda was asked for, but the NVIDIA driver offers no GPU; choose --device cpu")
     return device

@@ -6,15 +6,16 @@ from typing import Any
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.preprocess import UInt8Array
-from vitx.runtimes.session import Float32Array, check_images, image_shape
+from vitx.runtimes.session import Float32Array, Session, check_images, image_shape
 
 IR = "openvino/model.xml"
 
 
-class OpenVinoSession:
+class OpenVinoSession(Session):
     """A bundle's IR, compiled for the CPU. Raises InputError when the bundle has none, or OpenVINO cannot load it."""
 
     def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+        super().__init__()
         if IR not in bundle.manifest.files:
             raise InputError(
                 f"'{bundle.path}' has no OpenVINO IR: export it again with --openvino, or choose onnxruntime-cpu"
@@ -23,7 +24,7 @@ class OpenVinoSession:
             import openvino
         except ModuleNotFoundError:
             raise missing_package("openvino", "openvino") from None
-        # OpenVINO would multiply in bf16 where the CPU can; a bundle's precision is in its graph.
+        # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = threads
@@ -36,14 +37,10 @@ class OpenVinoSession:
         self._manifest = bundle.manifest
         self._shape = image_shape(bundle)
         self._threads = threads
-        # A request runs one batch at a time; one that is idle is used again.
+        # A request runs one batch at a time. Each thread that infers takes an idle request, or makes another.
         self._idle: LifoQueue[Any] = LifoQueue()
 
-    def infer(self, images: UInt8Array) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
-
-        Raises InputError for another shape or dtype, CheckFailed when the graph refuses this batch.
-        """
+    def _infer(self, images: UInt8Array) -> Float32Array:
         check_images(images, self._shape)
         try:
             request = self._idle.get_nowait()
@@ -55,6 +52,9 @@ class OpenVinoSession:
             raise CheckFailed(f"the IR of '{self._manifest.name}' fails on a batch of {len(images)}: {error}") from None
         self._idle.put(request)
         return logits
+
+    def _close(self) -> None:
+        del self._idle, self._model  # requests hold the model
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -1,4 +1,4 @@
-"""Which of a bundle's TensorRT plans to load, and how a batch is cut to a plan's profiles."""
+"""Which of a bundle's TensorRT plans to load, and how a batch is split into chunks that fit the plan's profiles."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from vitx.core.tensorrt_plan import ENGINES_FOLDER, EXTRAS, Flavor, PlanInfo, Pr
 
 
 def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, PlanInfo]:
-    """Return the bundle's plan of a flavour for this GPU, checked before any library sees it.
+    """Return the bundle's plan of a flavour for this GPU, checked before TensorRT opens it.
 
-    Only plans that the manifest names count: the certificate is bound to those. Raises InputError when there is none or
-    it has no weights, CheckFailed for one of another GPU, TensorRT version or graph, EnvironmentMissing when no
-    library that loads it is installed.
+    Only plans that the manifest names count, because the certificate covers only those. Raises InputError when there
+    is none or it has no weights, CheckFailed for a plan of another GPU, TensorRT version or graph, EnvironmentMissing
+    when no library that loads it is installed.
     """
     named = [bundle.path / name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/")]
     plans = [(path, read_sidecar(path)) for path in named if path.suffix == ".plan"]
@@ -35,7 +35,7 @@ def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Images `start` to `stop` of a batch, run as `rows` images (no fewer) in the profile of that number."""
+    """Images `start` to `stop` of a batch, run in the profile of index `profile`, filled up to `rows` images."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ class Chunk:
 
 
 def split_batch(images: int, profiles: Sequence[Profile]) -> tuple[Chunk, ...]:
-    """Cut a batch into chunks that the profiles take: as few as possible, so the largest profile first."""
+    """Split a batch into as few chunks as the profiles allow: chunks of the largest batch first, then the rest."""
     largest = largest_batch(profiles)
     chunks = []
     for start in range(0, images, largest):
@@ -55,9 +55,10 @@ def split_batch(images: int, profiles: Sequence[Profile]) -> tuple[Chunk, ...]:
 
 
 def choose_profile(images: int, profiles: Sequence[Profile]) -> int:
-    """The profile for a batch of `images`, at most the largest: the one whose optimum is nearest of those that take it.
+    """The index of the profile for a batch of `images`, which is at most the largest that any profile takes.
 
-    Between two profiles, the next larger one, to be filled up to its minimum.
+    Of the profiles whose range holds the batch, the one with the nearest optimum. If the batch falls between two
+    ranges, the next larger one: the batch is then filled up to its minimum.
     """
     taking = [index for index, profile in enumerate(profiles) if profile.minimum <= images <= profile.maximum]
     if taking:

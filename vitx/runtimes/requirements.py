@@ -1,4 +1,4 @@
-"""The runtimes by name, what each runs, and whether it can be used here. Nothing heavy is imported to find out."""
+"""The runtimes by name, what each runs, and whether it can be used here; the check imports no runtime's library."""
 
 import os
 import shutil
@@ -9,14 +9,15 @@ from importlib.util import find_spec
 from typing import Literal
 
 from vitx.core.errors import EnvironmentMissing, VitxError, unknown_name
-from vitx.runtimes.cuda import cuda_device_count
+from vitx.core.machine import local_gpus
 
 
 @dataclass(frozen=True)
 class Runtime:
     """A runtime: `source` is what it loads, `device` where it runs ("auto": on a GPU if there is one).
 
-    packages: importable names that it needs beyond vitx's own, of "a|b" one; `extra` is the extra that brings them.
+    packages: modules it needs besides vitx's base, where "a|b" means either; `extra` is the extra that installs them.
+    check: raises EnvironmentMissing for anything else that is missing.
     """
 
     source: Literal["bundle", "run"]
@@ -28,30 +29,30 @@ class Runtime:
 
 
 def require(name: str) -> Runtime:
-    """Return a runtime that can be used here.
+    """Return a runtime if it can be used here.
 
-    Raises InputError for an unknown name, EnvironmentMissing with the reason and the remedy for one that cannot.
+    Raises InputError for an unknown name, EnvironmentMissing with the reason and the remedy otherwise.
     """
     runtime = RUNTIMES.get(name)
     if runtime is None:
         raise unknown_name("runtime", name, RUNTIMES)
-    if runtime.device == "cuda" and cuda_device_count() == 0:
+    if runtime.device == "cuda" and not local_gpus():
         raise EnvironmentMissing(
             f"the runtime {name} needs an NVIDIA GPU, and the driver offers none here: choose onnxruntime-cpu, or a "
             "machine with one"
         )
     for package in runtime.packages:
-        choices = package.split("|")
-        if not any(_importable(one) for one in choices):
+        modules = package.split("|")
+        if not any(map(_importable, modules)):
             raise EnvironmentMissing(
-                f"the runtime {name} needs the package {' or '.join(choices)}, which is not installed: "
+                f"the runtime {name} needs the package {' or '.join(modules)}, which is not installed: "
                 f"pip install 'vitx[{runtime.extra}]'"
             )
     runtime.check()
     return runtime
 
 
-def unusable(name: str) -> str:
+def why_unusable(name: str) -> str:
     """Why a runtime cannot be used here; empty if it can."""
     try:
         require(name)
@@ -63,7 +64,7 @@ def unusable(name: str) -> str:
 def _importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:  # the parent package is not installed
         return False
 
 
@@ -81,7 +82,7 @@ def _check_provider(provider: str) -> Callable[[], None]:
 
 
 def _check_compiler() -> None:
-    """Inductor writes C++ for a CPU and for the code around GPU kernels, and calls this compiler."""
+    """Raise EnvironmentMissing without a C++ compiler: Inductor calls one, on a GPU for the code around kernels."""
     names = {"win32": "cl", "darwin": "clang++"}
     compiler = os.environ.get("CXX") or names.get(sys.platform, "g++")
     if shutil.which(compiler) is None:

@@ -1,7 +1,9 @@
-"""What every runtime is: uint8 images (N, S, S, 3) in, float32 logits (N, C) out."""
+"""A session: a model loaded by one runtime, from load to close. uint8 images (N, S, S, 3) in, float32 logits out."""
 
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Self, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -9,6 +11,7 @@ import numpy.typing as npt
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.preprocess import UInt8Array
+from vitx.core.tensorrt_plan import Profile
 
 Float32Array = npt.NDArray[np.float32]
 FeatureArray = npt.NDArray[np.floating]
@@ -16,24 +19,95 @@ Device = Literal["auto", "cpu", "cuda"]
 DEVICES = ("auto", "cpu", "cuda")
 
 
-class Session(Protocol):
-    """A loaded model. `infer` may be called from several threads at once."""
+class SessionClosed(RuntimeError):
+    """A session was called after its `close`: a mistake of the program, not of the user."""
 
+
+class Session(ABC):
+    """A model that is loaded when the object is made and runs until `close`; `with` closes it at the end.
+
+    `infer` and `infer_features` may be called from several threads at once. A runtime implements `_infer`, `describe`
+    and, where it holds more than Python frees by itself, `_close`.
+
+    profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
+    has_features: whether `infer_features` gives features.
+    """
+
+    profiles: tuple[Profile, ...] = ()
+    has_features: bool = False
+
+    def __init__(self) -> None:
+        self._calls = 0  # that run now
+        self._closed = self._freed = False
+        self._state_lock = threading.Lock()  # guards the three; a plain lock, as each call takes it twice
+        self._call_ended = threading.Condition(self._state_lock)
+
+    @final
     def infer(self, images: UInt8Array) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3)."""
-        ...
+        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
 
-    def describe(self) -> dict[str, Any]:
-        """Runtime, version, the provider really used, precision, threads."""
-        ...
+        Raises InputError for another shape or dtype, CheckFailed when the runtime refuses the batch, SessionClosed
+        after `close`.
+        """
+        self._begin_call()
+        try:
+            return self._infer(images)
+        finally:
+            self._end_call()
 
-
-class FeatureSession(Session, Protocol):
-    """A model that also gives what its classifier is given."""
-
+    @final
     def infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
-        """Return logits float32 (N, C) and features (N, D), float32 or float16, of images uint8 (N, S, S, 3)."""
-        ...
+        """Return the logits, as `infer`, and features (N, D), float32 or float16: the input of the classifier.
+
+        Raises what `infer` does, and InputError for a session without features.
+        """
+        self._begin_call()
+        try:
+            return self._infer_features(images)
+        finally:
+            self._end_call()
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Runtime, version, the provider really used, precision, threads. Also after `close`."""
+
+    @final
+    def close(self) -> None:
+        """Refuse further calls, wait for those that run, and free the model, unless an earlier `close` did."""
+        with self._state_lock:
+            self._closed = True
+            self._call_ended.wait_for(lambda: self._calls == 0)
+            if not self._freed:
+                self._freed = True
+                self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        """As `infer`, on a session that is open."""
+
+    def _infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
+        raise InputError("this session gives logits alone: load_session(…, features=True)")
+
+    def _close(self) -> None:  # noqa: B027 - a fake, or a session around another, has nothing to free
+        """Free what was loaded. Called once, when no call runs."""
+
+    def _begin_call(self) -> None:
+        with self._state_lock:
+            if self._closed:
+                raise SessionClosed("the session is closed: load the model again")
+            self._calls += 1
+
+    def _end_call(self) -> None:
+        with self._state_lock:
+            self._calls -= 1
+            if self._closed:  # nobody waits before
+                self._call_ended.notify_all()
 
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:

@@ -1,6 +1,6 @@
 """TensorRT plans: the classic TensorRT 10 and 11, its lean runtime, and TensorRT for RTX.
 
-Checked against the typing stubs of each (typings/README.md). Not run yet: no GPU was here.
+The calls are checked against the typing stubs of each (typings/README.md). Not run on a GPU yet.
 """
 
 import importlib
@@ -17,21 +17,23 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import EXTRAS, Flavor, library_for
 from vitx.runtimes.cuda import CudaStream, MirroredArray
 from vitx.runtimes.plan_choice import Chunk, find_plan, largest_batch, split_batch
-from vitx.runtimes.session import Float32Array, check_images, image_shape
+from vitx.runtimes.session import Float32Array, Session, check_images, image_shape
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
 
-class TensorRTSession:
+class TensorRTSession(Session):
     """A bundle's plan on the first GPU: an execution context for each profile, one stream, one batch at a time.
 
     A batch larger than the largest profile is run in parts. Raises EnvironmentMissing without a GPU, a TensorRT that
     loads the plan, or memory for it; what `find_plan` raises; CheckFailed for a plan that is not as its sidecar says.
+    `infer` raises CudaError when the GPU fails.
     """
 
     def __init__(self, bundle: Bundle, flavor: Flavor) -> None:
-        # Before anything of TensorRT: without a driver, creating its runtime may end the process.
+        super().__init__()
+        # First, because without a driver creating TensorRT's runtime may crash the process.
         gpus = local_gpus()
         if not gpus:
             raise EnvironmentMissing(
@@ -49,7 +51,7 @@ class TensorRTSession:
         self._shape = image_shape(bundle)
         self._classes = len(bundle.manifest.labels)
         self._errors: deque[str] = deque(maxlen=4)
-        self._lock = threading.Lock()
+        self._batch_lock = threading.Lock()
         self._stream = CudaStream()
         self._logger = self._make_logger()
         self._engine = self._open()
@@ -60,21 +62,16 @@ class TensorRTSession:
         self._logits = MirroredArray(self._stream, (rows, self._classes), np.float32)
         self._contexts = [self._context(index) for index in range(len(self._info.profiles))]
 
-    def infer(self, images: UInt8Array) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3).
-
-        Raises InputError for another shape or dtype, CheckFailed when TensorRT refuses the batch, CudaError when the
-        GPU fails.
-        """
+    def _infer(self, images: UInt8Array) -> Float32Array:
         check_images(images, self._shape)
         logits = np.empty((len(images), self._classes), dtype=np.float32)
-        with self._lock:
+        with self._batch_lock:
             for chunk in split_batch(len(images), self._info.profiles):
                 logits[chunk.start : chunk.stop] = self._run(images[chunk.start : chunk.stop], chunk)
         return logits
 
     def _run(self, images: UInt8Array, chunk: Chunk) -> Float32Array:
-        """One batch of one profile. The rows that fill it up to the profile's minimum are black images."""
+        """Logits of one chunk. Black images fill it up to the profile's minimum; their logits are dropped."""
         count, context = len(images), self._contexts[chunk.profile]
         self._images.host[:count] = images
         self._images.host[count : chunk.rows] = 0
@@ -89,8 +86,12 @@ class TensorRTSession:
         logits: Float32Array = self._logits.host[:count]
         return logits
 
+    def _close(self) -> None:
+        # In this order: a context needs its engine, an engine its runtime. The stream's end frees the buffers.
+        del self._contexts, self._engine, self._runtime, self._images, self._logits, self._stream
+
     def describe(self) -> dict[str, Any]:
-        """What runs: `library` is the module, `tensorrt_lean` for the lean runtime; `provider` is the GPU."""
+        """`library` is the module, which is `tensorrt_lean` for the lean runtime; `provider` is the GPU."""
         return {
             "runtime": self._info.flavor,
             "version": self._library.version,
@@ -104,7 +105,7 @@ class TensorRTSession:
 
     def _open(self) -> "trt.ICudaEngine":
         runtime = self.trt.Runtime(self._logger)
-        # A version-compatible plan carries the lean runtime, which is code: its digest was verified.
+        # A version-compatible plan contains the lean runtime, which is code: `find_plan` has verified its digest.
         runtime.engine_host_code_allowed = self._info.options.version_compatible
         engine = runtime.deserialize_cuda_engine(self._plan.read_bytes())
         if engine is None:
@@ -113,7 +114,7 @@ class TensorRTSession:
         return engine
 
     def _check_engine(self) -> None:
-        """The engine's tensors are the manifest's, and its profiles the sidecar's."""
+        """Raise CheckFailed unless the engine has the manifest's tensors and the sidecar's profiles."""
         engine, types = self._engine, self.trt.DataType
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         expected = {self._manifest.input.name: types.UINT8, self._manifest.output.name: types.FLOAT}
@@ -132,7 +133,7 @@ class TensorRTSession:
                 raise CheckFailed(f"profile {index} of '{self._plan}' is {batches}, and its sidecar says {profile}")
 
     def _context(self, profile: int) -> "trt.IExecutionContext":
-        """A context that has the memory of its one profile, bound to the buffers."""
+        """An execution context of one profile, with memory for that profile alone, bound to the buffers."""
         context = self._engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.ON_PROFILE_CHANGE)
         if context is None:
             raise EnvironmentMissing(f"{self._name()} could not make a context for '{self._plan}': {self._reason()}")
@@ -148,7 +149,7 @@ class TensorRTSession:
         return f"{self._library.module} {self._library.version}"
 
     def _reason(self) -> str:
-        """What TensorRT said last, in one line."""
+        """TensorRT's last errors, in one line."""
         return "; ".join(self._errors) or "it gave no reason"
 
     def _make_logger(self) -> "trt.ILogger":
@@ -170,10 +171,10 @@ class TensorRTSession:
 
 
 def import_tensorrt(module: str, flavor: Flavor) -> Any:
-    """Import a TensorRT that is installed; raise EnvironmentMissing if its libraries are not."""
+    """Import an installed TensorRT; raise EnvironmentMissing when the libraries it links to are missing."""
     try:
         return importlib.import_module(module)
-    except (ImportError, OSError) as error:  # its loader raises OSError for a library that is not there
+    except (ImportError, OSError) as error:  # OSError: a library it links to is missing
         raise EnvironmentMissing(
             f"{module} cannot be imported ({error}): pip install 'vitx[{EXTRAS[flavor]}]'"
         ) from None

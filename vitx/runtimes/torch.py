@@ -1,4 +1,4 @@
-"""PyTorch: the reference of parity and bench. The one file of the serving stage that imports torch and the models."""
+"""PyTorch: the reference of parity and bench. The one file of vitx.runtimes that imports torch and the models."""
 
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -13,15 +13,15 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import Checkpoint, RunFolder
 from vitx.models import image_tensor, load_run_model, reattention_impl
 from vitx.runtimes.requirements import require
-from vitx.runtimes.session import Device, Float32Array, device_name
+from vitx.runtimes.session import Device, Float32Array, Session, device_name
 
 
-class TorchSession:
-    """A network in evaluation mode behind the session protocol, in true float32.
+class TorchSession(Session):
+    """A network in evaluation mode as a session, in true float32 (no TF32).
 
-    threads: torch's, of the whole process, because torch knows no others. compiled: run what Inductor makes of the
-    network; it is compiled here, for a batch of one and for any other, which takes from seconds to minutes. Raises
-    EnvironmentMissing when the device or a compiler is not there.
+    threads: torch's own setting, which holds for the whole process. compiled: compile the network with Inductor while
+    loading, once for a batch of one and once for all others; this takes seconds to minutes. Raises EnvironmentMissing
+    when the device or a compiler is missing.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class TorchSession:
         threads: int | None = None,
         compiled: bool = False,
     ) -> None:
+        super().__init__()
         if device == "cuda" and not torch.cuda.is_available():
             raise EnvironmentMissing("device cuda was asked for, but torch sees no GPU; choose --device cpu")
         if threads is not None:
@@ -41,25 +42,25 @@ class TorchSession:
         self._network = self._model = model.eval().to(self._device)
         self._preprocessing = preprocessing
         self._compiled = compiled
+        self._reattention = reattention_impl(self._network)
         if compiled:
             require("torch-compile")
             self._compile()
 
     def _compile(self) -> None:
-        # A module's own compile() would change what the caller holds.
+        # nn.Module.compile() would change the caller's module in place.
         self._model = cast(nn.Module, torch.compile(self._network, dynamic=True))
         size = self._preprocessing.image_size
         try:
-            for rows in (2, 1):  # a batch of one is always compiled for itself
+            for rows in (2, 1):  # torch specialises on a size of one, so it is compiled separately
                 self.infer(np.zeros((rows, size, size, 3), dtype=np.uint8))
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().partition("\n")[0]
             raise EnvironmentMissing(f"torch.compile cannot compile the network ({reason}): choose torch") from None
 
     @torch.inference_mode()
-    def infer(self, images: UInt8Array) -> Float32Array:
-        """Return logits float32 (N, C) of images uint8 (N, S, S, 3)."""
-        # torch takes no array with negative strides, such as a reversed batch.
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        # torch.from_numpy refuses negative strides, which a reversed batch has.
         inputs = image_tensor(np.ascontiguousarray(images), self._preprocessing.mean, self._preprocessing.std).to(
             self._device
         )
@@ -67,30 +68,32 @@ class TorchSession:
             logits: Float32Array = self._model(inputs).float().cpu().numpy()
         return logits
 
+    def _close(self) -> None:
+        del self._model, self._network
+
     def network(self) -> nn.Module:
         """The network as it was given, on the CPU: not to be changed, unless it had to be copied from a GPU."""
         return self._network if self._device.type == "cpu" else deepcopy(self._network).cpu()
 
     def with_normalization(self, mean: tuple[float, float, float], std: tuple[float, float, float]) -> "TorchSession":
-        """The same network on images normalised otherwise."""
+        """Return another session of the same network that normalises images with this mean and std."""
         other = self._preprocessing.model_copy(update={"mean": mean, "std": std})
         return TorchSession(self._network, other, device="cpu" if self._device.type == "cpu" else "cuda")
 
     def _full_precision(self) -> AbstractContextManager[None]:
-        # cuDNN convolves in TF32 unless told otherwise; a reference must not.
+        # By default cuDNN convolves in TF32; a reference must not.
         if self._device.type == "cuda":
             return cast(AbstractContextManager[None], torch.backends.cudnn.flags(enabled=True, allow_tf32=False))
         return nullcontext()
 
     def describe(self) -> dict[str, Any]:
-        mixes = reattention_impl(self._network)
         return {
             "runtime": "torch-compile" if self._compiled else "torch",
             "version": torch.__version__,
             "provider": str(self._device),
             "precision": "fp32",
             "threads": torch.get_num_threads(),
-            **({"reattention_impl": mixes} if mixes else {}),
+            **({"reattention_impl": self._reattention} if self._reattention else {}),
         }
 
 
@@ -110,7 +113,7 @@ def load_run_session(
 def load_run(
     run: RunFolder, which: str, *, device: str, threads: int | None, compiled: bool
 ) -> tuple[TorchSession, str]:
-    """The same with the sha256 of the weights that were read: the averaged ones where the run kept them."""
+    """As `load_run_session`, with the sha256 of the weights that were read: the EMA's where the run kept one."""
     model, state = load_run_model(run, checkpoint_name(which))
     session = TorchSession(
         model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled

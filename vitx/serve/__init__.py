@@ -1,1 +1,1 @@
-"""The server: batching, protocol, HTTP, gRPC, models, processes, what it tells of itself. Never imports torch."""
+"""The server: batching, protocol, HTTP, gRPC, models, processes, observability. Never imports torch."""

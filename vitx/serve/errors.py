@@ -1,10 +1,10 @@
-"""Why a request is refused: each refusal has its HTTP status, a reason that is counted, and a text for the client."""
+"""The errors of requests: each has an HTTP status, a reason for the metrics, and a text for the client."""
 
 from http import HTTPStatus
 
 
 class RequestError(Exception):
-    """A refused request. `reason` is the label it is counted under in `vitx_rejections_total`."""
+    """A refused request. `reason`: its label in `vitx_rejections_total`. `retry_after`: whole seconds."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class RequestError(Exception):
 
 
 class QueueFull(RequestError):
-    """More rows are waiting than the queue may hold; `retry_after` is in seconds."""
+    """The queue has no room for the images of this request."""
 
     def __init__(self, queued: int, capacity: int, retry_after: int) -> None:
         super().__init__(
@@ -33,12 +33,10 @@ class QueueFull(RequestError):
 
 
 class DeadlineMissed(RequestError):
-    """A request that cannot be answered in time, or was not. Times in seconds, `retry_after` whole ones.
-
-    `passed` tells the two apart: the deadline is over, and was not only foreseen to be missed.
-    """
+    """A request that missed its deadline (`passed`), or is expected to miss it."""
 
     def __init__(self, allowed: float, needed: float | None, retry_after: int) -> None:
+        """`allowed`: seconds to the deadline, or in the queue until it passed; `needed`: seconds to the answer."""
         self.passed = needed is None
         if needed is None:
             text = f"the deadline passed after {1000 * allowed:.0f} ms in the queue"
@@ -53,7 +51,7 @@ class DeadlineMissed(RequestError):
 
 
 class InferenceFailed(RequestError):
-    """The model raised, or returned something that is not one row of logits an image."""
+    """The model raised, or did not return one row of logits for each image."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=HTTPStatus.INTERNAL_SERVER_ERROR, reason="inference_failed")

@@ -1,4 +1,4 @@
-"""What one request, and the server, may use. Every limit has a default, and an error of its own."""
+"""What one request, and the server, may use, in the units of the code. Defaults are those of `ServeOptions`."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 class Limits:
     """Limits of the server; see docs/serving.md for the status each one answers with."""
 
-    body_bytes: int = 64 * 2**20  # as sent, and once more when decompressed
-    images: int = 256  # in one request
-    pixels: int = 50_000_000  # of one image, before it is decoded
-    header_bytes: int = 32 * 2**10  # request line and headers
-    json_depth: int = 16  # of objects and lists in one another
-    header_seconds: float = 10.0  # from a request's first byte, or the connection, to the end of its headers
-    body_seconds: float = 20.0  # for the body, and a second more for every `body_rate` bytes of it
+    body_bytes: int  # as sent, and once more when decompressed
+    images: int  # in one request
+    pixels: int  # of one image, before it is decoded
+    header_bytes: int  # request line and headers
+    json_depth: int  # nesting of objects and lists
+    connections: int
+    header_seconds: float  # from a request's first byte, or the connection, to the end of its headers
+    body_seconds: float  # for the body, and a second more for every `body_rate` bytes of it
+    message_seconds: float  # for the message of a gRPC call; how far it has come is not seen
     body_rate: int = 16 * 2**10
-    message_seconds: float = 60.0  # for the message of a gRPC call; how far it has come is not seen
-    connections: int = 1000
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
 
 
@@ -28,9 +28,9 @@ class Batching:
     sizes that a batch is cut to, such as the optima of an engine's profiles; by default what the latency curve says.
     """
 
-    max_batch: int = 32
-    max_delay: float = 0.002
-    queue: int = 1024
-    instances: int = 1
-    timeout: float | None = None
+    max_batch: int
+    max_delay: float
+    queue: int
+    instances: int
+    timeout: float | None
     preferred: tuple[int, ...] = ()

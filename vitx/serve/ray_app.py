@@ -11,32 +11,31 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from PIL import Image
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from ray import serve
 from ray.serve.schema import LoggingConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import InputError
-from vitx.core.files import Record, sha256_file
+from vitx.core.files import sha256_file
 from vitx.core.machine import describe_machine
 from vitx.core.ray_connection import cluster_nodes
-from vitx.runtimes.session import Device
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.http.app import App
 from vitx.serve.http.asgi import CONNECTION
 from vitx.serve.http.decode import Decoder
-from vitx.serve.http.guarded import Guarded
-from vitx.serve.limits import Batching, Limits
+from vitx.serve.http.token_middleware import TokenMiddleware
 from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
+from vitx.serve.options import ServeOptions
+from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.worker_metrics import merge
 from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Security, Tokens
+from vitx.serve.security import Tokens
 
 # A replica that died is noticed, and one whose canary found something is replaced, after three of these.
 _HEALTH_SECONDS = 2.0
@@ -46,50 +45,65 @@ _START_ATTEMPTS = 3  # of a replica, until the deployment is given up
 _CPU_BATCH = 8  # full, where nothing was measured: on a CPU more images are seldom faster, each
 
 
-class ServeArgs(Record):
-    """What a config file gives under `args`; the names and units are those of the options of `vitx serve`.
+# What replicas on Ray do not take, and what to do instead.
+_CONNECTION = "the connections are those of Ray's proxies, and so are their limits"
+_NOT_ON_RAY = {
+    "host": "it is in Ray Serve's own http_options",
+    "port": "it is in Ray Serve's own http_options",
+    "ray": "the application is on Ray",
+    "replicas": "give min_replicas and max_replicas",
+    "repository": "name the bundles, and deploy again for new ones",
+    "grpc_port": "Ray's proxies pass on HTTP",
+    "shared_memory": "a region is known to one replica",
+    "workers": "give --replicas",
+    "watch": "deploy again for new bundles",
+    "management": "deploy again for new bundles",
+    "management_token_file": "there are no management calls",
+    "tls_cert": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
+    "tls_key": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
+    "access_log": "Ray Serve has one, see its logging_config",
+    "otlp_endpoint": "Ray Serve has traces of its own",
+    "max_header_kib": _CONNECTION,
+    "max_connections": _CONNECTION,
+    "header_timeout": _CONNECTION,
+    "body_timeout": _CONNECTION,
+    "message_timeout": "Ray's proxies pass on HTTP",
+}
+
+
+class ServeArgs(ServeOptions):
+    """What a config file gives under `args`: the options of `vitx serve` that make sense on Ray, and the replicas.
 
     max_replicas: None for a fixed number of them. target_ongoing_requests: of one replica, what autoscaling aims at;
     None for one full batch an instance. threads: of one instance; None for a replica's share of the cluster's cores.
     """
 
     bundles: tuple[Path, ...] = Field(min_length=1)
+    instances: int = Field(default=1, ge=1)
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int | None = Field(default=None, ge=1)
     target_ongoing_requests: float | None = Field(default=None, gt=0)
-    allow_uncertified: bool = False
-    device: Device = "auto"
-    runtime: str = "onnxruntime"
-    instances: int = Field(default=1, ge=1)
-    threads: int | None = Field(default=None, ge=1)
-    max_batch: int = Field(default=32, ge=1)
-    max_delay_ms: float = Field(default=2.0, ge=0)
-    queue: int = Field(default=1024, ge=1)
-    timeout_ms: float | None = Field(default=None, ge=1)
-    max_body_mib: float = Field(default=64, gt=0)
-    max_images: int = Field(default=256, ge=1)
-    max_pixels: int = Field(default=50_000_000, ge=1)
-    max_json_depth: int = Field(default=16, ge=4)
-    token_file: Path | None = None
-    canary_seconds: float = Field(default=30.0, ge=0)
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> "ServeArgs":
+        """The same for the command line; raise InputError for an option that is not offered on Ray."""
+        if not options.bundles:
+            raise InputError("no bundle to serve: give one or more")
+        fewest, most = options.replicas or (1, 1)
+        given = options.model_dump(exclude_unset=True, exclude={"ray", "replicas", "host", "port"})
+        try:
+            return cls(**given, min_replicas=fewest, max_replicas=most if most > fewest else None)
+        except ValidationError as error:
+            raise InputError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
 
     @model_validator(mode="after")
-    def _ordered(self) -> "ServeArgs":
+    def _offered_on_ray(self) -> "ServeArgs":
+        for name, instead in _NOT_ON_RAY.items():
+            if name in self.model_fields_set:
+                raise ValueError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}: expected at least {self.min_replicas}")
         return self
-
-    @property
-    def limits(self) -> Limits:
-        """Those that do not depend on the connection, which is Ray's."""
-        images = min(self.max_images, self.queue)  # more could never be queued
-        size = int(self.max_body_mib * 2**20)
-        return Limits(body_bytes=size, images=images, pixels=self.max_pixels, json_depth=self.max_json_depth)
-
-    @property
-    def batching(self) -> Batching:
-        timeout = self.timeout_ms and self.timeout_ms / 1000
-        return Batching(self.max_batch, self.max_delay_ms / 1000, self.queue, self.instances, timeout)
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,7 @@ def build(args: ServeArgs) -> serve.Application:
 def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     """Return the application that serves `args.bundles`, which were verified to be these offers."""
     paths = [path.absolute() for path in args.bundles]
-    Tokens.read(Security(token_file=args.token_file))  # a file that is missing is said now
+    Tokens.read(args)  # a file that is missing is said now
     share = share_of(args, cluster_resources())
     settled = args.model_copy(
         update={"bundles": tuple(paths), "threads": share.threads, "device": "cuda" if share.gpus else "cpu"}
@@ -184,13 +198,13 @@ class Replica:
 
         digests: sha256 of each bundle's manifest when the application was built, so that all replicas are the same.
         """
-        Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone
+        configure_process()
         for path, digest in zip(args.bundles, digests, strict=True):
             require_same(path, digest)
         offers = open_offers(args.bundles, allow_uncertified=args.allow_uncertified)
         loader = Loader(args.batching, args.device, args.runtime, args.instances, args.threads, args.allow_uncertified)
         self._metrics = Metrics()
-        self._models = ModelSet(offer.key for offer in offers)
+        self._models = ModelSet((offer.key for offer in offers), freeze_heap)
         for offer in offers:
             warm = await asyncio.to_thread(loader.warm, offer)
             self._models.switch(ServedModel(warm, self._metrics), 0)
@@ -202,8 +216,8 @@ class Replica:
         self._context = serve.get_replica_context()
         self._metrics.gather = self._gather
         app: ASGIApp = App(self._models, self._decoder, args.limits, self._metrics, self._memory)
-        if tokens := Tokens.read(Security(token_file=args.token_file)):
-            app = Guarded(app, tokens, self._metrics.reject)
+        if tokens := Tokens.read(args):
+            app = TokenMiddleware(app, tokens, self._metrics.reject)
         self._app = _Application(app, self._metrics, self.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -3,25 +3,15 @@
 import hmac
 import re
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
+from vitx.serve.options import ServeOptions
 
 Kind = Literal["inference", "management"]
 _TOKEN = re.compile(r"[!-~]{16,}")
-
-
-@dataclass(frozen=True)
-class Security:
-    """The files that `vitx serve` was given. Without a token file anybody who reaches the port may ask."""
-
-    tls_cert: Path | None = None
-    tls_key: Path | None = None
-    token_file: Path | None = None
-    management_token_file: Path | None = None
 
 
 class Tokens:
@@ -34,9 +24,9 @@ class Tokens:
         return any(self._tokens.values())
 
     @classmethod
-    def read(cls, security: Security) -> "Tokens":
+    def read(cls, options: ServeOptions) -> "Tokens":
         """Read the token files; raise InputError for one that is missing or whose token is short."""
-        return cls(_read_token(security.token_file), _read_token(security.management_token_file))
+        return cls(_read_token(options.token_file), _read_token(options.management_token_file))
 
     def check(self, kind: Kind, authorization: str | None) -> None:
         """Raise RequestError 401 unless `authorization` is "Bearer " and the token of this kind."""
@@ -53,9 +43,9 @@ class Tokens:
             )
 
 
-def read_pem(security: Security) -> tuple[bytes, bytes] | None:
+def read_pem(options: ServeOptions) -> tuple[bytes, bytes] | None:
     """(key, certificate chain) in PEM, None without TLS; raise InputError for files that are no such pair."""
-    certificate, key = security.tls_cert, security.tls_key
+    certificate, key = options.tls_cert, options.tls_key
     if certificate is None and key is None:
         return None
     if certificate is None or key is None:

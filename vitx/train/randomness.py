@@ -1,7 +1,7 @@
-"""Library code that draws from the global generators, made to follow from a seed.
+"""Seeds for library code that draws from the global random generators.
 
-timm's and torchvision's transforms draw from Python's, numpy's and torch's. Inside `seeded` these start from the given
-seed, and afterwards go on as if nothing had happened.
+timm's and torchvision's transforms draw from Python's, numpy's and torch's global generators. Inside `seeded` these
+start from the given seed; afterwards they continue from the state they had before.
 """
 
 import random
@@ -15,28 +15,29 @@ from torch.utils.data import get_worker_info
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Seed the global generators of this process, those of `device` too; put them back at the end.
+    """Seed the global generators of this process, and of the GPU `device`; restore their states at the end.
 
-    A worker of a DataLoader, which nothing else draws in, is spared the putting back.
+    In a DataLoader worker nothing else draws random numbers, so there the states are not restored: copying them would
+    cost time for every sample.
     """
     if get_worker_info() is not None:
         _seed(seed, None)
         yield
         return
-    python, numpy = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
         _seed(seed, device)
         try:
             yield
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _seed(seed: int, device: torch.device | None) -> None:
     random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed would go through every kind of device
+    np.random.seed(seed % 2**32)  # numpy takes 32 bits
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed every device there is
     if device is not None and device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)

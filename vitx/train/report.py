@@ -10,7 +10,7 @@ import torch
 
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
-from vitx.core.files import read_record, write_bytes
+from vitx.core.files import write_bytes
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
 from vitx.core.probabilities import classification_metrics
@@ -18,9 +18,9 @@ from vitx.core.run import Checkpoint, RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import image_tensor, load_run_model
-from vitx.train.loop.checkpoint import Metrics, best_of, read_metrics
+from vitx.train.loop.checkpoint import Metrics, best_row, read_metrics
 from vitx.train.loop.environment import RunEnvironment
-from vitx.train.recipes.recipe import Recipe, flat_settings
+from vitx.train.recipes.recipe import Recipe, flat_settings, read_recipe
 from vitx.train.recipes.registry import RECIPES, get_recipe
 from vitx.train.report_figures import draw_confusion, draw_curves, draw_layers
 
@@ -31,16 +31,17 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def confusion_matrix(labels: Int64Array, predicted: Int64Array, classes: int) -> Int64Array:
-    """Counts int64 (classes, classes): row the label, column the predicted class, of labels and predictions (N,)."""
+    """Count labels and predictions, both int64 (N,): int64 (classes, classes), row the label, column the prediction."""
+    # label · classes + prediction numbers the entries row by row.
     return np.bincount(labels * classes + predicted, minlength=classes**2).reshape(classes, classes)
 
 
 def most_confused(matrix: Int64Array) -> list[tuple[int, int, int]]:
-    """(label, predicted, count) of the largest entries beside the diagonal, none of them 0."""
+    """The largest entries off the diagonal as (label, predicted, count), at most `MOST_CONFUSED`, none of them 0."""
     wrong = matrix - np.diag(np.diag(matrix))
     order = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CONFUSED]
     places = [np.unravel_index(place, wrong.shape) for place in order]
-    return [(int(label), int(given), int(wrong[label, given])) for label, given in places if wrong[label, given]]
+    return [(int(row), int(column), int(wrong[row, column])) for row, column in places if wrong[row, column]]
 
 
 def write_report(
@@ -53,12 +54,12 @@ def write_report(
     skip_bad: bool = False,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Write the page `out`; return what it says of the checkpoint.
+    """Write the page `out` and return its numbers of the checkpoint.
 
-    Images that are not there any more cost the page its confusion matrix, and it says so; with `data` that is an
-    InputError. Raises InputError for a run whose first epoch is not done, and for images of other classes.
+    If the run's images are gone, the page says so in place of the confusion matrix; if those of a given `data` are, it
+    is an InputError. Raises InputError for a run whose first epoch is not done, and for images of other classes.
     """
-    recipe = read_record(run.path / "recipe.json", Recipe)
+    recipe = read_recipe(run.path)
     folder, state = run.checkpoint(which)
     history = read_metrics(run.metrics_path, run.checkpoint("last")[1].epoch)
     try:
@@ -66,8 +67,8 @@ def write_report(
     except InputError as error:
         if data is not None:
             raise
-        logits, absent = None, f"No confusion matrix: {error}"
-        log(absent, quiet=quiet)
+        logits, without_matrix = None, f"No confusion matrix: {error}"
+        log(without_matrix, quiet=quiet)
     else:
         logits = _logits(run, which, images, device, quiet=quiet)
     summary: dict[str, Any] = {
@@ -79,11 +80,11 @@ def write_report(
         summary |= {"images": len(images), **classification_metrics(logits, images.labels)}
     body = [*_facts(run, recipe, history, summary), *_curves(history, recipe, state.epoch)]
     if logits is None:
-        body.append(section("confusion", "Confusion matrix", absent))
+        body.append(section("confusion", "Confusion matrix", without_matrix))
     else:
         matrix = confusion_matrix(images.labels, logits.argmax(axis=1), len(images.class_names))
         body += _confusion(matrix, images.class_names, images.name)
-    body += [*_recipe(recipe), *_environment(read_record(run.path / "environment.json", RunEnvironment))]
+    body += [*_recipe(recipe), *_environment(RunEnvironment.read(run.path))]
     write_bytes(out, page(run.info.name, body).encode())
     return summary
 
@@ -102,7 +103,7 @@ def _images(run: RunFolder, data: str | None, *, skip_bad: bool) -> ImageSet:
 def _logits(
     run: RunFolder, which: Checkpoint, images: ImageSet, device: torch.device, *, quiet: bool
 ) -> npt.NDArray[np.float32]:
-    """Logits (N, C) of the averaged weights on the evaluation split."""
+    """Logits (N, C) of the averaged weights on `images`."""
     model, _ = load_run_model(run, which)
     model.to(device)
     preprocessing, batches, done = run.info.preprocessing, [], 0
@@ -115,7 +116,7 @@ def _logits(
 
 
 def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict[str, Any]) -> Iterator[str]:
-    info, best = run.info, best_of(history, recipe.selection.metric)
+    info, best = run.info, best_row(history, recipe.selection.metric)
     shown = {name: f"{summary[name]:.4f}" for name in ("nll", "ece", "brier") if name in summary}
     top1 = {"top-1": f"{summary['top1']:.2%} of {summary['images']} images"} if "top1" in summary else {}
     yield table(
@@ -138,28 +139,28 @@ def _curves(history: list[Metrics], recipe: Recipe, shown: int) -> Iterator[str]
     yield section(
         "curves",
         "Curves",
-        "Losses are means over an epoch's training batches, unweighted; the rest is of the averaged weights on the "
-        f"evaluation split. The dotted line is the checkpoint shown, epoch {shown}. Its epoch was chosen by "
-        f"{recipe.selection.metric} on that split if it is the best one.",
+        "Losses are unweighted means over an epoch's training batches; the other metrics are of the averaged weights "
+        f"on the evaluation split. The dotted line marks the checkpoint shown, epoch {shown}. The best epoch is chosen "
+        f"by {recipe.selection.metric} on that same split.",
     )
     yield picture(png(draw_curves(history, shown)), "losses, accuracy, calibration and learning rate by epoch")
     if history[-1]["cos_sim"]:
         yield section(
             "layers",
             "Layers",
-            "CosSim is the mean cosine between different patches after a block: 1 is patches that are all alike. The "
-            "spread of attention is the standard deviation over keys: 0 is attention that is the same everywhere.",
+            "CosSim is the mean cosine between different patches after a block: at 1 all patches are alike. The spread "
+            "of attention is the standard deviation over keys: at 0 every query attends to all keys equally.",
         )
         yield picture(png(draw_layers(history, shown)), "similarity of patches and spread of attention by block")
 
 
 def _confusion(matrix: Int64Array, class_names: tuple[str, ...], name: str) -> Iterator[str]:
     counts = f"{matrix.sum()} images of {name}, {np.trace(matrix)} right."
-    yield section("confusion", "Confusion matrix", f"{counts} Rows are labels, columns what was predicted.")
+    yield section("confusion", "Confusion matrix", f"{counts} Rows are labels, columns predictions.")
     yield picture(png(draw_confusion(matrix, class_names)), "confusion matrix")
     pairs = [
-        (f"{class_names[label]} taken for {class_names[given]}", f"{count} of {matrix[label].sum()}")
-        for label, given, count in most_confused(matrix)
+        (f"{class_names[label]} taken for {class_names[predicted]}", f"{count} of {matrix[label].sum()}")
+        for label, predicted, count in most_confused(matrix)
     ]
     if pairs:
         yield table(pairs)
@@ -168,7 +169,7 @@ def _confusion(matrix: Int64Array, class_names: tuple[str, ...], name: str) -> I
 def _recipe(recipe: Recipe) -> Iterator[str]:
     settings = dict(flat_settings(recipe.model_dump(mode="json")))
     named = dict(flat_settings(get_recipe(recipe.name).model_dump(mode="json"))) if recipe.name in RECIPES else settings
-    yield section("recipe", "Recipe", f"A star marks what differs from {recipe.name} as vitx has it now.")
+    yield section("recipe", "Recipe", f"A star marks settings that differ from {recipe.name} in this version of vitx.")
     yield table(
         (key if named.get(key) == value else f"{key} *", value) for key, value in settings.items() if key != "name"
     )

@@ -1,4 +1,4 @@
-"""Figures of one run, in greys: small panels of one line each, so that no line has to be told from another."""
+"""Figures of one run in grey: small panels with one line each, so that no colour has to be told from another."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from vitx.core.panels import LINES, panels
 from vitx.train.loop.checkpoint import Metrics
 
 COLUMNS = 4
-LARGEST_WITH_NUMBERS = 20  # classes of a confusion matrix whose counts are written out
+LARGEST_WITH_NUMBERS = 20  # classes up to which the counts of a confusion matrix are written into its cells
 
 
 def draw_curves(history: Sequence[Metrics], shown: int) -> Figure:
-    """Every loss, top-1, NLL, ECE, the learning rate and the last block's CosSim by epoch; a line marks `shown`."""
+    """Each loss, top-1, NLL, ECE, the learning rate and the last block's CosSim by epoch; a line at `shown`."""
     curves = _curves(history)
     rows = math.ceil(len(curves) / COLUMNS)
     figure = Figure(figsize=(2.9 * COLUMNS, 2.2 * rows), layout="constrained")
@@ -45,13 +45,13 @@ def _curves(history: Sequence[Metrics]) -> Mapping[str, Sequence[float]]:
 
 
 def draw_layers(history: Sequence[Metrics], shown: int) -> Figure:
-    """CosSim and spread of attention by block, after the first epoch and the one shown; CosSim by block and epoch."""
+    """CosSim and spread of attention by block, after the first epoch and epoch `shown`; CosSim by block and epoch."""
     figure, (left, middle, right) = panels(3)
     chosen = {f"epoch {row['epoch']}": row for row in (history[0], history[shown - 1])}
     _by_block(left, {name: row["cos_sim"] for name, row in chosen.items()}, "CosSim of patches")
     _by_block(middle, {name: row["attention_std"] for name, row in chosen.items()}, "std of attention over keys")
     middle.set_ylim(bottom=0)
-    values = np.array([row["cos_sim"] for row in history]).T
+    values = np.array([row["cos_sim"] for row in history]).T  # (blocks, epochs)
     extent = (0.5, len(history) + 0.5, -0.5, len(values) - 0.5)
     low = min(0.0, float(values.min()))
     drawn = right.imshow(
@@ -73,7 +73,7 @@ def _by_block(axes: Axes, curves: Mapping[str, Sequence[float]], y: str) -> None
 
 
 def draw_confusion(matrix: npt.NDArray[np.int64], class_names: Sequence[str]) -> Figure:
-    """Counts by label (up) and prediction (right), darker for a larger share of the label; numbers where they fit."""
+    """Counts by label (down) and prediction (right), darker for a larger share of the label; numbers where they fit."""
     classes = len(class_names)
     side = min(10.0, max(4.0, 0.45 * classes + 1.5))
     figure, (axes,) = panels(1, width=side, height=side)

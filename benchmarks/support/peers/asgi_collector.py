@@ -1,4 +1,4 @@
-"""The least that batches: some fifty lines of ASGI that answer what `benchmarks/server.py` asks, and check nothing.
+"""The smallest server that batches: fifty lines of ASGI that answer what server.py asks, and check nothing.
 
 MODEL=model.onnx uvicorn asgi_collector:app --lifespan off
 """

@@ -1,4 +1,4 @@
-"""The network in Triton's Python backend: what `benchmarks/server.py` puts into its model repository."""
+"""The network in Triton's Python backend: what `benchmarks/serve/server.py` puts into its model repository."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One pass over activations: every unit of every known family is found, observed where it stands, and removed."""
+"""One pass over activations: every unit of every supported family is found, its output observed, its branch removed."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def side_of(name: str) -> int:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_unit_without_its_branch_hands_on_what_it_read(name: str) -> None:
+def test_a_unit_without_its_branch_returns_its_input(name: str) -> None:
     """With every branch at zero only shortcuts are left; the network must run, and each unit alone must change it."""
     model = network(name)
     units = residual_units(model)
@@ -124,7 +124,7 @@ def test_every_family_is_measured(name: str) -> None:
     assert matrix.diagonal().tolist() == pytest.approx([1.0] * len(matrix))
 
 
-def test_streams_stand_between_the_units() -> None:
+def test_streams_are_read_between_the_units() -> None:
     """Attention's stream is the block's input with its branch added; the MLP's is the block's output."""
     model = network("deepvit_s")
     (batch,) = stream_activations(model, DIGITS.first(4), Preprocessing(image_size=32), batch_size=4)

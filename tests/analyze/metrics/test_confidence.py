@@ -6,22 +6,11 @@ import numpy as np
 import pytest
 from scipy import optimize
 
+from reference import LABELS, PROBABILITIES
 from vitx.analyze.metrics.confidence import confidence
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.core.errors import InputError
 from vitx.core.probabilities import classification_metrics, softmax
-
-PROBABILITIES = np.array(
-    [
-        [0.95, 0.03, 0.02],
-        [0.55, 0.40, 0.05],
-        [0.20, 0.45, 0.35],
-        [0.10, 0.15, 0.75],
-        [0.34, 0.33, 0.33],
-        [0.02, 0.96, 0.02],
-    ]
-)
-LABELS = np.array([0, 1, 1, 2, 0, 0])
 
 
 def noisy_logits(n: int = 400, classes: int = 5, overconfidence: float = 3.0) -> tuple[np.ndarray, np.ndarray]:

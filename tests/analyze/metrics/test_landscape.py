@@ -131,7 +131,7 @@ def test_a_loss_that_is_not_finite_is_none() -> None:
     assert found.nll[1][1] is not None
 
 
-def test_what_cannot_be() -> None:
+def test_bad_input_is_refused() -> None:
     for points, radius in ((4, 1.0), (1, 1.0), (3, 0.0), (3, float("inf"))):
         with pytest.raises(InputError, match="expected an odd number from 3, and a radius above 0"):
             loss_landscape(network(), batches(), points=points, radius=radius)

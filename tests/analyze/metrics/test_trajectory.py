@@ -85,7 +85,7 @@ def test_of_a_run(tmp_path: Path) -> None:
     assert without.radius == [0, 1]
 
 
-def test_what_cannot_be(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="1 checkpoint of a training: a trajectory needs the first and the last"):
         polar_trajectory([state(1, 1)])
     with pytest.raises(InputError, match="hold the same weights"):

@@ -1,4 +1,4 @@
-"""GPU architectures by name."""
+"""Names of GPU architectures: which are taken, and what the error says of the others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The kernels that travel in a plan: compiled for GPUs that are not here, their PTX read and assembled again."""
+"""The kernels stored in a plan: compiled for GPUs that this machine lacks, their PTX inspected and assembled."""
 
 import re
 import subprocess
@@ -23,7 +23,7 @@ DEFAULT_SHARED = 48 * 1024
 
 
 def assembled(kernel: FlashKernel, architecture: str, folder: Path) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread, as the assembler for that GPU makes them of the PTX."""
+    """Registers and bytes of stack of a thread, from the assembler for that GPU."""
     import triton.backends.nvidia
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
@@ -50,7 +50,7 @@ def assembled(kernel: FlashKernel, architecture: str, folder: Path) -> tuple[int
         ("TalkingHeads", "sm120", "fp16", "sm_120a", "8.7"),
     ],
 )
-def test_ptx_of_a_gpu_that_is_not_here(
+def test_ptx_for_a_gpu_that_this_machine_lacks(
     operator: Operator, architecture: str, half: Half, target: str, version: str, tmp_path: Path
 ) -> None:
     kernel = compiled_kernel(operator, architecture, 12, 32, half, TILES[0])
@@ -61,28 +61,28 @@ def test_ptx_of_a_gpu_that_is_not_here(
     assert re.findall(r"^\.reqntid (\d+)", ptx, re.MULTILINE) == [str(kernel.threads)]
     products = rf"(mma\.sync\.[^;]*|wgmma\.mma_async\.[^;]*)\.f32\.{kind}\.{kind}|tcgen05\.mma\.[^;]*kind::f16"
     assert re.search(products, ptx)
-    # Inputs, the number of tokens, the output, and nothing that an engine does not pass.
+    # The inputs, the number of tokens, the output, and no argument that an engine does not pass.
     entry = ptx[ptx.index(f".entry {kernel.name}(") : ptx.index(".reqntid")]
     kinds = re.findall(r"\.param \.(\w+)", entry)
     assert kinds == ["u64"] * (7 if operator == "TalkingHeads" else 5) + ["u32", "u64"]
-    # No name of this machine, whose checkout the plan would show.
+    # No path of this machine, which would then be in the plan.
     assert not re.search(r"\.file|\.loc\b|flash_kernels\.py", ptx)
     registers, stack = assembled(kernel, architecture, tmp_path)
     assert registers <= 255
     assert stack <= (8 if operator == "TalkingHeads" else 0)  # two numbers that no loop reads often
 
 
-def test_launch_is_what_triton_itself_makes_of_it() -> None:
+def test_launch_sizes_are_tritons() -> None:
     """Threads and shared memory as the compiler reports them for the same kernel, tile by tile."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from vitx.models.flash import kernels
-    from vitx.models.flash.reattention import options_of, sizes
+    from vitx.models.flash.reattention import kernel_constants, launch_options
 
     for kernel in compiled_kernels("Reattention", "sm89", 4, 16, "fp16"):
-        constants = sizes(4, 16, kernel.tiles)
+        constants = kernel_constants(4, 16, kernel.tiles)
         kinds = dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), "*fp16")
         kinds |= {"mix_base": "*fp32", "bias_base": "*fp32", "tokens": "i32", **dict.fromkeys(constants, "constexpr")}
         signature = {name: kinds[name] for name in kernels.reattention_kernel.arg_names}
@@ -90,7 +90,7 @@ def test_launch_is_what_triton_itself_makes_of_it() -> None:
         aligned = {(index,): [["tt.divisibility", 16]] for index in pointers}
         source = ASTSource(kernels.reattention_kernel, signature, constexprs=constants, attrs=aligned)
         target = GPUTarget("cuda", 89, 32)
-        compiled = triton.compile(source, target=target, options=options_of(kernel.tiles))
+        compiled = triton.compile(source, target=target, options=launch_options(kernel.tiles))
         assert kernel.shared == compiled.metadata.shared
         assert kernel.threads == 32 * compiled.metadata.num_warps
         assert kernel.name == compiled.metadata.name
@@ -98,13 +98,13 @@ def test_launch_is_what_triton_itself_makes_of_it() -> None:
         assert [kernel.grid_x(tokens) for tokens in (1, 65)] == [groups, groups * -(-65 // kernel.tiles.queries)]
 
 
-def test_only_tactics_that_a_gpu_has_room_for() -> None:
+def test_only_tactics_that_fit_the_shared_memory() -> None:
     wide = compiled_kernels("TalkingHeads", "sm90", 16, 64, "fp16")
     small = compiled_kernels("TalkingHeads", "sm89", 16, 64, "fp16")
     assert [kernel.tiles for kernel in wide] == list(TILES)
     assert wide[0].shared > 99 * 1024
     assert [kernel.tiles for kernel in small] == list(TILES[1:])
-    assert small[-1].shared <= DEFAULT_SHARED  # the largest size that is taken, in what every kernel gets unasked
+    assert small[-1].shared <= DEFAULT_SHARED  # even at the largest size that is supported
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_only_tactics_that_a_gpu_has_room_for() -> None:
         ("sm89", 4, 72, "do not take head width 72, above 64"),
     ],
 )
-def test_what_is_not_compiled(architecture: str, heads: int, width: int, message: str) -> None:
+def test_unsupported_architectures_and_sizes(architecture: str, heads: int, width: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         compiled_kernels("Reattention", architecture, heads, width, "fp16")
     assert why_not_compiled(4, 1026, 32) == "tokens 1026, above 1025"

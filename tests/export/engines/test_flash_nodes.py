@@ -1,4 +1,4 @@
-"""Attention with a mix over heads as one ONNX node: same logits, no N×N map, and what is left says why."""
+"""Attention with a mix over heads as one ONNX node: same logits, no N×N map, and a reason for what is skipped."""
 
 import functools
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HalfGraph
 
 Graphs = Callable[..., onnx.ModelProto]
-# Where patches are averaged, the last block has maps too; with a class token it computes that alone.
+# With average pooling the last block has maps of all tokens too; with a class token it computes that token alone.
 NETWORKS: dict[str, dict[str, Any]] = {
     "re-attention": {"attention": "re-attention", "global_pool": "avg"},
     "re-attention, class token": {"attention": "re-attention", "reatten_scale": 0.25},
@@ -75,34 +75,34 @@ def test_the_same_logits_through_nodes(name: str, graph_of: Graphs) -> None:
     assert plain.SerializeToString() == before
     operator = "TalkingHeads" if "talking" in name else "Reattention"
     assert operators(fused.model) == [operator] * (1 if "class" in name else 2)
-    assert fused.left == {}
+    assert fused.skipped == {}
     require_equal(plain, fused)
-    # No map of all tokens is left, and what only served it is gone with it.
+    # No map of all tokens is left, nor a node that only served one.
     shapes = Dataflow(fused.model).shapes
     assert not [shape for shape in shapes.values() if len(shape) == 4 and shape[2] == shape[3] == 17]
     assert "ReduceSum" not in {node.op_type for node in fused.model.graph.node}
     assert [function.name for function in fused.model.functions] == [operator]
 
 
-def test_blocks_that_no_rewrite_has_simplified(graph_of: Graphs) -> None:
-    """Scale, biases of the mixes and the key's are where training has them."""
+def test_blocks_that_were_not_simplified_are_fused(graph_of: Graphs) -> None:
+    """With `join-tokens` alone, the scale, the biases of the mixes and the key bias are where training has them."""
     plain = graph_of("talking heads, class token", ("join-tokens",))
     fused = fuse_reattention(plain)
     assert operators(fused.model) == ["TalkingHeads"] * 2
     require_equal(plain, fused)
 
 
-def test_blocks_as_they_are_trained_are_left(graph_of: Graphs) -> None:
+def test_blocks_in_the_form_of_training_are_skipped(graph_of: Graphs) -> None:
     fused = fuse_reattention(graph_of("talking heads, class token", ()))
     assert fused.fused == ()
-    assert [reason.endswith("comes from Mul, not Transpose") for reason in fused.left.values()] == [True, True]
+    assert [reason.endswith("comes from Mul, not Transpose") for reason in fused.skipped.values()] == [True, True]
 
 
-def test_what_is_no_linear_mix_is_left(graph_of: Graphs) -> None:
+def test_a_norm_over_heads_is_skipped(graph_of: Graphs) -> None:
     plain = graph_of("layer norm")
     fused = fuse_reattention(plain)
     assert fused.fused == ()
-    (reason,) = fused.left.values()
+    (reason,) = fused.skipped.values()
     assert reason.endswith("is read by Transpose, not by one MatMul alone")
     require_equal(plain, fused)
 
@@ -110,13 +110,13 @@ def test_what_is_no_linear_mix_is_left(graph_of: Graphs) -> None:
 def test_plain_attention_is_not_touched(graph_of: Graphs) -> None:
     fused = fuse_reattention(graph_of("plain"))
     assert fused.fused == ()
-    assert fused.left == {}
+    assert fused.skipped == {}
     assert not fused.model.functions
 
 
 @pytest.mark.parametrize("operator", ["Reattention", "TalkingHeads"])
 def test_definitions_against_float64(operator: Operator) -> None:
-    """ONNX's reference evaluator on the function, and the formula term by term."""
+    """ONNX's reference evaluator runs the function; the formula is computed term by term."""
     B, N, H, K = 2, 5, 3, 4
     generator = np.random.default_rng(0)
     shapes: dict[str, tuple[int, ...]] = {"query": (B, N, H, K), "key": (B, N, H, K), "value": (B, N, H, K)}
@@ -145,14 +145,14 @@ def test_definitions_against_float64(operator: Operator) -> None:
 
 @pytest.mark.parametrize("kind", [TensorProto.FLOAT16, TensorProto.BFLOAT16], ids=["fp16", "bf16"])
 def test_the_graph_for_a_builder(kind: int, graph_of: Graphs) -> None:
-    """One attention's products are float32 islands: the other is a plugin, without a definition to fall back on."""
+    """The attention whose products are float32 islands stays; the other is a plugin node, without a definition."""
     flow = Dataflow(graph_of("re-attention"))
     first, second = [node for node in flow.nodes if node.op_type == "Softmax"]
     products = flow.producers()[second.input[0]]
     graph = plugin_graph(HalfGraph(flow, kind).build({products}))
     assert graph.fused == (first.name,)
     reason = "its products are an island in another type than its queries, keys or values"
-    assert graph.left == {second.name: reason}
+    assert graph.skipped == {second.name: reason}
     assert not graph.model.functions
     (node,) = [node for node in graph.model.graph.node if node.domain == DOMAIN]
     assert {entry.name: helper.get_attribute_value(entry) for entry in node.attribute} == {
@@ -164,12 +164,12 @@ def test_the_graph_for_a_builder(kind: int, graph_of: Graphs) -> None:
 
 
 def test_softmax_in_float32_is_fused_away(graph_of: Graphs) -> None:
-    """A kernel has its softmax in float32 anyway, so casts around it end nothing."""
+    """The kernel computes its softmax in float32 anyway, so Casts around it do not end the pattern."""
     flow = Dataflow(graph_of("talking heads"))
     softmaxes = {node.name for node in flow.nodes if node.op_type == "Softmax"}
     graph = plugin_graph(HalfGraph(flow, TensorProto.FLOAT16).build(softmaxes))
     assert len(graph.fused) == 2
-    assert graph.left == {}
+    assert graph.skipped == {}
 
 
 def test_a_graph_without_anything_to_fuse_is_refused(graph_of: Graphs) -> None:

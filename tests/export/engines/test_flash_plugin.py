@@ -1,4 +1,4 @@
-"""The flash plugin: on the real bindings of TensorRT, over stand-ins for its libraries, and what refuses it."""
+"""The flash plugin: on TensorRT's real bindings over stub libraries, and where it is refused."""
 
 import importlib
 import json
@@ -21,14 +21,14 @@ from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.tensorrt_plan import read_plan
 from vitx.export.engines import flash_plugin, tensorrt_library
 from vitx.export.engines.flash_kernel import Operator, compiled_kernels
-from vitx.export.engines.tensorrt import engine_from_onnx
+from vitx.export.engines.tensorrt_engine import engine_from_onnx
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
 BATCH, TOKENS, HEADS, WIDTH = 5, 65, 4, 16
 
-# Run in a process of its own: TensorRT's plugin framework asks our functions as its builder would, without a builder.
-# Dimension expressions, which only a builder makes, are Python objects with a value.
+# Run in a process of its own: TensorRT's plugin framework calls our functions as it would for a builder. Dimension
+# expressions, which only a builder can create, are Python objects with a value.
 DRIVE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -116,14 +116,14 @@ print("found", json.dumps(found))
 
 @pytest.fixture(scope="module")
 def light_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the plugin imports, without the rest of its packages: it is imported in seconds, not many."""
+    """The modules that the plugin imports, without the rest of their packages: these would take long to import."""
     engines = (f"vitx/export/engines/{name}.py" for name in ("flash_plugin", "flash_kernel", "flash_nodes"))
     models = (f"vitx/models/{name}.py" for name in ("flash/kernels", "flash/reattention", "head_mix"))
     return copy_modules(tmp_path_factory.mktemp("light"), (*engines, "vitx/export/graph/dataflow.py", *models))
 
 
-def test_the_real_framework_asks_and_is_answered(bindings: tuple[str, dict[str, str]], light_sources: Path) -> None:
-    """Types, shape, tactics, grid, block, shared memory, integers and PTX, as TensorRT's own code passes them on."""
+def test_the_plugin_framework_gets_every_answer(bindings: tuple[str, dict[str, str]], light_sources: Path) -> None:
+    """Types, shape, tactics, grid, block, shared memory, integers and PTX, through TensorRT's own Python code."""
     sizes = [str(size) for size in (BATCH, TOKENS, HEADS, WIDTH)]
     command = [sys.executable, "-c", DRIVE, str(light_sources), *sizes]
     done = subprocess.run(command, env=bindings[1], capture_output=True, text=True, check=False)
@@ -167,7 +167,7 @@ def test_without_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorder:
-    """A classic TensorRT of which a test sees the graph, the flags and the plugins."""
+    """A fake classic TensorRT that records the graphs and the flags of its networks."""
 
     __version__ = "11.2.1.2"
     Dims = list
@@ -230,9 +230,7 @@ def half_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_builder_gets_nodes_and_is_told_to_compile_ahead(
-    recorder: Recorder, half_graph: Path, tmp_path: Path
-) -> None:
+def test_the_builder_gets_plugin_nodes_and_the_aot_flag(recorder: Recorder, half_graph: Path, tmp_path: Path) -> None:
     before = half_graph.read_bytes()
     with_plugin, without = tmp_path / "with.plan", tmp_path / "without.plan"
     engine_from_onnx(half_graph, with_plugin, flavor="tensorrt", plugin="flash", quiet=True)
@@ -263,8 +261,8 @@ def test_a_plan_with_the_plugin_is_for_one_gpu_and_release(
         engine_from_onnx(half_graph, tmp_path / "a.plan", flavor="tensorrt", **wanted)
 
 
-def test_tensorrt_for_rtx_has_no_plugins_ahead_of_time(half_graph: Path, tmp_path: Path) -> None:
-    """The refusal, and that the reason it gives is true of the package."""
+def test_tensorrt_for_rtx_refuses_the_plugin(half_graph: Path, tmp_path: Path) -> None:
+    """The reason in the error is checked against the installed package."""
     tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     with pytest.raises(InputError, match=r"no tensorrt_rtx\.plugin\): build with --trt, or leave --plugin out"):
         engine_from_onnx(half_graph, tmp_path / "a.plan", flavor="tensorrt-rtx", plugin="flash")

@@ -1,4 +1,4 @@
-"""A crashed conversion leaves the smallest part that still crashes, and a script that shows it."""
+"""A crashed conversion leaves the smallest part of the graph that still crashes, and a script that runs it."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from sandbox_jobs import crash_on_gelu
-from vitx.export.engines.reproduction import leave_reproduction, smallest_range, subgraph
+from vitx.export.engines.reproduction import smallest_range, subgraph, write_reproduction
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def graph(tmp_path: Path) -> Path:
 
 
 def test_the_smallest_part_that_crashes(graph: Path, tmp_path: Path) -> None:
-    found = leave_reproduction(graph, crash_on_gelu, tmp_path / "failed", "it died", seconds=60, memory_gib=8)
+    found = write_reproduction(graph, crash_on_gelu, tmp_path / "failed", "it died", seconds=60, memory_gib=8)
     assert [node.op_type for node in found.graph.node] == ["MatMul", "Gelu"]
     assert sorted(path.name for path in (tmp_path / "failed").iterdir()) == ["reproduce.py", "subgraph.onnx"]
     onnx.checker.check_model(str(tmp_path / "failed" / "subgraph.onnx"), full_check=True)
@@ -48,7 +48,7 @@ def test_the_smallest_part_that_crashes(graph: Path, tmp_path: Path) -> None:
     assert finished.returncode == -signal.SIGSEGV
 
 
-def test_a_part_has_typed_ends(graph: Path) -> None:
+def test_inputs_and_outputs_of_a_part_have_types(graph: Path) -> None:
     model = onnx.shape_inference.infer_shapes(onnx.load(str(graph)))
     part = subgraph(model, 6, 7)
     onnx.checker.check_model(part, full_check=True)
@@ -58,7 +58,7 @@ def test_a_part_has_typed_ends(graph: Path) -> None:
 
 
 @given(st.integers(1, 200), st.data())
-def test_halving_finds_the_smallest_range(nodes: int, data: st.DataObject) -> None:
+def test_bisection_finds_the_smallest_range(nodes: int, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, nodes - 1))
     last = data.draw(st.integers(first, nodes - 1))
     assert smallest_range(nodes, lambda a, b: a <= first and last <= b) == (first, last)

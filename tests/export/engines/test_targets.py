@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import onnx
@@ -19,21 +18,20 @@ from vitx.data.open import open_images
 from vitx.export import SourceRequest
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HALVES, HalfGraph
-from vitx.parity import certify_sides
-from vitx.parity.compared import bundle_side
-from vitx.parity.cpu_twin import cpu_stand_in
-from vitx.parity.exported import source_side
+from vitx.parity import certify_models
+from vitx.parity.exported import model_from_source
+from vitx.parity.loaded_model import model_from_bundle
 from vitx.runtimes import load_session
 
-# Random weights rank near-equal logits: what is tested is the way, so a twentieth of the images may change class.
+# Random weights give near ties. The conversions are under test, not the network: 5 % of the images may flip.
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--max-flip-rate", "0.05")
 
 
 def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_process: None) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX has wheels for x86-64 Linux and Windows only")
     pytest.importorskip("openvino", reason="an optional target")
-    targets_of_all = ("--trt-rtx", "--arch", "sm89", "--profiles", "1", "--openvino", "--triton", tmp_path / "repo")
-    code, _, errors = vitx("export", *SOURCE, "--precision", "fp16", *targets_of_all, "--out", tmp_path / "net.vitx")
+    every_target = ("--trt-rtx", "--arch", "sm89", "--profiles", "1", "--openvino", "--triton", tmp_path / "repo")
+    code, _, errors = vitx("export", *SOURCE, "--precision", "fp16", *every_target, "--out", tmp_path / "net.vitx")
     assert code == 0, errors
     bundle = Bundle.open(tmp_path / "net.vitx")
     assert bundle.manifest.precision == "fp16"
@@ -74,7 +72,7 @@ def test_targets_that_cannot_be_made(
 
 
 def test_a_crashing_compiler_leaves_a_reproduction(own_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old bundle stays; the smallest part of the graph that crashes the compiler lies beside it."""
+    """The old bundle stays; beside it is the smallest part of the graph that crashes the compiler."""
     failed = own_bundle.with_name("net.vitx.failed")
     before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
     monkeypatch.setitem(targets.CONVERT, "openvino", crash_on_gelu)
@@ -109,9 +107,9 @@ def test_bfloat16_is_certified_by_its_twin_on_a_cpu(
     with pytest.raises(EnvironmentMissing, match="has no bf16 kernels for a CPU"):
         load_session(bundle, device="cpu")
     source = random_source.load()
-    certificate = certify_sides(
-        source_side(source, "cpu"),
-        bundle_side(bundle, device="cpu", stand_in=partial(cpu_stand_in, device="cpu")),
+    certificate = certify_models(
+        model_from_source(source, "cpu"),
+        model_from_bundle(bundle, device="cpu", use_twin=True),
         open_images("digits", "val"),
         max_flip_rate=0.1,  # near ties of random weights
         quiet=True,

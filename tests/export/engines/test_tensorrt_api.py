@@ -10,10 +10,11 @@ import pytest
 from light_checkout import copy_modules
 
 ROOT = Path(__file__).parents[3]
-TYPINGS = ROOT / "typings"
-STUBS = ("tensorrt-10.16", "tensorrt-11.4", "tensorrt-rtx-1.7")
+STUB = ROOT / "typings" / "tensorrt" / "__init__.pyi"
+RTX = "TENSORRT_RTX_1_7"
+VERSIONS = ("TENSORRT_10_16", "TENSORRT_11_4", RTX)
 CALLERS = (
-    "vitx/export/engines/tensorrt.py",
+    "vitx/export/engines/tensorrt_engine.py",
     "vitx/export/engines/tensorrt_library.py",
     "vitx/export/engines/inspector.py",
     "vitx/runtimes/tensorrt.py",
@@ -36,12 +37,13 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_modules(tmp_path_factory.mktemp("sources"), NEEDED)
 
 
-def type_errors(sources: Path, stubs: str, *names: str) -> str:
-    """What a strict mypy says of the modules under one version's stubs."""
+def type_errors(sources: Path, version: str, *names: str) -> str:
+    """What a strict mypy says of the modules, with the stub's conditions set to one version."""
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent"]
-    command += ["--explicit-package-bases", f"--cache-dir={sources / 'cache' / stubs}"]
+    command += ["--explicit-package-bases", f"--cache-dir={sources / 'cache' / version}"]
+    command += [f"--always-{str(name == version).lower()}={name}" for name in VERSIONS]
     command += names
-    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(sources), str(TYPINGS / stubs)])}
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(sources), str(ROOT / "typings")])}
     done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
@@ -52,41 +54,45 @@ WRONG = """    def wrong(self) -> None:
         config = self.trt.Builder(self.trt.Logger()).create_builder_config()
         config.max_workspace_size = 1
         self.trt.OnnxParser(config)
-        self.trt.{removed}
+        {foreign}
 
 """
-# Names that one version has and another has not.
-REMOVED = {
-    "tensorrt-10.16": "BuilderFlag.FP17",
-    "tensorrt-11.4": "BuilderFlag.FP16",
-    "tensorrt-rtx-1.7": "BuilderFlag.INT8",
+# What other versions have, and the words of the error with this one.
+FOREIGN = {
+    "TENSORRT_10_16": ("self.trt.ComputeCapability", '"ComputeCapability"'),
+    "TENSORRT_11_4": (
+        "self.trt.Builder(self.trt.Logger()).create_network().get_input(0).dtype = self.trt.DataType.UINT8",
+        'Property "dtype" defined in "ITensor" is read-only',
+    ),
+    RTX: ("self.trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS", '"PREFER_AOT_PYTHON_PLUGINS"'),
 }
 
 
-@pytest.mark.parametrize("stubs", STUBS)
-def test_calls_exist_in_every_version(sources: Path, stubs: str) -> None:
-    callers = CALLERS if stubs == "tensorrt-rtx-1.7" else (*CALLERS, *CLASSIC_CALLERS)
-    assert type_errors(sources, stubs, *callers) == ""
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calls_exist_in_every_version(sources: Path, version: str) -> None:
+    callers = CALLERS if version == RTX else (*CALLERS, *CLASSIC_CALLERS)
+    assert type_errors(sources, version, *callers) == ""
     # And the check can fail: of names, of attributes, of signatures, of names that other versions have.
     wrong, place = sources / "vitx" / "export" / "engines" / "wrong.py", "    def _logger("
     library = (sources / "vitx" / "export" / "engines" / "tensorrt_library.py").read_text()
     assert place in library
-    wrong.write_text(library.replace(place, WRONG.format(removed=REMOVED[stubs]) + place))
-    errors = type_errors(sources, stubs, "vitx/export/engines/wrong.py")
-    for text in ('"Bilder"', '"FP61"', '"max_workspace_size"', '"OnnxParser"', f'"{REMOVED[stubs].split(".")[1]}"'):
+    foreign, error = FOREIGN[version]
+    wrong.write_text(library.replace(place, WRONG.format(foreign=foreign) + place))
+    errors = type_errors(sources, version, "vitx/export/engines/wrong.py")
+    for text in ('"Bilder"', '"FP61"', '"max_workspace_size"', '"OnnxParser"', error):
         assert text in errors, f"{text} not found in:\n{errors}"
 
 
 def test_a_call_of_one_flavour_alone_needs_its_branch(sources: Path) -> None:
-    """Without its `hasattr`, what only TensorRT for RTX has is an error under the classic stubs."""
+    """Without its `hasattr`, what only TensorRT for RTX has is an error with the classic one."""
     path = sources / "vitx" / "export" / "engines" / "unguarded.py"
     text = (sources / "vitx" / "export" / "engines" / "tensorrt_library.py").read_text()
     guard = 'if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):'
     assert guard in text
     path.write_text(text.replace(guard, "if not architectures:"))
-    errors = type_errors(sources, "tensorrt-11.4", "vitx/export/engines/unguarded.py")
+    errors = type_errors(sources, "TENSORRT_11_4", "vitx/export/engines/unguarded.py")
     assert 'has no attribute "set_compute_capability"' in errors
-    assert type_errors(sources, "tensorrt-rtx-1.7", "vitx/export/engines/unguarded.py") == ""
+    assert type_errors(sources, RTX, "vitx/export/engines/unguarded.py") == ""
 
 
 RUNNING_WRONG = """    def wrong(self) -> None:
@@ -98,13 +104,13 @@ RUNNING_WRONG = """    def wrong(self) -> None:
 """
 
 
-@pytest.mark.parametrize("stubs", STUBS)
-def test_the_check_of_the_serving_session_can_fail(sources: Path, stubs: str) -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_check_of_the_serving_session_can_fail(sources: Path, version: str) -> None:
     path, place = sources / "vitx" / "runtimes" / "wrong.py", "    def _name("
     session = (sources / "vitx" / "runtimes" / "tensorrt.py").read_text()
     assert session.count(place) == 1
     path.write_text(session.replace(place, RUNNING_WRONG + place))
-    errors = type_errors(sources, stubs, "vitx/runtimes/wrong.py")
+    errors = type_errors(sources, version, "vitx/runtimes/wrong.py")
     for text in ('"create_context"', '"execute_async_v2"', '"set_tensor_address"', '"ON_DEMAND"'):
         assert text in errors, f"{text} not found in:\n{errors}"
 
@@ -124,27 +130,26 @@ def test_the_check_of_the_plugin_can_fail(sources: Path) -> None:
         assert right in text
         text = text.replace(right, wrong)
     path.write_text(text)
-    errors = type_errors(sources, "tensorrt-11.4", "vitx/export/engines/wrong_plugin.py")
+    errors = type_errors(sources, "TENSORRT_11_4", "vitx/export/engines/wrong_plugin.py")
     for name in PLUGIN_WRONG:
         assert name in errors, f"{name} not found in:\n{errors}"
+    # TensorRT for RTX has no plugins: there every line is wrong.
+    assert '"register"' in type_errors(sources, RTX, *CLASSIC_CALLERS)
 
 
-def names_of(stub: str) -> set[str]:
-    """Classes, their members, and functions, as dotted names."""
+def names_of(body: list[ast.stmt], version: str) -> set[str]:
+    """Classes, their members, functions and constants of one version, as dotted names."""
     names: set[str] = set()
-    for entry in ast.parse(stub).body:
-        if isinstance(entry, ast.FunctionDef):
+    for entry in body:
+        if isinstance(entry, ast.If) and version in ast.unparse(entry.test).split(" or "):
+            names |= names_of(entry.body, version)
+        if isinstance(entry, ast.AnnAssign):
+            names.add(ast.unparse(entry.target))
+        if isinstance(entry, ast.FunctionDef | ast.ClassDef):
             names.add(entry.name)
         if isinstance(entry, ast.ClassDef):
-            names.add(entry.name)
-            names |= {f"{entry.name}.{member}" for member in map(_member, entry.body) if member}
-    return {name for name in names if "__" not in name}
-
-
-def _member(entry: ast.stmt) -> str:
-    if isinstance(entry, ast.FunctionDef | ast.ClassDef):
-        return entry.name
-    return entry.target.id if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name) else ""
+            names |= {f"{entry.name}.{member}" for member in names_of(entry.body, version)}
+    return {name for name in names if "__" not in name and name not in VERSIONS}
 
 
 # Printed by the bindings themselves: those of the stub's names that they do not have.
@@ -152,14 +157,16 @@ MISSING = """
 import importlib, sys
 module = importlib.import_module(sys.argv[1])
 for name in sys.stdin.read().split():
-    owner, _, member = name.partition(".")
-    if not hasattr(module, owner) or (member and not hasattr(getattr(module, owner), member)):
+    value = module
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    if value is None:
         print(name)
 """
 
 
-def missing_names(module: str, stubs: str, environment: dict[str, str]) -> list[str]:
-    names = "\n".join(sorted(names_of((TYPINGS / stubs / "tensorrt" / "__init__.pyi").read_text())))
+def missing_names(module: str, version: str, environment: dict[str, str]) -> list[str]:
+    names = "\n".join(sorted(names_of(ast.parse(STUB.read_text()).body, version)))
     command = [sys.executable, "-c", MISSING, module]
     done = subprocess.run(command, input=names, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.split()
@@ -169,14 +176,14 @@ def test_the_rtx_stub_is_the_library() -> None:
     tensorrt_rtx = pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     if not tensorrt_rtx.__version__.startswith("1.7."):
         pytest.skip(f"the stub is of 1.7, installed is {tensorrt_rtx.__version__}")
-    assert missing_names("tensorrt_rtx", "tensorrt-rtx-1.7", dict(os.environ)) == []
+    assert missing_names("tensorrt_rtx", RTX, dict(os.environ)) == []
+    assert "KernelLaunchParams" in missing_names("tensorrt_rtx", "TENSORRT_11_4", dict(os.environ))
 
 
 def test_the_classic_stubs_are_the_bindings(bindings: tuple[str, dict[str, str]]) -> None:
-    stubs, environment = bindings
-    assert missing_names("tensorrt_bindings", stubs, environment) == []
-    other = next(name for name in STUBS if name != stubs)
-    assert missing_names("tensorrt_bindings", other, environment) != []  # the comparison can fail
+    version, environment = bindings
+    assert missing_names("tensorrt_bindings", version, environment) == []
+    assert "ComputeCapability" in missing_names("tensorrt_bindings", RTX, environment)  # the comparison can fail
 
 
 # What of our code runs without a builder: the subclasses, the flags, the refusal when the library gives no builder.
@@ -184,7 +191,7 @@ DRIVE = """
 import sys
 sys.path[:0] = sys.argv[1:2]
 import tensorrt_bindings as bindings
-from vitx.export.engines.build_log import BuildLog, BuildSteps
+from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.tensorrt_library import Library, check_version
 
 class Bar:
@@ -192,7 +199,7 @@ class Bar:
         print(done, note)
 
 check_version("tensorrt", bindings.__version__)
-library, log, steps = Library("tensorrt", bindings), BuildLog(), BuildSteps(Bar())
+library, log, steps = Library("tensorrt", bindings), BuildLog(), BuildProgress(Bar())
 logger, monitor = library._logger(log), library._monitor(steps)
 assert isinstance(logger, bindings.ILogger) and isinstance(monitor, bindings.IProgressMonitor)
 logger.log(bindings.ILogger.Severity.WARNING, "slow")

@@ -1,4 +1,4 @@
-"""The classic TensorRT's options, on a stand-in that records the calls: the library itself needs a GPU to build."""
+"""The classic TensorRT's options, on a fake that records the calls: the library itself needs a GPU to build."""
 
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.core.tensorrt_plan import check_plan
 from vitx.export.engines import tensorrt_library
-from vitx.export.engines.tensorrt import engine_from_onnx
+from vitx.export.engines.tensorrt_engine import engine_from_onnx
 
 
 class Names:
@@ -78,7 +78,7 @@ class Network:
 
 
 class ClassicTensorRT:
-    """The names of TensorRT 10.16 that a build uses."""
+    """A fake with the names of TensorRT 10.16 that a build uses."""
 
     __version__ = "10.16.1.11"
     Dims = list
@@ -163,7 +163,7 @@ def test_every_option_reaches_the_builder(library: ClassicTensorRT, graph: Path,
     assert check_plan(tmp_path / "a.plan", architecture="sm120", version="10.17.0.1") == info
 
 
-def test_nothing_is_set_that_was_not_asked(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
+def test_defaults_set_no_flag(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
     report = engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", architectures=("sm89",), quiet=True)
     assert library.config.flags == []
     assert library.config.cleared == ["TF32"]  # fp32 is fp32

@@ -1,4 +1,4 @@
-"""The ONNX graph: equal to the network at batches that were never traced, and what it must not contain."""
+"""The ONNX graph: equal to the network at batches that were never traced, and without what was to be folded."""
 
 import json
 import math
@@ -23,7 +23,8 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
 from vitx.export import ALL, ImageClassifier, onnx_from_model, rewrite_for_export
-from vitx.export.graph.from_model import graph_of, opset_of, require_equal
+from vitx.export.graph.dataflow import opset_of
+from vitx.export.graph.from_model import graph_of, require_equal
 from vitx.export.graph.operator_check import optimized_operators
 from vitx.export.rewrite.rewrites import rewrite_checked
 from vitx.models import image_tensor
@@ -31,8 +32,6 @@ from vitx.models.window_attention import MASKED
 
 PREPROCESSING = Preprocessing(image_size=32)
 LABELS = tuple(f"klasse {i} é" for i in range(10))
-
-
 TOKENS = 65
 
 
@@ -76,7 +75,7 @@ def test_graph_contents(exported: tuple[torch.nn.Module, Path]) -> None:
     assert len(contents) == len(set(contents)), "an equal constant is stored twice"
 
 
-def test_runtime_fuses_what_the_graph_offers(exported: tuple[torch.nn.Module, Path]) -> None:
+def test_onnxruntime_keeps_the_fused_operators(exported: tuple[torch.nn.Module, Path]) -> None:
     _, path = exported
     operators = optimized_operators(path)
     assert operators["LayerNormalization"] + operators["SkipLayerNormalization"] == 13
@@ -93,7 +92,7 @@ def shape_of(value: Any) -> tuple[Any, ...]:
 
 
 def maps_with_a_bias(graph: Any) -> list[str]:
-    """Additions that read or write a map of all tokens to all tokens."""
+    """Additions that read or write an attention map of all tokens to all tokens."""
     maps = {(TOKENS, TOKENS), (4, TOKENS**2)}
     return [
         node.name
@@ -116,7 +115,7 @@ def test_the_fold_is_visible(re_attention: torch.nn.Module) -> None:
     assert activations == [(f"{TOKENS}*N", 192), (f"{TOKENS}*N", 192), ("N", 192)]
 
 
-def test_the_assertions_see_a_bias_on_the_maps(re_attention: torch.nn.Module) -> None:
+def test_the_assertions_can_fail(re_attention: torch.nn.Module) -> None:
     left_out = ("split-rank-one-bias", "compute-class-token-only")
     graph = traced(re_attention, tuple(name for name in ALL if name not in left_out))
     assert len(maps_with_a_bias(graph)) == 3
@@ -137,7 +136,7 @@ def test_attention_form_follows_the_opset() -> None:
     ("name", "size"), [("resnet18", 32), ("convnext_atto", 32), ("swin_tiny_patch4_window7_224", 56)]
 )
 def test_any_classifier_of_timm(name: str, size: int, tmp_path: Path) -> None:
-    """Against the network itself at batches that were never traced: onnx_from_model compares them."""
+    """onnx_from_model compares the graph with the network at batches that were never traced."""
     options: dict[str, Any] = {"img_size": size, "depths": (1, 1, 1, 1)} if "swin" in name else {}
     model = timm.create_model(name, num_classes=5, **options).eval()
     preprocessing = Preprocessing(image_size=size)
@@ -146,7 +145,7 @@ def test_any_classifier_of_timm(name: str, size: int, tmp_path: Path) -> None:
 
 
 def test_pairs_of_convolution_and_batch_norm_are_folded() -> None:
-    """By the exporter; what AlterNet keeps are the norms before an activation, and the stem of DeepViT has none."""
+    """PyTorch's exporter folds them; AlterNet keeps the norms before an activation, DeepViT's stem none."""
     preprocessing = Preprocessing(image_size=32)
     alternet = timm.create_model("alternet_18_cifar", depths=(1, 2, 1, 1), attention_depths=(0, 1, 0, 0)).eval()
     norms = sum(isinstance(module, torch.nn.BatchNorm2d) for module in alternet.modules())
@@ -158,7 +157,7 @@ def test_pairs_of_convolution_and_batch_norm_are_folded() -> None:
 
 
 def test_windows_that_do_not_divide_the_map() -> None:
-    """Their mask is a finite constant, and it does not fix the batch: both kept AlterNet from being lowered."""
+    """Their mask must be a finite constant and must not fix the batch, or AlterNet could not be lowered."""
     preprocessing = Preprocessing(image_size=32)
     model = timm.create_model("alternet_18_cifar", depths=(1, 2, 1, 1), attention_depths=(0, 1, 0, 0), window_size=5)
     graph = graph_of(rewrite_for_export(model.eval(), preprocessing), preprocessing)
@@ -169,7 +168,7 @@ def test_windows_that_do_not_divide_the_map() -> None:
 
 
 def write_jpegs(root: Path) -> None:
-    """ROOT/train and ROOT/val, one class a photograph: squares of it in colour and grey, some lying on their side."""
+    """ROOT/train and ROOT/val, a class for each photograph: crops in colour and grey, some rotated by EXIF."""
     generator = np.random.default_rng(0)
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -190,7 +189,7 @@ def write_jpegs(root: Path) -> None:
     ids=["unpadded", "padded"],
 )
 def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Files decoded by the shared preprocessing; normalised outside for one graph, inside for the other."""
+    """Files decoded by the shared preprocessing; one graph normalises inside, the other gets normalised images."""
     write_jpegs(tmp_path)
     preprocessing = Preprocessing(
         image_size=32, crop_fraction=0.9, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
@@ -199,7 +198,7 @@ def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dic
     onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "uint8.onnx")
     normalised = torch.zeros(2, 3, 32, 32)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter's own internals
+        warnings.simplefilter("ignore")  # the exporter's, about its own internals
         torch.onnx.export(
             rewrite_for_export(model, images="float"),
             (normalised,),
@@ -225,14 +224,14 @@ def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dic
 
 
 class Frozen(ImageClassifier):
-    """Reads the batch as a number, as `len(x)` does."""
+    """Takes the batch as a Python number, by `len(x)`, which fixes it in the graph."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return super().forward(images).reshape(len(images), -1)
 
 
 class WithoutNorm(torch.nn.LayerNorm):
-    """A LayerNorm that computes something else."""
+    """A LayerNorm that does not normalise."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.weight
@@ -259,7 +258,7 @@ def test_weights_that_are_not_numbers_are_named(tmp_path: Path) -> None:
         onnx_from_model(ImageClassifier(model, PREPROCESSING).eval(), PREPROCESSING, (), tmp_path / "model.onnx")
 
 
-def test_another_network_is_not_equal(exported: tuple[torch.nn.Module, Path]) -> None:
+def test_a_graph_of_another_network_is_refused(exported: tuple[torch.nn.Module, Path]) -> None:
     model, path = exported
     other = Preprocessing(image_size=32, mean=(0.4, 0.5, 0.5))
     with pytest.raises(CheckFailed, match="differs from the network at a batch of 1"):

@@ -1,4 +1,4 @@
-"""A file written tensor by tensor holds what the library's own writer writes."""
+"""A file written tensor by tensor has the same contents as one from onnx_ir's own writer."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def scaled_images(rng: np.random.Generator) -> onnx_ir.Model:
     return onnx_ir.Model(graph, ir_version=10, metadata_props={"vitx.labels": '["é"]'})
 
 
-def test_the_file_is_the_librarys_own(tmp_path: Path) -> None:
+def test_equal_to_the_librarys_own_file(tmp_path: Path) -> None:
     model = scaled_images(np.random.default_rng(0))
     onnx_ir.save(model, tmp_path / "whole.onnx")
     write_onnx(model, tmp_path / "by_tensor.onnx")

@@ -1,4 +1,4 @@
-"""float16 and bfloat16 in the graph: what is rounded, what stays in float32, and nothing cast without need."""
+"""float16 and bfloat16 in the graph: what is rounded, what stays in float32, and no needless Cast."""
 
 from collections import Counter
 from pathlib import Path
@@ -18,8 +18,8 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.open import open_images
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds, SamplingPlan, agreement_of, expected_flip_rate
-from vitx.export.precision.calibration import logits_of
 from vitx.export.precision.half import HalfGraph, cpu_twin
 from vitx.export.precision.lower import lower_precision
 
@@ -41,7 +41,7 @@ def digits() -> UInt8Array:
 
 
 def scaled_graph(factor: float, opset: int = 20) -> onnx.ModelProto:
-    """uint8 (N, 4, 4, 3) → ·factor → +1 → ÷factor → logits (N, 48): in between, 255·factor."""
+    """uint8 (N, 4, 4, 3) → ·factor → Relu → ÷factor → logits (N, 48), with values up to 255·factor in between."""
     nodes = [
         helper.make_node("Cast", ["images"], ["pixels"], to=TensorProto.FLOAT),
         helper.make_node("Reshape", ["pixels", "rows"], ["x"]),
@@ -99,7 +99,7 @@ def test_half_agrees_and_is_small(exported: onnx.ModelProto, digits: UInt8Array,
 
 
 def test_no_stray_cast(exported: onnx.ModelProto, digits: UInt8Array) -> None:
-    """Pixels in, logits out, and not one more; nothing is cast there and back."""
+    """One Cast of the pixels and one of the logits, no other."""
     lowered = lower_precision(exported, "fp16", digits, bounds=Bounds(0.05, 0.9), quiet=True)
     assert [node.output[0] for node in lowered.graph.graph.node if node.op_type == "Cast"][1:] == ["logits"]
     kinds = types_of(lowered.graph)
@@ -119,7 +119,7 @@ def test_an_island_is_cast_once_on_each_side(exported: onnx.ModelProto) -> None:
     assert all(count == 1 for count in Counter((node.input[0], node.attribute[0].i) for node in casts).values())
 
 
-def test_what_overflows_becomes_an_island_and_nothing_else(digits: UInt8Array) -> None:
+def test_only_nodes_that_overflow_become_islands() -> None:
     lowered = lower_precision(scaled_graph(1000.0), "fp16", small_images(), quiet=True)
     assert lowered.islands == ("grow", "pass", "shrink")
     assert set(lowered.details["overflow"]) == {"large", "still_large"}
@@ -154,7 +154,7 @@ def test_a_constant_that_overflows_is_named() -> None:
         lower_precision(scaled_graph(1e5), "fp16", small_images(), allow_islands=False, quiet=True)
 
 
-def test_a_bound_too_tight_for_the_type_says_its_numbers() -> None:
+def test_a_bound_too_tight_for_the_type_is_reported_with_numbers() -> None:
     with pytest.raises(
         CheckFailed, match=r"without islands: .* standard deviations where 1e-09 is allowed; '.*' adds most"
     ):
@@ -171,13 +171,13 @@ def test_rounding_that_dominates_becomes_an_island(exported: onnx.ModelProto, di
     assert agreement_of(expected, logits_of(cpu_twin(lowered.graph), digits)).within(bounds)
 
 
-def test_the_caller_has_the_last_word(exported: onnx.ModelProto, digits: UInt8Array) -> None:
+def test_accept_may_refuse_every_graph(exported: onnx.ModelProto, digits: UInt8Array) -> None:
     with pytest.raises(CheckFailed, match="is it the caller's check that fails"):
         lower_precision(exported, "fp16", digits, bounds=Bounds(0.05, 0.9), accept=lambda graph: False, quiet=True)
 
 
 def test_the_twin_rounds_and_overflows_as_the_type_does() -> None:
-    """ONNX Runtime's own CPU path does not: it keeps the product between two float16 nodes in float32."""
+    """ONNX Runtime on a CPU does not round: it keeps the tensor between two float16 nodes in float32."""
     half = HalfGraph(Dataflow(scaled_graph(1000.0)), TensorProto.FLOAT16).build(())
     images = small_images()
     assert not np.isfinite(logits_of(cpu_twin(half), images)).all()
@@ -229,14 +229,14 @@ def test_the_given_graph_is_not_changed(tmp_path: Path) -> None:
 
 
 def test_a_sampling_plan_is_binomial_where_flips_are_rare() -> None:
-    assert SamplingPlan(360, 0).chance(0.0) == 1.0
+    assert SamplingPlan(360, 0).acceptance_probability(0.0) == 1.0
     for images, flips, rate in ((360, 0, 1 / 720), (360, 2, 0.005), (50_000, 459, 0.0085)):
         expected = stats.binom.cdf(flips, images, rate)
-        assert SamplingPlan(images, flips).chance(rate) == pytest.approx(expected, abs=5e-3)
+        assert SamplingPlan(images, flips).acceptance_probability(rate) == pytest.approx(expected, abs=5e-3)
 
 
 def test_the_expected_flip_rate_is_that_of_other_images() -> None:
-    """Noise of a known size on margins of a known density: half the mean of |loss|, times the density."""
+    """Noise of known size on margins of known density: the rate is half the mean of |loss| times the density."""
     rng = np.random.default_rng(0)
     margins = rng.uniform(0, 1, 20_000)
     logits = np.stack([margins, np.zeros_like(margins)], axis=1).astype(np.float32)
@@ -250,10 +250,10 @@ def test_the_expected_flip_rate_is_that_of_other_images() -> None:
     assert expected_flip_rate(logits, logits) == 0.0
 
 
-def test_a_certificate_to_come_asks_for_more(trained_margins: tuple[npt.NDArray[Any], npt.NDArray[Any]]) -> None:
-    """No flip among these, yet one of 360 others is expected: the plan without a flip is not met, one of two is."""
+def test_a_sampling_plan_asks_for_more_than_no_flip(trained_margins: tuple[npt.NDArray[Any], npt.NDArray[Any]]) -> None:
+    """No flip here, but about one is expected among 360 others: a plan of 2 flips is likely met, one of 0 is not."""
     agreement = agreement_of(*trained_margins)
     assert agreement.flips == 0
     assert agreement.within(Bounds(0.5))
-    assert not agreement.within(Bounds(0.5, plan=SamplingPlan(360, 0)))
-    assert agreement.within(Bounds(0.5, plan=SamplingPlan(360, 2)))
+    assert not agreement.within(Bounds(0.5, sampling_plan=SamplingPlan(360, 0)))
+    assert agreement.within(Bounds(0.5, sampling_plan=SamplingPlan(360, 2)))

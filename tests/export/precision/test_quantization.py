@@ -1,4 +1,4 @@
-"""int8 and fp8: the Q/DQ that is written, the ranges it comes from, and which layers stay in float32."""
+"""int8 and fp8: the Q/DQ nodes, the ranges behind their scales, and which layers stay in float32."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,9 @@ from vitx.core.run import ModelSpec
 from vitx.data.open import open_images
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.precision.acceptance import Bounds, agreement_of, fewest_exceptions
-from vitx.export.precision.calibration import MIN_IMAGES, Activations, calibration_images, logits_of, split_images
+from vitx.export.graph.execution import logits_of
+from vitx.export.precision.acceptance import Bounds, agreement_of, minimal_subset
+from vitx.export.precision.calibration import MIN_IMAGES, Activations, sample_images, split_images
 from vitx.export.precision.lower import lower_precision
 from vitx.export.precision.qdq import QuantizedGraph, find_layers
 from vitx.models import build_model, image_tensor
@@ -66,7 +67,7 @@ def int8(trained: tuple[onnx.ModelProto, UInt8Array, UInt8Array]) -> Any:
 
 
 def linear_graph(*, weight: Sequence[Any] | None = None, batch: str | int = "N") -> onnx.ModelProto:
-    """uint8 (N, 4, 4, 3) → one product or two with the same weight → logits (N, 48 or 4)."""
+    """uint8 (N, 4, 4, 3) → two products with the same weight → logits (N, 48)."""
     generator = np.random.default_rng(0)
     square = generator.normal(size=(48, 48)).astype(np.float32) / 7 if weight is None else np.array(weight, np.float32)
     nodes = [
@@ -156,7 +157,7 @@ def test_scales_are_symmetric_and_per_channel(trained: Any, target: Any) -> None
         assert "DequantizeLinear" not in kinds
 
 
-def test_the_batch_stays_dynamic_and_the_types_of_the_ends(int8: Any) -> None:
+def test_the_batch_stays_dynamic_and_inputs_and_outputs_keep_their_types(int8: Any) -> None:
     (source,), (result,) = int8.graph.graph.input, int8.graph.graph.output
     assert source.type.tensor_type.elem_type == TensorProto.UINT8
     assert result.type.tensor_type.elem_type == TensorProto.FLOAT
@@ -178,7 +179,7 @@ def test_a_quarter_of_the_bytes(int8: Any, trained: Any) -> None:
 
 
 def test_layers_are_left_in_float_until_the_bound_holds(trained: Any) -> None:
-    """A bound no full quantisation meets: some layers stay, none of them without need."""
+    """A bound that the fully quantised graph fails: some layers stay in float32, as few as possible."""
     graph, images, _ = trained
     full = lower_precision(graph, "int8", images, quiet=True).details["trials"][0]["max_error"]
     bounds = Bounds(0.6 * full)
@@ -194,7 +195,7 @@ def test_layers_are_left_in_float_until_the_bound_holds(trained: Any) -> None:
         lower_precision(graph, "int8", images, bounds=bounds, allow_islands=False, quiet=True)
 
 
-def test_the_caller_has_the_last_word(trained: Any) -> None:
+def test_accept_has_the_last_word(trained: Any) -> None:
     graph, images, _ = trained
     answers: Iterator[bool] = itertools.chain([False, False], itertools.repeat(True))
     lowered = lower_precision(graph, "int8", images, accept=lambda _: next(answers), quiet=True)
@@ -202,7 +203,7 @@ def test_the_caller_has_the_last_word(trained: Any) -> None:
     assert [trial["accepted"] for trial in lowered.details["trials"]][:2] == [False, False]
 
 
-def test_what_nothing_passes_says_its_numbers(trained: Any) -> None:
+def test_failure_of_every_choice_is_reported_with_numbers(trained: Any) -> None:
     with pytest.raises(CheckFailed, match=r"no choice of layers passes: the best, .* standard deviations; allowed are"):
         lower_precision(trained[0], "int8", trained[1], bounds=Bounds(1e-9), quiet=True)
 
@@ -218,7 +219,7 @@ def test_fp8_is_valid_and_close(trained: Any) -> None:
     logits = logits_of(graph, held_out)
     agreement = agreement_of(logits, logits_of(lowered.graph, held_out, fused=False))
     assert agreement.agreement >= 0.95
-    # Of their standard deviation: the network is trained here, and its last bits are the processor's.
+    # The network is trained in this test, so its last bits depend on the processor.
     assert agreement.max_error < 0.3 * logits.std()
 
 
@@ -242,7 +243,7 @@ def test_too_few_images() -> None:
         lower_precision(graph, "int8", np.zeros((400, 4, 4, 3)), quiet=True)  # type: ignore[arg-type]
     few = open_images("digits", "train").first(200)
     with pytest.raises(InputError, match="200 images to calibrate on"):
-        calibration_images(few, PREPROCESSING)
+        sample_images(few, PREPROCESSING)
 
 
 def test_weights_that_are_not_finite_are_named() -> None:
@@ -264,7 +265,7 @@ def test_activations_that_are_not_finite_are_named() -> None:
 
 
 def test_narrow_heads_stay_float_on_a_cpu(trained: Any) -> None:
-    """Sixteen wide, its products of attention gain nothing there; TensorRT fuses them only if they are quantised."""
+    """Products of attention with heads of 16 gain nothing on a CPU; TensorRT fuses them only if they are quantised."""
     flow = Dataflow(trained[0])
     on_cpu, on_gpu = (find_layers(flow, "int8", target) for target in ("cpu", "tensorrt"))
     assert all(layer.weight for layer in on_cpu)
@@ -280,7 +281,7 @@ def test_building_twice_gives_the_same_graph(trained: Any) -> None:
 
 def test_calibration_images_are_spread_over_the_set() -> None:
     images = open_images("digits", "train")
-    chosen = calibration_images(images, PREPROCESSING, limit=320)
+    chosen = sample_images(images, PREPROCESSING, limit=320)
     last = PREPROCESSING.from_bytes(images.read(len(images) - 1))
     assert chosen.shape == (320, 32, 32, 3)
     assert np.array_equal(chosen[-1], last)
@@ -316,13 +317,13 @@ def test_not_finite_values_are_counted_not_ranged() -> None:
 
 
 @pytest.mark.parametrize("needed", [set(), {"b"}, {"a", "d"}, {"e"}, set("abcde")])
-def test_fewest_exceptions_are_minimal(needed: set[str]) -> None:
-    assert set(fewest_exceptions("abcde", lambda names: needed <= set(names))) == needed
+def test_the_subset_is_minimal(needed: set[str]) -> None:
+    assert set(minimal_subset("abcde", lambda names: needed <= set(names))) == needed
 
 
 def test_no_exceptions_help() -> None:
     with pytest.raises(CheckFailed, match="even with every node left in float32"):
-        fewest_exceptions("abc", lambda names: False)
+        minimal_subset("abc", lambda names: False)
 
 
 def test_unknown_precision() -> None:
@@ -334,3 +335,4 @@ def test_files_written_load_from_disk(int8: Any, tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(int8.graph, str(path))
     onnx.checker.check_model(str(path), full_check=True)
+    assert onnx.load(str(path)) == int8.graph

@@ -1,4 +1,4 @@
-"""Each rewrite is an identity: proved in float64 on random weights and random normalisation statistics."""
+"""Each rewrite is an identity: checked in float64 on random weights and random normalisation statistics."""
 
 import copy
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ NETWORKS = [*MODELS, *TIMM, "alternet"]
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Networks this small are slower on two threads."""
+    """Networks this small run slower on two threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -125,7 +125,7 @@ def test_each_rewrite_is_an_identity(name: str, rewrites: tuple[str, ...]) -> No
 
 
 def test_the_reference_depends_on_what_is_folded() -> None:
-    """The proof can fail: without its statistics a Re-Attention computes something else."""
+    """The comparison can fail: with other BatchNorm statistics the logits differ."""
     model = network("deepvit-16b")
     expected = reference_logits(model)
     for module in model.modules():
@@ -134,7 +134,7 @@ def test_the_reference_depends_on_what_is_folded() -> None:
     assert (reference_logits(model) - expected).abs().max() > 1e-3
 
 
-# What each rewrite must find, so that a proof never passes because nothing happened.
+# In how many places each rewrite must apply, so that no identity holds because nothing was changed.
 PLACES = {
     "fold-normalization": {**dict.fromkeys(NETWORKS, 1)},
     "fold-head-norm": {"deepvit-16b": 3, "deepvit-s": 2, "deepvit-l": 2, "gap": 3, "no-norm": 3},
@@ -165,7 +165,7 @@ def test_each_rewrite_finds_its_places(rewrite: str) -> None:
 
 
 def test_layer_norm_affine_reaches_the_head() -> None:
-    """Two a block, and the last norm before the classifier."""
+    """Two norms a block, and the last one before the classifier."""
     for name in ("deit", "gap", "gap-fc-norm"):
         classifier = ImageClassifier(network(name), IMAGENET)
         assert applied_rewrites(classifier, ["fold-layer-norm-affine"]) == {"fold-layer-norm-affine": 7}

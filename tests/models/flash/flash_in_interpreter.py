@@ -6,17 +6,15 @@ test_reattention.py runs this in a process of its own: Triton chooses its interp
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import interpreter
 
 from reference import randomize, randomize_like_trained
+from support.triton_interpreter import patch_interpreter
 from vitx.core.errors import InputError
 from vitx.export.engines.flash_kernel import KERNELS, TILES, FlashKernel, Operator
 from vitx.models.attention import ReAttention, TalkingHeadsAttention
@@ -29,31 +27,19 @@ from vitx.models.flash.reattention import (
     Mixes,
     Tiles,
     choose_impl,
-    group_of,
+    heads_per_program,
+    kernel_constants,
     plain_reattention,
     reattention,
-    sizes,
 )
 
 assert INTERPRETED, "set TRITON_INTERPRET=1"
-_multiply = interpreter.InterpreterBuilder.create_dot
-
-
-def _in_float32(operand: Any) -> Any:
-    if operand.dtype.scalar is not tl.bfloat16:
-        return operand
-    return interpreter.TensorHandle((operand.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-
-def _dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-    """The interpreter keeps bfloat16 as bits, and multiplies those."""
-    return _multiply(self, _in_float32(a), _in_float32(b), *rest)
+patch_interpreter()
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory() -> Iterator[None]:
     """What nobody has written is NaN."""
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -127,9 +113,9 @@ def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens:
     inputs = [part.transpose(1, 2).contiguous() for part in ((qkv[0].float() * scale).half(), qkv[1], qkv[2])]
     order = [mixes.before_weight, mixes.before_bias, mixes.weight, mixes.bias] if talking else list(mixes[:2])
     out = torch.empty_like(inputs[0])
-    launch = FlashKernel("", "", tiles, 0, 0, heads // group_of(heads, tiles))
+    launch = FlashKernel("", "", tiles, 0, 0, heads // heads_per_program(heads, tiles))
     kernel = getattr(kernels, KERNELS[operator])
-    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **sizes(heads, width, tiles))
+    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **kernel_constants(heads, width, tiles))
     q, k, v = (part.transpose(1, 2).double() for part in inputs)
     expected = plain_reattention(q, k, v, mixes, 1.0).transpose(1, 2)
     assert relative_error(out, expected) < 2e-3

@@ -1,4 +1,4 @@
-"""Re-Attention without maps: its kernels interpreted, compiled for GPUs that are not here, and the plain path."""
+"""Re-Attention without maps: the kernels in the interpreter, and compiled for GPUs; and the plain path."""
 
 import os
 import re
@@ -92,7 +92,7 @@ for node in graph.graph.nodes:
 
 
 def test_torch_compile_sees_the_kernels_and_what_they_write() -> None:
-    """Two forward and four backward; each writes its outputs alone, so nothing is copied around it."""
+    """Two forward and four backward; torch sees that each writes its outputs only, so it copies no tensor."""
     env = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_INTERPRET": "0"}
     ran = subprocess.run([sys.executable, "-c", TRACED], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

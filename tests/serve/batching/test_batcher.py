@@ -1,4 +1,4 @@
-"""The collector alone: when batches leave, what they hold, and what a failure or a cancellation touches."""
+"""The batcher alone: when batches are sent, what is in them, and what a failure or a cancellation affects."""
 
 import asyncio
 import gc
@@ -14,10 +14,10 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import PATIENCE, RequestQueue, Ticket
+from vitx.serve.batching.request_queue import PATIENCE, RequestPart, RequestQueue
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError
-from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes
+from vitx.serve.options import ServeOptions
 
 
 class Model:
@@ -79,10 +79,11 @@ async def answer(task: Awaitable[Float32Array]) -> list[float]:
     return [float(value) for value in (await task)[:, 0]]
 
 
-def test_a_lone_request_does_not_wait_for_company() -> None:
+def test_a_single_request_does_not_wait_for_others() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_delay=15))  # waiting for it would exceed the test's limit
+        # Waiting for the delay would exceed the test's limit.
+        batcher = Batcher(model, ServeOptions(max_delay_ms=15000).batching)
         assert await answer(batcher.submit(images(3))) == [3]
         assert await answer(batcher.submit(images(4, 5))) == [4, 5]
         await batcher.close()
@@ -94,7 +95,7 @@ def test_a_lone_request_does_not_wait_for_company() -> None:
 def test_what_arrives_while_the_model_runs_becomes_one_batch() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8))
+        batcher = Batcher(model, ServeOptions(max_batch=8).batching)
         first = await busy(model, batcher)
         others = await submitted(batcher, images(1), images(2, 3), images(4))
         assert (batcher.queued, batcher.running) == (4, 1)
@@ -107,10 +108,10 @@ def test_what_arrives_while_the_model_runs_becomes_one_batch() -> None:
     run(test)
 
 
-def test_the_deadline_is_kept_when_the_expected_company_stays_away() -> None:
+def test_max_delay_is_kept_when_the_expected_requests_do_not_come() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8, max_delay=0.03))
+        batcher = Batcher(model, ServeOptions(max_batch=8, max_delay_ms=30).batching)
         first = await busy(model, batcher)
         rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
         model.gate.set()
@@ -127,7 +128,7 @@ def test_the_deadline_is_kept_when_the_expected_company_stays_away() -> None:
 def test_rows_of_a_request_stay_together_and_a_large_request_is_split_and_joined() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=4))
+        batcher = Batcher(model, ServeOptions(max_batch=4).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, images(1, 2, 3), images(4, 5), images(*range(20, 30)))
         model.gate.set()
@@ -142,7 +143,7 @@ def test_rows_of_a_request_stay_together_and_a_large_request_is_split_and_joined
 def test_a_full_batch_stands_by_while_the_model_runs() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=2))
+        batcher = Batcher(model, ServeOptions(max_batch=2).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, *(images(number) for number in range(5)))
         assert (batcher.queued, batcher.running) == (3, 3)  # one runs, two stand by, three wait
@@ -156,7 +157,7 @@ def test_a_full_batch_stands_by_while_the_model_runs() -> None:
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=4, queue=3))
+        batcher = Batcher(model, ServeOptions(max_batch=4, queue=3).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, images(1), images(2, 3))
         with pytest.raises(QueueFull) as refusal:
@@ -174,7 +175,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 def test_a_cancelled_request_leaves_the_queue_and_never_runs() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=2))
+        batcher = Batcher(model, ServeOptions(max_batch=2).batching)
         first = await busy(model, batcher)
         standing_by, waiting, kept = await submitted(batcher, images(1, 1), images(2), images(3))
         for task in (standing_by, waiting):
@@ -191,10 +192,10 @@ def test_a_cancelled_request_leaves_the_queue_and_never_runs() -> None:
     run(test)
 
 
-def test_a_failure_is_of_its_batch_alone() -> None:
+def test_a_failure_affects_only_its_batch() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=2))
+        batcher = Batcher(model, ServeOptions(max_batch=2).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, images(1, 2), images(13), images(3), images(4, 5), images(6, 7, 13))
         model.gate.set()
@@ -224,7 +225,7 @@ def test_a_model_that_returns_too_few_rows_fails_clearly() -> None:
 def test_closing_finishes_what_was_accepted_and_refuses_the_rest() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=2, max_delay=15))
+        batcher = Batcher(model, ServeOptions(max_batch=2, max_delay_ms=15000).batching)
         first = await busy(model, batcher)
         tasks = await submitted(batcher, *(images(number) for number in range(1, 6)))
         closing = asyncio.create_task(batcher.close())
@@ -243,7 +244,7 @@ def test_every_instance_works_at_once_and_every_reply_is_its_own() -> None:
     async def test() -> None:
         model, times = Model(), list[BatchTimes]()
         model.gate.clear()
-        batcher = Batcher(model, Batching(max_batch=4, instances=2), on_batch=times.append)
+        batcher = Batcher(model, ServeOptions(max_batch=4, instances=2).batching, on_batch=times.append)
         tasks = await submitted(batcher, *(images(number) for number in range(20, 120)))
         for _ in range(2):
             await asyncio.to_thread(model.started.acquire)
@@ -263,7 +264,7 @@ def curve(seconds: float, full: int) -> LatencyCurve:
 def test_a_higher_priority_leaves_first_and_the_default_is_the_middle() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=1))
+        batcher = Batcher(model, ServeOptions(max_batch=1).batching)
         first, standing_by = await busy(model, batcher), asyncio.create_task(batcher.submit(images(0)))
         await asyncio.sleep(0)
         order: list[int] = []
@@ -285,14 +286,14 @@ def test_a_higher_priority_leaves_first_and_the_default_is_the_middle() -> None:
 
 
 def test_a_low_priority_is_not_starved() -> None:
-    def ticket(number: int, level: int, arrived: float) -> Ticket:
-        return Ticket(images(number), lambda ticket: None, level, None, arrived)
+    def part(number: int, level: int, arrived: float) -> RequestPart:
+        return RequestPart(images(number), lambda part: None, level, None, arrived)
 
     queue = RequestQueue()
-    queue.push(ticket(9, 3, arrived=0))
-    queue.push(ticket(8, 3, arrived=0))
+    queue.push(part(9, 3, arrived=0))
+    queue.push(part(8, 3, arrived=0))
     for number in range(4):
-        queue.push(ticket(number, 1, arrived=PATIENCE))
+        queue.push(part(number, 1, arrived=PATIENCE))
     taken = [queue.take(1, now=PATIENCE + 0.5)[0].images[0, 0, 0, 0] for _ in range(5)]
     assert taken == [9, 0, 8, 1, 2]  # every second batch begins with what waited too long
     assert queue.rows == 1
@@ -301,7 +302,7 @@ def test_a_low_priority_is_not_starved() -> None:
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=4), curve=curve(0.5, 4))
+        batcher = Batcher(model, ServeOptions(max_batch=4).batching, curve=curve(0.5, 4))
         first = await busy(model, batcher)
         others = await submitted(batcher, images(1, 2, 3, 4), images(5, 6, 7, 8))
         now = time.monotonic()
@@ -322,7 +323,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
 def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=1, timeout=0.05))
+        batcher = Batcher(model, ServeOptions(max_batch=1, timeout_ms=50).batching)
         first = await busy(model, batcher)
         started = time.monotonic()
         standing_by, queued = await submitted(batcher, images(1), images(2))
@@ -344,7 +345,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
 def test_a_batch_leaves_early_enough_for_its_deadline() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8, max_delay=15), curve=curve(0.001, 8))
+        batcher = Batcher(model, ServeOptions(max_batch=8, max_delay_ms=15000).batching, curve=curve(0.001, 8))
         first = await busy(model, batcher)
         rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
         model.gate.set()
@@ -360,7 +361,7 @@ def test_a_batch_leaves_early_enough_for_its_deadline() -> None:
 def test_a_batch_is_cut_to_the_size_that_is_fastest_an_image() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=16), curve=LatencyCurve({1: 2.0, 4: 4.0, 16: 32.0}))
+        batcher = Batcher(model, ServeOptions(max_batch=16).batching, curve=LatencyCurve({1: 2.0, 4: 4.0, 16: 32.0}))
         first = await busy(model, batcher)
         tasks = await submitted(batcher, *(images(number) for number in range(1, 13)))
         model.gate.set()
@@ -374,7 +375,7 @@ def test_a_batch_is_cut_to_the_size_that_is_fastest_an_image() -> None:
 def test_a_batch_is_cut_where_a_larger_one_would_miss_a_deadline() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8), curve=curve(0.2, 8))
+        batcher = Batcher(model, ServeOptions(max_batch=8).batching, curve=curve(0.2, 8))
         first = await busy(model, batcher)
         standing_by = await submitted(batcher, images(*range(8)))
         tasks = await submitted(batcher, *(images(number) for number in range(1, 8)))
@@ -399,7 +400,7 @@ def test_an_instance_that_dies_is_replaced_and_its_requests_run_once_more() -> N
                 raise SystemExit("killed")
             return model(rows)
 
-        batcher = Batcher(mortal, Batching(max_batch=2))
+        batcher = Batcher(mortal, ServeOptions(max_batch=2).batching)
         with pytest.raises(InferenceFailed, match=r"^inference failed: the instance ended: SystemExit\('killed'\)$"):
             await batcher.submit(images(7))  # twice
         deaths[0] = 1
@@ -415,7 +416,7 @@ def test_idle_instances_share_what_is_queued() -> None:
     async def test() -> None:
         model = Model()
         model.gate.clear()
-        batcher = Batcher(model, Batching(max_batch=8, instances=2))
+        batcher = Batcher(model, ServeOptions(max_batch=8, instances=2).batching)
         whole = asyncio.create_task(batcher.submit(images(*range(1, 7))))
         for _ in range(2):
             await asyncio.to_thread(model.started.acquire)
@@ -427,11 +428,11 @@ def test_idle_instances_share_what_is_queued() -> None:
     run(test)
 
 
-def test_a_request_that_cannot_be_computed_in_time_any_more_is_told_so_before_its_deadline() -> None:
+def test_a_queued_request_is_refused_as_soon_as_it_cannot_meet_its_deadline() -> None:
     async def test() -> None:
         model = Model()
         known = LatencyCurve({1: 0.1})
-        batcher = Batcher(model, Batching(max_batch=1), curve=known)
+        batcher = Batcher(model, ServeOptions(max_batch=1).batching, curve=known)
         first = await busy(model, batcher)  # it was to take .1 s, and takes longer
         started = time.monotonic()
         with pytest.raises(DeadlineMissed, match=r"^the deadline is in \d+ ms, and the answer is expected in \d+ ms"):
@@ -445,10 +446,10 @@ def test_a_request_that_cannot_be_computed_in_time_any_more_is_told_so_before_it
     run(test)
 
 
-def test_a_delay_below_the_grain_of_the_loop_is_waited_for_too() -> None:
+def test_a_delay_shorter_than_the_timer_resolution_is_kept_too() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=8, max_delay=0.0003))
+        batcher = Batcher(model, ServeOptions(max_batch=8, max_delay_ms=0.3).batching)
         for _ in range(20):  # seven together, and then fewer: those wait, for less than a millisecond
             await asyncio.gather(*await submitted(batcher, *(images(number) for number in range(7))))
             await asyncio.gather(*await submitted(batcher, images(1), images(2), images(3)))
@@ -460,18 +461,20 @@ def test_a_delay_below_the_grain_of_the_loop_is_waited_for_too() -> None:
 def test_finished_requests_leave_nothing_to_the_garbage_collector() -> None:
     async def test() -> None:
         model = Model()
-        batcher = Batcher(model, Batching(max_batch=4))
+        batcher = Batcher(model, ServeOptions(max_batch=4).batching)
         gc.collect()
         gc.disable()
         try:
             for _ in range(20):
                 await asyncio.gather(*await submitted(batcher, images(1), images(2, 3), images(*range(10))))
-                (given_up,) = await submitted(batcher, images(4))
-                given_up.cancel()
-                await asyncio.wait([given_up])
-            del given_up
-            left = [thing for thing in gc.get_objects() if type(thing) is Ticket]  # to ask others for more has effects
-            assert len(left) <= 8  # what the thread has run last
+                (cancelled,) = await submitted(batcher, images(4))
+                cancelled.cancel()
+                await asyncio.wait([cancelled])
+            del cancelled
+            left = [
+                thing for thing in gc.get_objects() if type(thing) is RequestPart
+            ]  # isinstance would run code of other objects
+            assert len(left) <= 8  # those of the last batch are still referenced by the thread
         finally:
             gc.enable()
         await batcher.close()

@@ -35,3 +35,40 @@ def test_the_best_size_is_the_smallest_measured_one_that_is_nearly_the_fastest()
         noisy.observe(8, 30.0)
     assert (noisy.best_size(32), round(noisy.seconds(8))) == (8, 30)
     assert LatencyCurve().best_size(32, preferred=(8, 16, 64)) == 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds", "two", "eight"),
+    [
+        (8, 1.0, 0.205, 0.525),  # twice the expected: a twentieth up, and half as far at the other size
+        (8, 50.0, 0.205, 0.525),  # counts as twice the expected
+        (8, 0.25, 0.1975, 0.4875),
+        (2, 0.4, 0.21, 0.5125),
+        (1, 0.4, 0.21, 0.5125),  # below the smallest size it is the smallest that moves
+        (16, 2.0, 0.205, 0.525),  # beyond the last: 1 s was expected, and the last moves
+        (6, 0.8, 0.205, 0.5 * (1 + 0.05 * 2 / 3)),  # two thirds of the way to 8; 0.4 s was expected
+        (3, 0.5, 0.2 * (1 + 0.05 * 5 / 6), 0.5125),
+    ],
+)
+def test_a_batch_moves_the_curve_by_a_twentieth(rows: int, seconds: float, two: float, eight: float) -> None:
+    known = LatencyCurve({2: 0.2, 8: 0.5})
+    known.observe(rows, seconds)
+    assert (known.seconds(2), known.seconds(8)) == pytest.approx((two, eight))
+
+
+def test_what_a_batch_rarely_exceeds_is_the_mean_and_twice_its_deviation() -> None:
+    known = LatencyCurve({2: 0.2, 8: 0.5})
+    assert known.at_most(8) == 0.5
+    known.observe(8, 0.75)  # half above: the deviation is .05 of that
+    assert known.at_most(8) == pytest.approx(0.5 * 1.025 * (1 + 2 * 0.025))
+    known.observe(8, 0.5125 * 0.5)  # half below counts alike
+    assert known.at_most(8) == pytest.approx(0.5125 * 0.975 * (1 + 2 * (0.025 + 0.05 * (0.5 - 0.025))))
+    assert LatencyCurve().at_most(8) == 0
+
+
+def test_a_size_is_worth_it_from_three_percent_on() -> None:
+    def best(gain: float) -> int:
+        alone = 1.0
+        return LatencyCurve({1: alone - 0.0002, 2: 2 * alone / gain - 0.0002}).best_size(8)
+
+    assert (best(1.0299), best(1.0301)) == (1, 2)

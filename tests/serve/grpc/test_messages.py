@@ -1,22 +1,48 @@
-"""The messages of the gRPC service against those that NVIDIA's client was generated with."""
+"""The messages of the gRPC service against those of NVIDIA's client, which is in the same process."""
 
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from tritonclient.grpc import model_config_pb2, service_pb2
 
-from vitx.serve.grpc.messages import message_class, names
+from vitx.serve.grpc import messages
+from vitx.serve.grpc.messages import message_class
 
-OURS_ALONE = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
+FOLDER = Path(messages.__file__).parent
+NOT_TRITONS = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
 
 
-def theirs(name: str) -> Any:
+def message_names(among: Iterable[Descriptor], outer: str = "") -> Iterator[str]:
+    for message in among:
+        if not message.GetOptions().map_entry:
+            yield outer + message.name
+            yield from message_names(message.nested_types, f"{outer}{message.name}.")
+
+
+NAMES = [*message_names(message_class("Empty").DESCRIPTOR.file.message_types_by_name.values())]
+
+
+def tritons(name: str) -> Any:
     first, *inner = name.split(".")
     found: Any = getattr(service_pb2, first, None) or getattr(model_config_pb2, first)
     for part in inner:
         found = getattr(found, part)
     return found
+
+
+def test_the_descriptor_is_what_the_proto_file_compiles_to(tmp_path: Path) -> None:
+    pytest.importorskip("grpc_tools")
+    compiled = tmp_path / "inference.desc"
+    command = ["-m", "grpc_tools.protoc", f"-I{FOLDER}", f"--descriptor_set_out={compiled}", "inference.proto"]
+    subprocess.run([sys.executable, *command], check=True)
+    kept = FileDescriptorSet.FromString((FOLDER / compiled.name).read_bytes())
+    assert kept == FileDescriptorSet.FromString(compiled.read_bytes())
 
 
 def signature(field: FieldDescriptor) -> tuple[object, ...]:
@@ -26,9 +52,9 @@ def signature(field: FieldDescriptor) -> tuple[object, ...]:
     return field.name, field.type, field.is_repeated, of and of.name, is_map, choice
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name not in OURS_ALONE])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NOT_TRITONS])
 def test_every_field_is_tritons(name: str) -> None:
-    fields = {field.number: signature(field) for field in theirs(name).DESCRIPTOR.fields}
+    fields = {field.number: signature(field) for field in tritons(name).DESCRIPTOR.fields}
     for field in message_class(name).DESCRIPTOR.fields:
         assert signature(field) == fields[field.number]
 

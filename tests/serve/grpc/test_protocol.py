@@ -12,7 +12,7 @@ import pytest
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
-from vitx.serve.limits import Limits
+from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest
 from vitx.serve.protocol.parameters import Region
 from vitx.serve.protocol.shared_memory import SharedMemory
@@ -32,7 +32,7 @@ def request(**changes: Any) -> Any:
 
 
 def decode(request: Any, memory: SharedMemory = NO_MEMORY) -> InferRequest:
-    return decode_infer_request(request, CONTRACT, Limits(images=8), memory)
+    return decode_infer_request(request, CONTRACT, ServeOptions(max_images=8).limits, memory)
 
 
 def test_raw_and_typed_contents_are_the_same_images() -> None:

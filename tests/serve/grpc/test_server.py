@@ -1,4 +1,4 @@
-"""The gRPC side of a server's life: its port, overload, deadlines, callers that give up, and signals."""
+"""The gRPC server: its port, overload, deadlines, cancelled calls, and signals."""
 
 import queue
 import signal
@@ -33,12 +33,16 @@ NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; ma
 # The model waits while the gate is there, but for the zeros of the warm-up.
 HELD_MODEL = """
 import os, time
+from vitx.runtimes import Session
 from vitx.serve.models import served_model
 load = served_model.load_session
-class Held:
+class Held(Session):
     def __init__(self, session):
-        self.session, self.describe = session, session.describe
-    def infer(self, images):
+        super().__init__()
+        self.session = session
+    def describe(self):
+        return self.session.describe()
+    def _infer(self, images):
         while images.any() and os.path.exists(gate):
             time.sleep(0.005)
         return self.session.infer(images)
@@ -139,7 +143,7 @@ def test_a_deadline_is_kept_and_costs_nothing_after_it(tiny_bundle: Bundle) -> N
         assert outcome(client, client_timeout=20) == "OK"
 
 
-def test_a_deadline_that_passes_and_one_that_cannot_be_kept(tmp_path: Path, tiny_bundle: Bundle) -> None:
+def test_a_deadline_that_passes_and_one_that_cannot_be_met(tmp_path: Path, tiny_bundle: Bundle) -> None:
     gate = tmp_path / "gate"
     with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
         gate.touch()
@@ -176,7 +180,7 @@ def half_a_message() -> bytes:
     return start + frame(1, 4, 1, head) + frame(0, 0, 1, message)
 
 
-def test_a_message_that_does_not_come_ends_the_call(tiny_bundle: Bundle) -> None:
+def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> None:
     slow, gate = 'vitx_rejections_total{reason="slow_client"}', threading.Event()
 
     def never() -> Iterator[bytes]:

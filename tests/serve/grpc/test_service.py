@@ -144,7 +144,7 @@ def test_the_asyncio_client(address: str) -> None:
     np.testing.assert_allclose(asyncio.run(run()), NumpySession().infer(images), rtol=1e-4, atol=1e-4)
 
 
-def test_a_stream_answers_in_order_and_a_bad_request_alone(client: Any) -> None:
+def test_a_stream_answers_in_order_and_a_bad_request_fails_alone(client: Any) -> None:
     images = random_images(200, seed=3)
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(lambda result, error: answers.put((result, error)))
@@ -164,7 +164,7 @@ def test_a_stream_answers_in_order_and_a_bad_request_alone(client: Any) -> None:
     client.stop_stream()
 
 
-def test_a_stream_that_is_cancelled_leaves_nothing_behind(server: ServerProcess, address: str) -> None:
+def test_a_cancelled_stream_leaks_nothing(server: ServerProcess, address: str) -> None:
     client = triton.InferenceServerClient(address)
     client.start_stream(lambda result, error: None)
     for _ in range(300):
@@ -256,7 +256,7 @@ def test_refusals_have_a_status_and_a_reason(client: Any, call: Any, code: str, 
     assert error.value.status() == f"StatusCode.{code}"
 
 
-def test_bytes_that_are_no_message_and_messages_that_are_too_large(channel: grpc.Channel) -> None:
+def test_malformed_and_too_large_messages_are_refused(channel: grpc.Channel) -> None:
     infer = channel.unary_unary(SERVICE + "ModelInfer")
     rng = np.random.default_rng(0)
     bodies = [b"\xff\xff", b"\x0a\xff", *(rng.bytes(int(size)) for size in rng.integers(1, 200, 100))]

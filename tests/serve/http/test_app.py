@@ -175,7 +175,7 @@ def test_limits_of_body_images_and_pixels(server: ServerProcess, pngs: list[byte
     connection = server.connect()
     connection.putrequest("POST", "/v2/models/tiny/infer")
     connection.putheader("Content-Length", str(64 * 2**20 + 1))
-    connection.endheaders()  # refused for what it declares: the body need not be sent
+    connection.endheaders()  # refused by its Content-Length, before the body is sent
     reply = connection.getresponse()
     assert (reply.status, json.loads(reply.read())) == (413, {"error": "request body of more than 67108864 bytes"})
     connection.close()
@@ -213,7 +213,7 @@ def test_a_request_larger_than_a_batch_is_split_and_joined(server: ServerProcess
     np.testing.assert_allclose(logits, NumpySession().infer(images), rtol=1e-4, atol=1e-4)
 
 
-def test_a_large_reply_is_compressed_for_a_known_head_too(server: ServerProcess) -> None:
+def test_a_large_reply_is_compressed_for_a_cached_head_too(server: ServerProcess) -> None:
     body = json.dumps({"inputs": [tensor(np.zeros((100, IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8))]}).encode()
     told = []
     for _ in range(3):  # the first is parsed
@@ -305,7 +305,7 @@ def test_a_connection_survives_its_refusals(server: ServerProcess, pngs: list[by
     connection.close()
 
 
-def test_what_curl_says_of_bytes_is_accepted(server: ServerProcess, pngs: list[bytes]) -> None:
+def test_the_content_type_that_curl_sends_is_accepted(server: ServerProcess, pngs: list[bytes]) -> None:
     """`curl --data-binary @image.png` calls any body a form."""
     as_form = classify(server, pngs[0], {"Content-Type": "application/x-www-form-urlencoded"}, "model=tiny")
     assert as_form == classify(server, pngs[0], {"Content-Type": "image/png"}, "model=tiny")

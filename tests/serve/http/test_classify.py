@@ -104,7 +104,7 @@ def test_a_list_of_base64_is_answered_one_by_one(server: ServerProcess) -> None:
     assert results[3]["error"].startswith("not an image in a format that can be read")
 
 
-PARSED = {"Content-Encoding": "identity"}  # a head that asks for something is parsed every time
+PARSED = {"Content-Encoding": "identity"}  # a head with this header is never cached
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ PARSED = {"Content-Encoding": "identity"}  # a head that asks for something is p
         ("top_k=2&timeout_ms=1", saved(picture(1, size=1500), "PNG")),
     ],
 )
-def test_a_known_head_is_answered_as_one_that_is_parsed(server: ServerProcess, query: str, body: bytes) -> None:
+def test_a_cached_head_gets_the_same_answer_as_a_parsed_one(server: ServerProcess, query: str, body: bytes) -> None:
     classify(server, saved(picture(0), "BMP"), query=query)
     told = [
         server.request("POST", f"/v1/classify?{query}", body, {"Content-Type": "image/*", **more})
@@ -139,9 +139,9 @@ def test_the_best_classes_are_those_of_a_whole_sort() -> None:
             assert [one["index"] for one in found] == np.argsort(-logits, kind="stable")[:count].tolist()
 
 
-def test_who_hangs_up_while_the_image_is_decoded_is_not_computed(server: ServerProcess) -> None:
+def test_an_image_whose_client_hangs_up_while_it_is_decoded_is_not_computed(server: ServerProcess) -> None:
     gone, images = 'vitx_rejections_total{reason="disconnected"}', "vitx_images_total"
-    classify(server, png(np.asarray(picture(0))))  # its head is known from here on
+    classify(server, png(np.asarray(picture(0))))  # its head is cached from here on
     large = saved(picture(1, size=4000), "PNG")
     before = server.metric(gone), server.metric(images)
     for more in ({}, PARSED):

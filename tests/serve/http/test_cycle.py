@@ -1,4 +1,4 @@
-"""The reply of one request: whole in one write, or left to uvicorn; and the connection that waits for the next one."""
+"""A complete reply is one write, all others are left to uvicorn; and idle connections are closed."""
 
 import asyncio
 import logging
@@ -10,7 +10,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.server import ServerState
 
 from vitx.serve.http.connection import HttpProtocol
-from vitx.serve.http.cycle import Cycle
+from vitx.serve.http.cycle import SingleWriteCycle
 
 Headers = list[tuple[bytes, bytes]]
 OK: Headers = [(b"content-type", b"text/plain"), (b"content-length", b"5")]
@@ -34,13 +34,15 @@ class Transport(asyncio.Transport):
         return self.closed
 
 
-def reply(headers: Headers, *bodies: bytes, method: str = "POST", keep_alive: bool = True) -> tuple[Transport, Cycle]:
+def reply(
+    headers: Headers, *bodies: bytes, method: str = "POST", keep_alive: bool = True
+) -> tuple[Transport, SingleWriteCycle]:
     """What is written for a reply of these headers, its body sent in so many pieces."""
     transport = Transport()
 
-    async def send() -> Cycle:
+    async def send() -> SingleWriteCycle:
         logger = logging.getLogger("test")
-        cycle = Cycle(
+        cycle = SingleWriteCycle(
             scope={"type": "http", "method": method},  # type: ignore[typeddict-item]  # of it only the method is read
             transport=transport,
             flow=FlowControl(transport),
@@ -100,7 +102,7 @@ def test_a_reply_that_would_break_the_connection_is_not_written(headers: Headers
         reply(headers, b"whole")
 
 
-def test_an_idle_connection_ends_and_one_that_asks_goes_on() -> None:
+def test_an_idle_connection_is_closed_and_a_busy_one_is_not() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": OK})
         await send({"type": "http.response.body", "body": b"whole"})

@@ -1,4 +1,4 @@
-"""Malformed requests from a fixed seed: refused or hung up on, and nothing of them stays. The benchmark runs more."""
+"""Malformed requests from a fixed seed: each is refused or disconnected, and none leaks. The benchmark runs more."""
 
 import random
 import sys
@@ -31,7 +31,7 @@ def server(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
 
 
 def assert_nothing_stays(server: ServerProcess, before: dict[str, float]) -> None:
-    """After what was malformed: no file is open, little memory held, nothing queued, and a good request is answered."""
+    """After malformed requests no file is open, little memory held, nothing queued, and a good request is answered."""
     wait_until(lambda: held_by(server.process.pid)["files"] <= before["files"] + 1)  # + 1: the next question's
     assert held_by(server.process.pid)["rss_mib"] - before["rss_mib"] < 24
     assert server.metric("vitx_queue_depth") == server.metric("vitx_running_images") == 0
@@ -39,9 +39,9 @@ def assert_nothing_stays(server: ServerProcess, before: dict[str, float]) -> Non
     assert server.stop() == 0
 
 
-def test_nothing_malformed_breaks_hangs_or_stays(server: ServerProcess) -> None:
+def test_no_malformed_request_crashes_hangs_or_leaks(server: ServerProcess) -> None:
     address = (server.host, server.port)
-    fuzz_over_http(address, range(400), seed=1, model="tiny")  # what is allocated once
+    fuzz_over_http(address, range(400), seed=1, model="tiny")  # allocations that happen once
     before = held_by(server.process.pid)
     outcome = fuzz_over_http(address, range(REQUESTS), seed=0, model="tiny")
     assert outcome.wrong == []
@@ -49,7 +49,7 @@ def test_nothing_malformed_breaks_hangs_or_stays(server: ServerProcess) -> None:
     assert_nothing_stays(server, before)
 
 
-def test_no_malformed_call_breaks_hangs_or_stays(server: ServerProcess) -> None:
+def test_no_malformed_call_crashes_hangs_or_leaks(server: ServerProcess) -> None:
     fuzz_over_grpc(grpc_address(server), range(400), seed=1, model="tiny")
     before = held_by(server.process.pid)
     outcome = fuzz_over_grpc(grpc_address(server), range(CALLS), seed=0, model="tiny")
@@ -59,7 +59,7 @@ def test_no_malformed_call_breaks_hangs_or_stays(server: ServerProcess) -> None:
     assert_nothing_stays(server, before)
 
 
-def test_what_the_description_promises_is_kept(server: ServerProcess) -> None:
+def test_replies_match_the_openapi_description(server: ServerProcess) -> None:
     answers = fuzz_openapi.run(f"http://{server.url}", "tiny", MANAGEMENT_TOKEN, EXAMPLES)
     assert answers.wrong == []
     described = server.json("/openapi.json")["paths"]
@@ -78,7 +78,7 @@ def test_a_request_is_made_from_its_seed_and_number() -> None:
 
 
 @pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])
-def test_what_no_call_may_end_with(status: str) -> None:
+def test_statuses_that_count_as_wrong(status: str) -> None:
     assert not any(fuzz_grpc.is_refused(kind, status) for kind in fuzz_grpc.MAKERS if kind != "frames")
     assert fuzz_grpc.is_refused("tensors", "INVALID_ARGUMENT")
     assert not fuzz_grpc.is_refused("tensors", "OK")
@@ -86,7 +86,7 @@ def test_what_no_call_may_end_with(status: str) -> None:
 
 
 @pytest.mark.parametrize("answer", ["500", "503", "hang", "200", "404", "closed"])
-def test_what_counts_as_wrong(answer: str) -> None:
+def test_answers_that_count_as_wrong(answer: str) -> None:
     outcome = Outcome(is_refused)
     for number, kind in enumerate(("json", MAY_PASS[0])):
         outcome.add(number, kind, answer)
@@ -96,7 +96,7 @@ def test_what_counts_as_wrong(answer: str) -> None:
     assert outcome.by_answer() == {answer: 2}
 
 
-def test_bytes_of_no_protocol(server_of_its_own: ServerProcess) -> None:
+def test_random_bytes(server_of_its_own: ServerProcess) -> None:
     """Noise without any structure, many connections at once."""
     chance = random.Random(0)
     address = (server_of_its_own.host, server_of_its_own.port)

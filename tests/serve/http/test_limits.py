@@ -90,12 +90,12 @@ def test_json_depth_is_of_brackets_and_not_of_texts(server: ServerProcess) -> No
 
 def test_headers_that_are_too_large_are_431(server: ServerProcess) -> None:
     assert post(server, b"{}", X_Large="x" * 3000) == (431, "request headers of more than 2048 bytes")
-    with closing(raw(server)) as connection:  # and they need not end to be refused
+    with closing(raw(server)) as connection:  # refused before their end
         connection.sendall(b"GET / HTTP/1.1\r\nX-Large: " + b"x" * 3000)
         assert read_all(connection) == (431, "request headers of more than 2048 bytes")
 
 
-def test_what_is_no_http_is_400(server: ServerProcess) -> None:
+def test_malformed_http_is_400(server: ServerProcess) -> None:
     with closing(raw(server)) as connection:
         connection.sendall(b"hello\r\n\r\n")
         assert read_all(connection) == (400, "the request is not valid HTTP/1.1")
@@ -112,7 +112,7 @@ def test_slow_headers_are_408(server: ServerProcess) -> None:
         assert time.monotonic() - started < 3
 
 
-def test_a_connection_that_asks_nothing_is_closed(server: ServerProcess) -> None:
+def test_a_connection_without_a_request_is_closed(server: ServerProcess) -> None:
     with closing(raw(server)) as connection:
         assert read_all(connection) == (0, "")
 

@@ -166,7 +166,7 @@ _LOWEST_CONTRAST = """(() => {
 })()"""
 
 
-def test_a_server_that_ends_is_said(browser: Browser, certified_original: Bundle) -> None:
+def test_the_page_says_when_the_server_has_ended(browser: Browser, certified_original: Bundle) -> None:
     with running_server(certified_original.path) as server:
         browser.open(f"http://{server.url}/")
         browser.wait("document.getElementById('state').textContent === 'ready'")

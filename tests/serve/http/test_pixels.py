@@ -1,4 +1,4 @@
-"""The limit on an image's pixels: ours alone, however Pillow's own is set."""
+"""The limit on an image's pixels: only --max-pixels counts, not Pillow's own limit."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""The canary: what it finds, what it lets pass, and what readiness makes of it."""
+"""The canary: what it detects, what it accepts, and how it changes readiness."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,16 @@ from vitx.serve.models.canary import Canary, canary_images
 # While the file DRIFT exists, the model's logits are what the file says higher.
 DRIFTING = """
 from pathlib import Path
+from vitx.runtimes import Session
 from vitx.serve.models import served_model
 load, drift = served_model.load_session, Path("DRIFT")
-class Drifting:
+class Drifting(Session):
     def __init__(self, session):
-        self.session, self.describe = session, session.describe
-    def infer(self, images):
+        super().__init__()
+        self.session = session
+    def describe(self):
+        return self.session.describe()
+    def _infer(self, images):
         return self.session.infer(images) + (float(drift.read_text()) if drift.exists() else 0)
 served_model.load_session = lambda *args, **options: Drifting(load(*args, **options))
 from vitx.cli import main
@@ -34,14 +38,15 @@ class Session(NumpySession):
     """The reference with faults that come later."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.drift = 0.0
         self.provider = "cpu"
         self.failure: Exception | None = None
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         if self.failure is not None:
             raise self.failure
-        return super().infer(images) + np.float32(self.drift)
+        return super()._infer(images) + np.float32(self.drift)
 
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "provider": self.provider}

@@ -1,4 +1,4 @@
-"""What a bundle is loaded with, and what a new one may not change."""
+"""The settings a bundle is loaded with, and what a replacement may not change."""
 
 import asyncio
 import gc
@@ -6,18 +6,18 @@ import weakref
 
 import pytest
 
-from bundle_fixture import LABELS
+from bundle_fixture import LABELS, NumpySession
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.tensorrt_plan import Profile
-from vitx.runtimes import load_session
-from vitx.serve.limits import Batching
 from vitx.serve.models.loading import Loader
 from vitx.serve.models.repository import check_contract
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
+from vitx.serve.options import ServeOptions
+from vitx.serve.process.process_settings import freeze_heap
 
 
 @pytest.fixture
@@ -31,41 +31,38 @@ def tuned_bundle(tiny_bundle: Bundle) -> Bundle:
     return tiny_bundle
 
 
-def test_instances_and_threads_are_those_that_were_found_best(tuned_bundle: Bundle) -> None:
-    loader = Loader(Batching(max_batch=4), device="cpu")
+def test_instances_and_threads_are_the_tuned_ones(tuned_bundle: Bundle) -> None:
+    loader = Loader(ServeOptions(max_batch=4).batching, device="cpu")
     warm = loader.warm(loader.verify(tuned_bundle.path))
     assert (warm.batching.instances, warm.batching.max_batch) == (2, 4)
     assert warm.session.describe()["threads"] == 1
 
 
 @pytest.mark.parametrize(("instances", "threads", "expected"), [(1, None, 1), (3, 1, 3), (None, 1, 1)])
-def test_what_was_asked_for_comes_first(
+def test_given_options_override_the_tuned_ones(
     tuned_bundle: Bundle, instances: int | None, threads: int | None, expected: int
 ) -> None:
-    loader = Loader(Batching(max_batch=2), device="cpu", instances=instances, threads=threads)
+    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=instances, threads=threads)
     assert loader.warm(loader.verify(tuned_bundle.path)).batching.instances == expected
 
 
 def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = load_session(tiny_bundle, device="cpu", threads=1)
-
-    class WithProfiles:
-        infer, describe = session.infer, session.describe
+    class WithProfiles(NumpySession):
         profiles = (Profile(minimum=1, optimum=6, maximum=8), Profile(minimum=1, optimum=3, maximum=4))
 
     monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: WithProfiles())
-    loader = Loader(Batching(max_batch=8), device="cpu", instances=1)
+    loader = Loader(ServeOptions(max_batch=8).batching, device="cpu", instances=1)
     warm = loader.warm(loader.verify(tiny_bundle.path))
     assert warm.batching.preferred == (3, 6)
     assert warm.curve.best_size(8, warm.batching.preferred) in (3, 6)
 
 
 def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
-    loader = Loader(Batching(max_batch=2), device="cpu", instances=1, threads=1)
+    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=1, threads=1)
     offer = loader.verify(tiny_bundle.path)
 
     async def switch_twice() -> None:
-        models, metrics = ModelSet((offer.key,)), Metrics()
+        models, metrics = ModelSet((offer.key,), freeze_heap), Metrics()
         old = loader.warm(offer)
         session = weakref.ref(old.session)
         models.switch(ServedModel(old, metrics), 0)
@@ -73,7 +70,7 @@ def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
         models.switch(ServedModel(loader.warm(offer), metrics), 1)
         await models.close()
         assert session() is None
-        assert gc.get_freeze_count()  # and what serves is not collected again and again
+        assert gc.get_freeze_count()  # the new model is not visited by later collections
 
     asyncio.run(switch_twice())
 

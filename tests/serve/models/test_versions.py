@@ -114,7 +114,7 @@ def test_versions_come_and_go(server: ServerProcess, folder: Path) -> None:
     assert states(server) == {**served, ("tiny", "11"): "UNAVAILABLE"}
     assert manage(server, "models/tiny/load") == (200, None)
     assert answer(server) == (200, ("11", expected(mirrored=False)))
-    shutil.rmtree(tiny / "10")  # a load is of what is there
+    shutil.rmtree(tiny / "10")  # a load unloads versions that are gone
     assert answer(server, "10")[0] == 200
     assert manage(server, "models/tiny/load") == (200, None)
     assert answer(server, "10")[0] == 404
@@ -127,7 +127,7 @@ def test_versions_come_and_go(server: ServerProcess, folder: Path) -> None:
     status, text = manage(server, "models/tiny/load")
     assert status == 400
     assert text["error"].startswith("failed to load 'tiny' version 12: ")
-    assert answer(server)[1][0] == "11"  # those before it were switched to
+    assert answer(server)[1][0] == "11"  # the versions before the refused one were loaded
 
 
 def test_a_watched_folder_takes_a_new_version_and_replaces_one(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_watched_folder_takes_a_new_version_and_replaces_one(folder: Path) -> 
         assert server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="12"}') == 2
 
 
-def test_what_is_no_version_is_ignored_and_two_of_one_are_refused(folder: Path) -> None:
+def test_other_folders_are_ignored_and_duplicate_versions_refused(folder: Path) -> None:
     for name in ("0", "01", "latest", ".2", "1.5", "9" * 19):
         write_bundle(folder / "tiny" / name, name="tiny")
     (folder / "tiny" / "3").mkdir()  # no bundle, as while one is copied

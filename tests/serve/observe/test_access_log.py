@@ -1,4 +1,4 @@
-"""The access log: what a line says, request ids, rotation, and a disk that stands still."""
+"""The access log: its lines, request ids, rotation, and a disk that hangs."""
 
 import json
 import re
@@ -20,12 +20,12 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_line_a_request_with_its_times(tmp_path: Path) -> None:
+def test_each_request_is_a_line_with_its_times(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
     path = tmp_path / "access.log"
     picture = png(colour_image(0, np.random.default_rng(0)))
     with running_server(bundle.path, "--allow-uncertified", "--access-log", path, "--grpc-port", "0") as server:
-        path.rename(tmp_path / "probes.log")  # those of the start
+        path.rename(tmp_path / "probes.log")  # the lines of the start-up probes
         server.process.send_signal(signal.SIGUSR1)
         wait_until(path.exists)
         headers = server.request("POST", "/v1/classify", picture, {"X-Request-Id": "abc-1"})[2]
@@ -64,7 +64,7 @@ def test_ids_that_could_break_a_log_are_replaced() -> None:
         assert re.fullmatch("[0-9a-f]{32}", request_id(given))
 
 
-def test_a_disk_that_stands_still_costs_lines_and_not_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_dropped_when_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_log, "_WAITING", 0)
     log = AccessLog(str(tmp_path / "log"))
     for _ in range(3):

@@ -115,14 +115,14 @@ def call(address: str, *metadata: tuple[str, str]) -> None:
         client.infer("tiny", [tensor], headers=dict(metadata))
 
 
-def test_a_collector_that_is_gone_costs_no_request(tiny_bundle: Bundle) -> None:
+def test_requests_are_answered_without_a_collector(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--otlp-endpoint", "http://127.0.0.1:9") as server:
         for _ in range(50):
             assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
         assert server.stop() == 0
 
 
-def test_nothing_of_it_is_imported_unless_it_is_asked_for(tiny_bundle: Bundle) -> None:
+def test_opentelemetry_is_imported_only_with_its_option(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, program=NO_PACKAGE) as server:
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
     remedy = r"ended with 3: .*'opentelemetry.*', which is not installed: pip install 'vitx\[otel\]'"
@@ -134,7 +134,7 @@ def test_nothing_of_it_is_imported_unless_it_is_asked_for(tiny_bundle: Bundle) -
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:4318", "grpc://collector:4317", "http://"])
-def test_what_is_no_endpoint_is_refused(tiny_bundle: Bundle, url: str) -> None:
+def test_a_bad_endpoint_is_refused(tiny_bundle: Bundle, url: str) -> None:
     refused = run_serve(tiny_bundle.path, "--port", "0", "--otlp-endpoint", url)
     assert refused.returncode == 2
-    assert f"error: '{url}' is no OTLP endpoint" in refused.stderr
+    assert f"error: '{url}' is not an OTLP endpoint" in refused.stderr

@@ -17,7 +17,7 @@ from bundle_fixture import write_bundle
 from cli_fixture import Vitx
 from server_process import INFER_BODY, INFER_PATH, ServerProcess, load_on, running_server
 from vitx.core.bundle import Bundle
-from vitx.serve.observe.top import Server, quantile, snapshot
+from vitx.serve.observe.top import ServerClient, quantile, snapshot
 
 TOKEN = "0123456789abcdef"
 TOP = (sys.executable, "-c", "from vitx.cli import main; main()", "top")
@@ -32,7 +32,7 @@ def server(certified_original: Bundle, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_the_figures_are_what_happened_between_two_readings(server: ServerProcess) -> None:
-    top = Server(server.url)
+    top = ServerClient(server.url)
     before = top.read()
     for _ in range(5):
         assert server.request("POST", INFER_PATH, INFER_BODY)[0] == 200
@@ -51,7 +51,7 @@ def test_the_figures_are_what_happened_between_two_readings(server: ServerProces
 
 
 def test_since_the_start_after_a_restart(server: ServerProcess) -> None:
-    before = Server(server.url).read()
+    before = ServerClient(server.url).read()
     assert snapshot(before, before)["interval_seconds"] == pytest.approx(before.stats["uptime_seconds"], abs=0.001)
 
 
@@ -89,13 +89,13 @@ def test_nothing_answers(vitx: Vitx) -> None:
     assert err.endswith("): start `vitx serve BUNDLE`, or give the address it printed\n")
 
 
-def test_an_address_that_is_none(vitx: Vitx) -> None:
+def test_a_bad_address_is_refused(vitx: Vitx) -> None:
     for url in ("ftp://127.0.0.1", "http://"):
         code, _, err = vitx("top", url, "--once")
-        assert (code, "is no address of a server" in err) == (2, True)
+        assert (code, "is not the address of a server" in err) == (2, True)
 
 
-def test_another_server_than_ours(tmp_path: Path, vitx: Vitx) -> None:
+def test_a_server_that_is_not_vitx(tmp_path: Path, vitx: Vitx) -> None:
     command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -103,7 +103,7 @@ def test_another_server_than_ours(tmp_path: Path, vitx: Vitx) -> None:
         code, _, err = vitx("top", url, "--once")
         process.terminate()
     assert code == 3
-    assert "is no `vitx serve`: it answered 404 to /v1/stats" in err
+    assert "is not `vitx serve`: it answered 404 to /v1/stats" in err
 
 
 def test_a_token(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None:
@@ -130,7 +130,7 @@ def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: Serve
         while True:
             try:
                 data = os.read(ours, 2**16)
-            except OSError:  # how Linux says that nobody has the terminal any more
+            except OSError:  # on Linux: the other end of the terminal was closed
                 break
             if not data:
                 break

@@ -41,6 +41,7 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
     from ray.serve.schema import ServeDeploySchema
 
     from vitx.serve import ray_app
+    from vitx.serve.options import ServeOptions
     from vitx.serve.process.ray_cluster import (
         _require_free_name,
         _require_room,
@@ -60,7 +61,6 @@ from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
 from vitx.serve.http.classify import top_predictions
 from vitx.serve.http.decode import Decoder
-from vitx.serve.limits import Batching, Limits
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
@@ -223,26 +223,26 @@ def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> N
         (("--replicas", "0"), "--replicas 0: expected a number such as 4, or a least and a most such as 2:8"),
     ],
 )
-def test_what_is_not_offered_is_one_message(
+def test_an_option_that_ray_does_not_offer_is_refused(
     vitx: Vitx, tiny_bundle: Bundle, arguments: tuple[object, ...], message: str
 ) -> None:
     code, _, error = vitx("serve", tiny_bundle.path, "--ray", *arguments)
     assert (code, error.strip()) == (2, f"error: {message}")
 
 
-def test_replicas_are_of_ray(vitx: Vitx, tiny_bundle: Bundle) -> None:
+def test_replicas_need_ray(vitx: Vitx, tiny_bundle: Bundle) -> None:
     code, _, error = vitx("serve", tiny_bundle.path, "--replicas", 2)
     assert (code, error) == (2, "error: --replicas is of --ray; on one machine use --instances, or --workers\n")
 
 
-def test_a_cluster_that_is_not_there_is_said_at_once(vitx: Vitx, tiny_bundle: Bundle) -> None:
+def test_an_unreachable_cluster_is_an_error_at_once(vitx: Vitx, tiny_bundle: Bundle) -> None:
     with claim_port("127.0.0.1", 0) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     code, _, error = vitx("serve", tiny_bundle.path, "--ray", address)
     assert (code, error) == (3, f"error: no Ray cluster at '{address}': [Errno 111] Connection refused\n")
 
 
-def test_without_the_extra_it_is_named(tiny_bundle: Bundle) -> None:
+def test_without_ray_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
     command = [sys.executable, "-c", NO_RAY, "serve", str(tiny_bundle.path), "--ray"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 3
@@ -313,15 +313,18 @@ def test_every_node_needs_the_bundle_that_was_deployed(tiny_bundle: Bundle, tmp_
     assert "is not the one that was deployed" in str(problem_on_node([tmp_path / "other.vitx"], [digest]))
 
 
-class Held:
+class Held(Session):
     """A session that computes only once it is let go."""
 
     def __init__(self, session: Session) -> None:
+        super().__init__()
         self.go = threading.Event()
-        self.describe = session.describe
         self._session = session
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def describe(self) -> dict[str, Any]:
+        return self._session.describe()
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
         assert self.go.wait(20)
         return self._session.infer(images)
 
@@ -329,7 +332,7 @@ class Held:
 def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bundle: Bundle) -> None:
     """Ray cancels the requests of clients that hang up, and ends an application by the lifespan protocol."""
     offer = open_offers([tiny_bundle.path], allow_uncertified=False)[0]
-    warm = Loader(Batching(), device="cpu", threads=1).warm(offer)
+    warm = Loader(ServeOptions().batching, device="cpu", threads=1).warm(offer)
     held = Held(warm.session)
 
     async def run() -> list[int]:
@@ -337,7 +340,7 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
         models.switch(ServedModel(replace(warm, session=held), metrics), 0)
         batcher = models.get("tiny").batcher
         decoder = Decoder(max_pixels=1000, capacity=1)
-        app = App(models, decoder, Limits(), metrics, SharedMemory(enabled=False))
+        app = App(models, decoder, ServeOptions().limits, metrics, SharedMemory(enabled=False))
         served = ray_app._Application(app, metrics, models.close)
         statuses: list[int] = []
 

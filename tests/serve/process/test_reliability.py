@@ -1,4 +1,4 @@
-"""Ten times more than a server can do, and a thousand clients that hang up: what it answers, holds and lets go."""
+"""A server under ten times its capacity, and with a thousand clients that hang up: answers, memory, open files."""
 
 import socket
 import sys
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 
 QUEUE = 4  # images; with two that run, in batches of one that take .2 s each
 CLIENTS = 60  # ten times of what finds a place
-HELD_BACK_MIB = 24  # of memory; a request that stayed would hold kilobytes
+HELD_BACK_MIB = 24  # memory that may stay; each leaked request would hold kilobytes
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def slow(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_ten_times_too_much_is_refused_at_once_and_what_was_accepted_is_in_time(slow: ServerProcess) -> None:
+def test_overload_is_refused_at_once_and_accepted_requests_are_in_time(slow: ServerProcess) -> None:
     before = held_by(slow.process.pid)
     end = time.monotonic() + 3
 
@@ -64,12 +64,12 @@ def hang_up(server: ServerProcess, request: bytes) -> None:
         connection.sendall(request)
 
 
-def test_a_thousand_clients_that_hang_up_leave_nothing_behind(tiny_bundle: Bundle) -> None:
+def test_a_thousand_clients_that_hang_up_leak_nothing(tiny_bundle: Bundle) -> None:
     head = f"POST {INFER_PATH} HTTP/1.1\r\nHost: vitx\r\nContent-Length: {len(INFER_BODY)}\r\n\r\n".encode()
     whole = head + INFER_BODY
     requests = [whole, head, whole[: len(whole) // 2], head[:20]]  # mid-request, mid-body, mid-head
     with running_server(tiny_bundle.path) as server, ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda number: hang_up(server, requests[number % 4]), range(100)))  # what is allocated once
+        list(pool.map(lambda number: hang_up(server, requests[number % 4]), range(100)))  # allocations that happen once
         wait_until(lambda: server.metric("vitx_queue_depth") == server.metric("vitx_running_images") == 0)
         before = held_by(server.process.pid)
         list(pool.map(lambda number: hang_up(server, requests[number % 4]), range(1000)))

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bundle_fixture import IMAGE_SIZE, NumpySession, colour_image, png, write_bundle
+from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession, colour_image, png, write_bundle
 from server_process import SLOW_MODEL, end_under_load, http_client, run_serve, running_server, wait_until
 from vitx.core.bundle import CERTIFICATE, Bundle
-from vitx.runtimes import load_session
-from vitx.serve.limits import Batching
+from vitx.core.preprocess import UInt8Array
 from vitx.serve.models.served_model import load_warm
+from vitx.serve.options import ServeOptions
 
 NO_TORCH = "import sys; sys.modules['torch'] = None; from vitx.cli import main; main()"  # importing it now raises
 
@@ -48,7 +48,7 @@ def resident_mib(pid: int) -> float:
     return int(line.split()[1]) / 1024
 
 
-def test_a_certified_bundle_is_served_and_says_where(tiny_bundle: Bundle) -> None:
+def test_a_certified_bundle_is_served_and_its_url_printed(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path) as server:
         assert re.fullmatch(r"vitx: serving tiny on http://127\.0\.0\.1:\d+", server.line)
         about = server.json("/v2/models/tiny")
@@ -128,7 +128,7 @@ def test_no_torch_and_little_memory(tiny_bundle: Bundle) -> None:
         assert resident_mib(server.process.pid) < 300
 
 
-def test_a_full_queue_is_429_with_a_time(tiny_bundle: Bundle) -> None:
+def test_a_full_queue_is_429_with_retry_after(tiny_bundle: Bundle) -> None:
     arguments = (tiny_bundle.path, "--queue", "2", "--max-batch", "1")
     with running_server(*arguments, program=SLOW_MODEL) as server, ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda _: server.request("POST", PATH, body(7)), range(12)))
@@ -217,16 +217,13 @@ def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:
 
 
 def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = load_session(tiny_bundle)
     sizes: list[int] = []
 
-    class Recording:
-        describe = session.describe
-
-        def infer(self, images: "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]") -> object:
+    class Recording(NumpySession):
+        def _infer(self, images: UInt8Array) -> Float32Array:
             sizes.append(len(images))
-            return session.infer(images)
+            return super()._infer(images)
 
     monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: Recording())
-    load_warm(tiny_bundle, Batching(max_batch=6), device="cpu", threads=1)
+    load_warm(tiny_bundle, ServeOptions(max_batch=6).batching, device="cpu", threads=1)
     assert sorted(sizes) == [1, 2]

@@ -126,7 +126,7 @@ def statuses(server: ServerProcess, model: str) -> set[int]:
     return {server.request("POST", f"/v2/models/{model}/infer", INFER_BODY)[0] for _ in range(24)}
 
 
-def test_what_a_client_manages_happens_in_every_worker(server: ServerProcess, tmp_path: Path) -> None:
+def test_loads_and_unloads_apply_to_every_worker(server: ServerProcess, tmp_path: Path) -> None:
     with load_on(server, 4):
         assert manage(server, "models/other/unload") == (200, None)
         assert statuses(server, "other") == {404}
@@ -141,22 +141,22 @@ def test_what_a_client_manages_happens_in_every_worker(server: ServerProcess, tm
     replace_folder(damaged, tmp_path / "models" / "tiny.vitx")
     status, text = manage(server, "models/tiny/load")
     assert (status, "not finite" in text["error"]) == (400, True)
-    assert statuses(server, "tiny") == {200}  # nowhere else it was tried
-    for _ in range(24):  # both workers know why
+    assert statuses(server, "tiny") == {200}  # no other worker has tried it
+    for _ in range(24):  # both workers have the reason
         entries = {entry["name"]: entry for entry in manage(server, "index")[1]}
         assert (entries["tiny"]["state"], "not finite" in entries["tiny"]["reason"]) == ("READY", True)
         assert entries["third"]["reason"] == ""
     assert server.metric('vitx_model_loads_total{worker="') == 5
 
 
-def test_what_several_clients_manage_at_once_happens_in_turn(server: ServerProcess) -> None:
-    asked = ["models/tiny/load", "models/other/load"] * 8  # more than a worker has threads to wait with
+def test_concurrent_loads_and_unloads_run_one_after_another(server: ServerProcess) -> None:
+    asked = ["models/tiny/load", "models/other/load"] * 8  # more than a worker has threads
     with load_on(server, 2), ThreadPoolExecutor(len(asked)) as pool:
         assert list(pool.map(lambda path: manage(server, path), asked)) == [(200, None)] * len(asked)
     assert server.metric('vitx_model_loads_total{worker="') == 2 * len(asked)
 
 
-def test_a_worker_that_starts_later_leaves_out_what_was_unloaded(server: ServerProcess) -> None:
+def test_a_worker_that_starts_later_skips_unloaded_models(server: ServerProcess) -> None:
     assert manage(server, "models/other/unload") == (200, None)
     before = workers_of(server)
     os.kill(before[0], signal.SIGKILL)

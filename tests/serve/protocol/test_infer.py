@@ -1,8 +1,9 @@
-"""Open Inference Protocol v2, without a socket: golden bytes, exact refusals, and nothing but a clean refusal."""
+"""Open Inference Protocol v2, without a socket: golden bytes, exact error texts, and fuzzed requests."""
 
 import contextlib
 import json
 import sys
+from multiprocessing import shared_memory
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from vitx.serve.errors import RequestError
 from vitx.serve.http.multipart import Part, parse_multipart
-from vitx.serve.limits import Limits
+from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
+from vitx.serve.protocol.parameters import parse_json
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 CONTRACT = Contract("m", "images", (1, 2, 3), "logits", 2)
-LIMITS = Limits(images=4)
+LIMITS = ServeOptions(max_images=4).limits
 LABELS = ("cat", "dog")
 NO_MEMORY = SharedMemory(enabled=False)
 ROW = [1, 2, 3, 4, 5, 6]
@@ -60,7 +62,7 @@ def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
     assert request.binary_output
 
 
-def test_a_header_that_comes_again_brings_its_own_pixels() -> None:
+def test_a_cached_header_is_used_with_new_pixels() -> None:
     header = {"id": "7", "inputs": [tensor(data=None, parameters={"binary_data_size": 6})]}
     for _ in range(2):
         assert decode(header, bytes(ROW)).images.ravel().tolist() == ROW
@@ -71,7 +73,7 @@ def test_a_header_that_comes_again_brings_its_own_pixels() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
 @pytest.mark.parametrize("name", ["shared_memory_region", "shared\\u005fmemory_region"])
-def test_what_is_in_shared_memory_is_looked_up_each_time(name: str) -> None:
+def test_shared_memory_is_read_each_time(name: str) -> None:
     places = {"REGION": "gone", "shared_memory_byte_size": 6}
     text = json.dumps({"inputs": [tensor(data=None, parameters=places)]}).replace("REGION", name).encode()
     for memory, status in ((NO_MEMORY, 403), (SharedMemory(enabled=True), 404)):
@@ -80,7 +82,7 @@ def test_what_is_in_shared_memory_is_looked_up_each_time(name: str) -> None:
         assert error.value.status == status
 
 
-def test_a_raw_binary_request_is_nothing_but_the_tensor() -> None:
+def test_a_raw_binary_request_is_only_the_tensor() -> None:
     request = decode_infer_request(bytes(range(12)), 0, CONTRACT, LIMITS, NO_MEMORY)
     assert request.images.shape == (2, 1, 2, 3)
     assert request.binary_output
@@ -116,7 +118,7 @@ def test_the_binary_response_is_golden() -> None:
     )
 
 
-def test_a_logit_that_json_cannot_say_is_an_error_in_json_and_a_value_in_binary() -> None:
+def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() -> None:
     logits = np.array([[np.nan, 1]], dtype=np.float32)
     pixels = np.zeros((1, 1, 2, 3), dtype=np.uint8)
     with pytest.raises(RequestError, match="ask for binary output") as error:
@@ -220,6 +222,155 @@ def test_binary_sizes_must_agree() -> None:
 def test_too_many_images_are_413() -> None:
     header = {"inputs": [tensor(data=None, shape=[5, 1, 2, 3], parameters={"binary_data_size": 30})]}
     assert refusal(header, bytes(30)) == (413, "5 images in one request: at most 4")
+
+
+def test_the_requests_own_parameters_are_read_in_their_units() -> None:
+    request = decode({"inputs": [tensor()], "parameters": {"timeout": 1_500_000, "priority": 3}})
+    assert (request.timeout, request.priority, request.top_k, request.region) == (1.5, 3, 0, None)
+    request = decode({"inputs": [tensor()], "parameters": {"timeout": 0}})
+    assert (request.timeout, request.priority) == (None, 0)
+    assert refusal({"inputs": [tensor()], "parameters": {"timeout": 2**63}})[0] == 400
+    assert refusal({"inputs": [tensor()], "parameters": {"priority": True}})[0] == 400
+
+
+def test_the_outputs_parameters_are_read_and_limited_to_the_classes() -> None:
+    def asked(*outputs: dict[str, Any], binary: bool = False) -> InferRequest:
+        return decode({"inputs": [tensor()], "outputs": [*outputs], "parameters": {"binary_data_output": binary}})
+
+    for count, top_k in ((0, 0), (1, 1), (2, 2), (3, 2), (2**63 - 1, 2)):
+        assert asked({"name": "logits", "parameters": {"classification": count}}).top_k == top_k
+    assert asked({"name": "logits"}, binary=True).binary_output
+    assert asked({"name": "logits", "parameters": {"binary_data": True}}).binary_output
+    with pytest.raises(RequestError, match=r"^output 'logits' is asked for 2 times$"):
+        asked({"name": "logits"}, {"name": "logits"})
+
+
+def test_limits_are_what_is_still_allowed() -> None:
+    four = {"inputs": [tensor(data=None, shape=[4, 1, 2, 3], parameters={"binary_data_size": 24})]}
+    assert len(decode(four, bytes(24)).images) == 4
+    assert len(decode_infer_request(bytes(24), 0, CONTRACT, LIMITS, NO_MEMORY).images) == 4
+    with pytest.raises(RequestError) as error:
+        decode_infer_request(bytes(30), 0, CONTRACT, LIMITS, NO_MEMORY)
+    assert (error.value.status, str(error.value)) == (413, "5 images in one request: at most 4")
+    for body in (b"", bytes(5), bytes(7)):
+        with pytest.raises(RequestError, match=f"unexpected byte size {len(body)}, expected 6") as error:
+            decode_infer_request(body, 0, CONTRACT, LIMITS, NO_MEMORY)
+        assert error.value.status == 400
+    assert decode({"inputs": [tensor(data=[0, 255, 0, 255, 0, 255])]}).images.ravel().tolist() == [0, 255] * 3
+    for row in ([*ROW[:5], -1], [*ROW[:5], 256]):
+        assert refusal({"inputs": [tensor(data=row)]})[0] == 400
+    assert refusal({"inputs": [tensor(data=[[1, 2], [3]])]})[0] == 400
+    assert [header_length(value, 10) for value in (None, "0", "10", "0000000010")] == [None, 0, 10, 10]
+
+
+@pytest.mark.parametrize(("text", "depth"), [(b"[[]]", 2), (b'{"a":[{}]}', 3), (b'["[[[["]', 1), (b"[[],[],[]]", 2)])
+def test_json_may_be_nested_as_deep_as_the_limit(text: bytes, depth: int) -> None:
+    assert parse_json(text, depth) == json.loads(text)
+    if depth > 1:
+        with pytest.raises(RequestError) as error:
+            parse_json(text, depth - 1)
+        assert error.value.reason == "too_deep"
+
+
+def test_metadata_and_configuration_are_golden() -> None:
+    assert CONTRACT.metadata(["1", "3"]) == {
+        "name": "m",
+        "versions": ["1", "3"],
+        "platform": "onnxruntime_onnx",
+        "inputs": [{"name": "images", "datatype": "UINT8", "shape": [-1, 1, 2, 3]}],
+        "outputs": [{"name": "logits", "datatype": "FP32", "shape": [-1, 2]}],
+    }
+    assert CONTRACT.config(16, (4, 8)) == {
+        "name": "m",
+        "platform": "onnxruntime_onnx",
+        "backend": "onnxruntime",
+        "max_batch_size": 16,
+        "input": [{"name": "images", "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": [1, 2, 3]}],
+        "output": [{"name": "logits", "data_type": "TYPE_FP32", "dims": [2]}],
+        "dynamic_batching": {"preferred_batch_size": [4, 8]},
+    }
+
+
+TWO_ROWS = np.array([[0.5, -2.0], [1.0, 3.0]], dtype=np.float32)
+TWO_IMAGES = np.zeros((2, 1, 2, 3), dtype=np.uint8)
+
+
+def test_classes_are_texts_best_first_in_json_and_behind_their_length_in_binary() -> None:
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, top_k=1))
+    assert length is None
+    (output,) = json.loads(body)["outputs"]
+    texts = ["0.500000:0:cat", "3.000000:1:dog"]
+    assert output == {"name": "logits", "datatype": "BYTES", "shape": [2, 1], "data": texts}
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, top_k=1, binary_output=True))
+    (output,) = json.loads(body[:length])["outputs"]
+    assert output == {
+        "name": "logits",
+        "datatype": "BYTES",
+        "shape": [2, 1],
+        "parameters": {"binary_data_size": 36},
+    }
+    assert body[length:] == b"".join(b"\x0e\0\0\0" + text.encode() for text in texts)
+
+
+@pytest.mark.parametrize("request_id", [None, "7"])
+def test_binary_logits_have_the_size_of_all_rows_with_an_id_and_without(request_id: str | None) -> None:
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, id=request_id, binary_output=True))
+    header = json.loads(body[:length])
+    assert header.get("id") == request_id
+    assert header["outputs"][0]["shape"] == [2, 2]
+    assert header["outputs"][0]["parameters"] == {"binary_data_size": 16}
+    assert body[length:] == TWO_ROWS.tobytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="shared memory is offered on Linux only")
+def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() -> None:
+    block = shared_memory.SharedMemory(create=True, size=64)
+    memory = SharedMemory(enabled=True)
+
+    def decoded(given: dict[str, int], wanted: dict[str, Any]) -> InferRequest:
+        outputs = [{"name": "logits", "parameters": {"shared_memory_region": "r", **wanted}}]
+        header = {
+            "inputs": [tensor(data=None, parameters={"shared_memory_region": "r", **given})],
+            "outputs": outputs,
+        }
+        return decode_infer_request(json.dumps(header).encode(), None, CONTRACT, LIMITS, memory)
+
+    def refused(given: dict[str, int], wanted: dict[str, Any]) -> str:
+        with pytest.raises(RequestError) as error:
+            decoded(given, wanted)
+        assert error.value.status == 400
+        return str(error.value)
+
+    try:
+        assert block.buf is not None
+        memory.register("r", block.name, 0, 64)
+        block.buf[8:14] = bytes(ROW)
+        given, wanted = ({"shared_memory_offset": 8, "shared_memory_byte_size": 6}, {"shared_memory_byte_size": 8})
+        request = decoded(given, {**wanted, "shared_memory_offset": 20})
+        assert request.images.ravel().tolist() == ROW
+        places = {"shared_memory_region": "r", "shared_memory_offset": 20, "shared_memory_byte_size": 8}
+        body, length = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        (output,) = json.loads(body)["outputs"]
+        assert (length, output["parameters"], "data" in output) == (None, places, False)
+        assert bytes(block.buf[19:29]) == b"\0" + TWO_ROWS[:1].tobytes() + b"\0"
+        # More room than needed: the reply says what was written.
+        request = decoded(given, {"shared_memory_byte_size": 40})
+        body, _ = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        assert json.loads(body)["outputs"][0]["parameters"] == {**places, "shared_memory_offset": 0}
+        text = "output 'logits' has 8 bytes: 7 were set aside for it in shared memory region 'r'"
+        assert refused(given, {"shared_memory_byte_size": 7}) == text
+        text = "bytes 0 to 65 are not all within shared memory region 'r', which has 64"
+        assert refused(given, {"shared_memory_byte_size": 65}) == text
+        text = "input 'images' got unexpected byte size 5, expected 6 for shape [1, 1, 2, 3]"
+        assert refused({"shared_memory_byte_size": 5}, wanted) == text
+        # Texts of classes: their size is known only when they are written.
+        request = decoded(given, {"shared_memory_byte_size": 7, "classification": 1})
+        with pytest.raises(RequestError, match=r"^output 'logits' has 18 bytes: 7 were set aside"):
+            encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+    finally:
+        memory.close()
+        block.close()
+        block.unlink()
 
 
 @pytest.mark.parametrize("value", ["-1", "11", "1e3", "٣", "", "9" * 5000])

@@ -122,7 +122,7 @@ def test_a_range_ends_with_its_region(block: shared_memory.SharedMemory, memory:
 @pytest.mark.parametrize(
     "key", ["", "/", ".", "..", "/..", "//etc/passwd", "../etc/passwd", "a/b", "/a/b", "a\0b", "x" * 300, 7, None]
 )
-def test_keys_that_are_no_names_are_refused(memory: SharedMemory, key: Any) -> None:
+def test_malformed_keys_are_refused(memory: SharedMemory, key: Any) -> None:
     assert refusal(memory.register, "a", key, 0, 1)[0] == 400
 
 
@@ -166,10 +166,45 @@ def test_memory_of_another_user_is_refused(block: shared_memory.SharedMemory, me
 
 
 @linux_only
+@pytest.mark.skipif(sys.platform != "win32" and os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("mode", "allowed"), [(0o660, True), (0o640, False), (0o620, False), (0o606, False)])
+def test_memory_of_another_user_in_the_servers_group_is_the_groups(
+    block: shared_memory.SharedMemory, memory: SharedMemory, mode: int, allowed: bool
+) -> None:
+    os.chown(path_of(block), 54321, os.getegid())
+    path_of(block).chmod(mode)
+    if allowed:
+        memory.register("a", block.name, 0, 1)
+    else:
+        assert refusal(memory.register, "a", block.name, 0, 1)[0] == 403
+
+
+@linux_only
+def test_a_name_has_1_to_255_characters(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
+    memory.register("n" * 255, block.name, 0, 1)
+    for name in ("", "n" * 256):
+        text = f"a region's name has 1 to 255 characters, this one {len(name)}"
+        assert refusal(memory.register, name, block.name, 0, 1) == (400, text)
+
+
+@linux_only
+def test_a_write_may_end_with_the_memory_and_must_be_whole(
+    block: shared_memory.SharedMemory, memory: SharedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.register("a", block.name, 4000, 96)
+    memory.write("a", 92, b"last")
+    assert bytes(content(block)[4092:]) == b"last"
+    assert bytes(memory.read("a", 92, 4)) == b"last"
+    monkeypatch.setattr(os, "pwrite", lambda file, data, begin: len(data) - 1)
+    text = "shared memory region 'a' took 3 of 4 bytes: /dev/shm is full"
+    assert refusal(memory.write, "a", 92, b"last") == (400, text)
+
+
+@linux_only
 def test_memory_that_shrinks_is_an_error_and_no_crash(block: shared_memory.SharedMemory, memory: SharedMemory) -> None:
     memory.register("a", block.name, 0, 4096)
     os.truncate(path_of(block), 100)
-    text = "shared memory region 'a' was made smaller after it was registered"
+    text = "shared memory region 'a' was shrunk after it was registered"
     assert refusal(memory.read, "a", 0, 4096) == (400, text)
     assert refusal(memory.write, "a", 99, b"ab") == (400, text)
     assert path_of(block).stat().st_size == 100  # the refused write did not make it grow

@@ -1,4 +1,4 @@
-"""`execution.deterministic`: what it switches on is put back, and what it cannot have is refused by name."""
+"""`execution.deterministic`: its switches are restored afterwards, and what it cannot have is refused by name."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from train_fixture import TINY, TINY_SETTINGS, metrics_of
 from training_jobs import recipe_of
 from vitx.core.errors import InputError
 from vitx.train import train
-from vitx.train.loop.determinism import FIXED, WORKSPACE, deterministic_algorithms
+from vitx.train.loop.determinism import FIXED, WORKSPACE, deterministic_algorithms, fix_cublas_workspace
 from vitx.train.losses import objective
 
 ON = "execution.deterministic=true"
@@ -42,12 +42,12 @@ def before(request: pytest.FixtureRequest) -> Iterator[tuple[bool, bool, bool]]:
 
 
 def test_the_switches_are_put_back(before: tuple[bool, bool, bool]) -> None:
-    with deterministic_algorithms("cpu", on=False):
+    with deterministic_algorithms(enabled=False):
         assert switches() == before
-    with deterministic_algorithms("cpu", on=True):
+    with deterministic_algorithms(enabled=True):
         assert switches() == (True, False, False)
     assert switches() == before
-    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms("cpu", on=True):
+    with pytest.raises(RuntimeError, match="another error"), deterministic_algorithms(enabled=True):
         raise RuntimeError("another error")
     assert switches() == before
 
@@ -97,9 +97,8 @@ def test_the_workspace_of_cublas_is_fixed_before_cuda_starts(
     monkeypatch: pytest.MonkeyPatch, workspace: str | None, cuda: bool
 ) -> None:
     started(monkeypatch, workspace, cuda=cuda)
-    with deterministic_algorithms("auto", on=True):
-        assert os.environ[WORKSPACE] == (workspace or FIXED[0])
-    assert os.environ[WORKSPACE] == (workspace or FIXED[0]), "what has started with it keeps it"
+    fix_cublas_workspace("auto")
+    assert os.environ[WORKSPACE] == (workspace or FIXED[0])
 
 
 @pytest.mark.parametrize(
@@ -110,24 +109,22 @@ def test_another_workspace_is_refused(
     monkeypatch: pytest.MonkeyPatch, workspace: str | None, cuda: bool, text: str
 ) -> None:
     started(monkeypatch, workspace, cuda=cuda)
-    before = switches()
-    with pytest.raises(InputError) as caught, deterministic_algorithms("auto", on=True):
-        pass
+    with pytest.raises(InputError) as caught:
+        fix_cublas_workspace("auto")
     assert str(caught.value) == (
         "execution.deterministic needs CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8 before CUDA starts, and it "
         f"{text}: start with CUBLAS_WORKSPACE_CONFIG=:4096:8"
     )
-    assert switches() == before
 
 
 def test_torchs_own_complaint_about_the_workspace_is_told() -> None:
     complaint = "this operation is not deterministic because it uses CuBLAS … CUBLAS_WORKSPACE_CONFIG=:4096:8 or …"
     refused = pytest.raises(InputError, match="CUDA has started without CUBLAS_WORKSPACE_CONFIG: start with")
-    with refused, deterministic_algorithms("cpu", on=True):
+    with refused, deterministic_algorithms(enabled=True):
         raise RuntimeError(complaint)
 
 
 def test_a_cpu_needs_no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     started(monkeypatch, None, cuda=True)
-    with deterministic_algorithms("cpu", on=True):
-        assert WORKSPACE not in os.environ
+    fix_cublas_workspace("cpu")
+    assert WORKSPACE not in os.environ

@@ -1,4 +1,4 @@
-"""The learning rate, what is decayed, and optimizers that go on where they stopped, to the bit."""
+"""The learning rate, which parameters are decayed, and optimizers that resume to the bit."""
 
 import json
 from typing import Any
@@ -16,7 +16,7 @@ from vitx.train.loop.optimization import (
     optimizer_state,
     restore_optimizer,
 )
-from vitx.train.recipes.optimizer_groups import Optimizer, Schedule
+from vitx.train.recipes.optimization_settings import Optimizer, Schedule
 
 SETTINGS = Optimizer(lr=1e-2, weight_decay=0.1)
 
@@ -94,8 +94,8 @@ def test_layer_decay_lowers_the_rate_of_each_layer_before() -> None:
     assert rate[id(model.patch_embed.proj.weight)] == 0.125
 
 
-# One of each way to keep a state: tensors, numbers, a count in the group, as a tensor there, a wrapper, another for
-# vectors.
+# One optimizer for each way to keep a state: tensors, numbers, a counter in the group, a tensor in the group, a wrapper
+# (Lookahead), and a second algorithm for vectors (Muon).
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "adan", "lamb", "lookahead_adamw", "muon", "lion"])
 def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
     def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -130,6 +130,6 @@ def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
         ({"name": "adamw", "kwargs": {"epps": 1}}, r"optimizer\.name=adamw cannot be made .*epps"),
     ],
 )
-def test_an_optimizer_that_cannot_be_had_is_refused(settings: dict[str, Any], message: str) -> None:
+def test_an_unusable_optimizer_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         build_optimizer(network(), Optimizer(lr=1e-3, **settings))

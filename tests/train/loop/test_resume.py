@@ -19,7 +19,15 @@ from train_fixture import TINY, TINY_SETTINGS, metrics_of
 from training_jobs import context, recipe_of, stop_in_a_group, train_in_a_group
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop.checkpoint import FILES, Tensors, best_of, load_last, publish, read_metrics, save
+from vitx.train.loop.checkpoint import (
+    TENSOR_FILES,
+    CheckpointTensors,
+    best_row,
+    load_newest,
+    read_metrics,
+    save_epoch,
+    switch_links,
+)
 
 Start = Callable[..., subprocess.Popen[str]]
 EPOCHS = 4
@@ -42,7 +50,7 @@ def newest_step(run: Path) -> int:
 
 
 def names_in(run: Path) -> set[str]:
-    """Of all files but TensorBoard's, which every process begins anew."""
+    """The relative paths of all files but TensorBoard's, of which every process writes a new one."""
     paths = (path.relative_to(run) for path in run.rglob("*"))
     return {str(path) for path in paths if path.parent.name != "tensorboard"}
 
@@ -86,7 +94,7 @@ def test_kills_at_random_moments_end_in_the_same_bits(
     for process in (alone, final):
         process.join(60)
         assert process.exitcode == 0
-    for name in FILES:
+    for name in TENSOR_FILES:
         expected, found = (tmp_path / each / "checkpoints" / "last" / name for each in ("alone", "killed"))
         assert expected.read_bytes() == found.read_bytes(), f"{name} differs"
     assert metrics_of(tmp_path / "alone") == metrics_of(run)
@@ -153,16 +161,16 @@ def row(epoch: int, top1: float, nll: float = 1.0) -> dict[str, float | int]:
     return {"epoch": epoch, "step": 10 * epoch, "top1": top1, "nll": nll}
 
 
-def tensors(value: float) -> Tensors:
-    return Tensors(*({"weight": torch.full((2, 3), value)} for _ in FILES))
+def tensors(value: float) -> CheckpointTensors:
+    return CheckpointTensors(*({"weight": torch.full((2, 3), value)} for _ in TENSOR_FILES))
 
 
 def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     history = [row(1, 0.5)]
-    save(run, tensors(1), history, {})
+    save_epoch(run, tensors(1), history, {})
     history.append(row(2, 0.4))
-    save(run, tensors(2), history, {})
+    save_epoch(run, tensors(2), history, {})
     folder = tmp_path / "checkpoints"
     assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
     # Killed after the third epoch's folder and metrics, before the link; and once in the middle of writing a folder.
@@ -170,13 +178,13 @@ def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> 
     (folder / ".epoch-0003.x1").mkdir()
     with run.metrics_path.open("a") as file:
         file.write('{"epoch": 3, "step": 30, "top1": 0.9, "nll": 1.0}\n')
-    loaded = load_last(run)
+    loaded = load_newest(run)
     assert loaded is not None
     found, state = loaded
     assert state.epoch == 2
     assert found.model["weight"][0, 0] == 2
     assert read_metrics(run.metrics_path, state.epoch) == history
-    publish(run, state)
+    switch_links(run, state)
     assert {path.name for path in folder.iterdir()} == {"best", "last", "epoch-0001", "epoch-0002"}
     assert (folder / "best").readlink() == Path("epoch-0001")
 
@@ -184,20 +192,20 @@ def test_a_checkpoint_that_never_became_last_leaves_no_trace(tmp_path: Path) -> 
 def test_a_kill_between_the_links_is_mended(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     history = [row(1, 0.5)]
-    save(run, tensors(1), history, {})
-    save(run, tensors(2), [*history, row(2, 0.8)], {})
+    save_epoch(run, tensors(1), history, {})
+    save_epoch(run, tensors(2), [*history, row(2, 0.8)], {})
     best = tmp_path / "checkpoints" / "best"
     best.unlink()
     best.symlink_to("epoch-0001")
-    loaded = load_last(run)
+    loaded = load_newest(run)
     assert loaded is not None
-    publish(run, loaded[1])
+    switch_links(run, loaded[1])
     assert best.readlink() == Path("epoch-0002")
 
 
 def test_the_best_epoch_is_of_highest_top1_then_lowest_nll_then_first() -> None:
     history = [row(1, 0.9, 0.5), row(2, 0.95, 0.6), row(3, 0.95, 0.4), row(4, 0.95, 0.4), row(5, 0.9, 0.1)]
-    assert best_of(history)["epoch"] == 3
+    assert best_row(history)["epoch"] == 3
 
 
 @pytest.mark.parametrize("text", ["not json\n", '{"epoch": 1}\n{"epoch": 1}\n', "[]\n", ""])

@@ -26,7 +26,7 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, i
     killer.start()
     start = time.monotonic()
     with RunLock(RunFolder(run)) as lock:
-        lock.take(patience=30)
+        lock.acquire(timeout=30)
         assert time.monotonic() - start > 0.3
     killer.join()
     holder.join()
@@ -35,5 +35,5 @@ def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path: Path, i
 
 def test_a_folder_that_is_no_run_is_left_as_it_is(tmp_path: Path) -> None:
     with RunLock(RunFolder(tmp_path)) as lock:
-        lock.take()
+        lock.acquire()
     assert not list(tmp_path.iterdir())

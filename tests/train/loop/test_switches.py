@@ -1,4 +1,4 @@
-"""The switches of the trainer: each does what it says, and what a network or machine does not offer is refused."""
+"""The switches of the trainer: each does what it says, and what a network or machine does not support is refused."""
 
 import json
 import signal
@@ -18,13 +18,13 @@ from train_fixture import TINY, TINY_SETTINGS, metrics_of
 from training_jobs import recipe_of, train_one
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop.checkpoint import best_of, load_last
+from vitx.train.loop.checkpoint import best_row, load_newest
 from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
 from vitx.train.loop.trainer import Trainer
 from vitx.train.recipes.recipe import Recipe
 
-PLAIN = 'model.kwargs.attention=["plain","talking-heads"]'  # no BatchNorm, whose statistics are a pass's
+PLAIN = 'model.kwargs.attention=["plain","talking-heads"]'  # without BatchNorm, whose statistics are those of one pass
 
 
 def small(image_folder: Path, *overrides: str) -> Recipe:
@@ -63,7 +63,7 @@ def test_mixed_precision_trains_and_resumes_with_its_loss_scale(
 ) -> None:
     recipe = small(image_folder, f"execution.precision={precision}")
     train_one(recipe, tmp_path / "run", {})
-    loaded = load_last(RunFolder(tmp_path / "run"))
+    loaded = load_newest(RunFolder(tmp_path / "run"))
     assert loaded is not None
     assert ("scaler" in loaded[1].trainer) is (precision == "float16")
     if precision == "float16":
@@ -120,11 +120,11 @@ def test_drop_path_rises_linearly_with_depth(image_folder: Path, tmp_path: Path)
 
 
 def test_patience_stops_and_stays_stopped(image_folder: Path, tmp_path: Path) -> None:
-    # At this rate nothing changes but the averaged weights, for some steps.
+    # At this learning rate only the averaged weights change, and only for some steps.
     recipe = small(image_folder, "epochs=20", "optimizer.lr=1e-30", "schedule.min_lr=0", "selection.patience=2")
     train_one(recipe, tmp_path / "run", {})
     history = metrics_of(tmp_path / "run")
-    assert len(history) == best_of(history)["epoch"] + 2
+    assert len(history) == best_row(history)["epoch"] + 2
     assert len(history) < 20
     train_one(recipe, tmp_path / "run", {}, resume=True)
     assert metrics_of(tmp_path / "run") == history
@@ -136,7 +136,7 @@ def test_the_best_epoch_is_that_of_the_metric() -> None:
         {"epoch": 2, "top1": 0.8, "nll": 0.5, "ece": 0.3},
         {"epoch": 3, "top1": 0.7, "nll": 0.6, "ece": 0.1},
     ]
-    assert [best_of(history, metric)["epoch"] for metric in ("top1", "nll", "ece")] == [1, 2, 3]
+    assert [best_row(history, metric)["epoch"] for metric in ("top1", "nll", "ece")] == [1, 2, 3]
 
 
 def test_sigterm_saves_the_step_and_resuming_ends_in_the_same_bits(
@@ -186,14 +186,14 @@ def test_the_batch_of_a_loss_that_is_not_finite_is_kept(image_folder: Path, tmp_
     batch = list(trainer.data.batches(2))[1]
     assert [row["label"] for row in kept["images"]] == batch.labels.tolist()
     assert (tmp_path / "run" / "failed-batch" / "images.png").is_file()
-    loaded = load_last(RunFolder(tmp_path / "run"))
+    loaded = load_newest(RunFolder(tmp_path / "run"))
     assert loaded is not None
     assert loaded[1].epoch == 1
     assert all(torch.isfinite(value).all() for value in loaded[0].model.values() if value.is_floating_point())
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(image_folder: Path, tmp_path: Path) -> None:
-    """A limit on the size of a file is what a test can have of a full disk: the same call fails in the same place."""
+    """A limit on the size of a file stands for the full disk: the same call fails in the same place."""
     import resource
 
     recipe = small(image_folder, "epochs=3", "checkpoint_steps=1", "batch_size=6")
@@ -209,16 +209,16 @@ def test_a_full_disk_keeps_the_last_checkpoint(image_folder: Path, tmp_path: Pat
 
     trainer.step = step  # type: ignore[method-assign]
     try:
-        from vitx.train.loop.failures import naming_a_full_disk
+        from vitx.train.loop.failures import explain_full_disk
 
         with (
             pytest.raises(EnvironmentMissing, match=r"cannot write '.*safetensors': File too large; .* --resume"),
-            naming_a_full_disk(trainer.run),
+            explain_full_disk(trainer.run),
         ):
             trainer.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    loaded = load_last(trainer.run)
+    loaded = load_newest(trainer.run)
     assert loaded is not None
     assert (loaded[1].epoch, loaded[1].step) == (1, 4)
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}

@@ -17,7 +17,7 @@ from reference import seq
 from vitx.core.errors import InputError
 from vitx.models import attention_maps
 from vitx.models.similarity import Over, map_similarity
-from vitx.train.losses.attention_similarity import attention_similarity_loss, projected_similarity, queries_and_keys
+from vitx.train.losses.attention_similarity import attention_similarity_loss, qkv_similarity_loss, record_qkv
 
 MAPS = [seq(k, 2, 2, 3, 3).softmax(-1) for k in range(3)]
 
@@ -81,9 +81,9 @@ def model() -> Any:
 @pytest.mark.parametrize("pairs", [0, 2])
 def test_the_networks_maps_are_compared_and_its_weights_get_their_gradient(model: Any, over: Over, pairs: int) -> None:
     images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
-    with queries_and_keys(model) as blocks:
+    with record_qkv(model) as blocks:
         model(images)
-    loss = projected_similarity(blocks, over=over, pairs=pairs)
+    loss = qkv_similarity_loss(blocks, over=over, pairs=pairs)
     loss.backward()  # type: ignore[no-untyped-call]
     found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert not any(module._forward_hooks for module in model.modules())
@@ -122,10 +122,10 @@ class LiveMaps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 def test_two_maps_are_alive_at_most() -> None:
     torch.manual_seed(0)
     model: Any = timm.create_model("deit_digits", depth=6)
-    with queries_and_keys(model) as blocks:
+    with record_qkv(model) as blocks:
         model(torch.randn(2, 3, 32, 32))
     with LiveMaps((2, 4, 65, 65)) as maps:
-        loss = projected_similarity(blocks)
+        loss = qkv_similarity_loss(blocks)
         assert (maps.made, maps.most, maps.alive) == (10, 2, 0)
         loss.backward()  # type: ignore[no-untyped-call]
     assert (maps.made, maps.most, maps.alive) == (20, 2, 0)
@@ -134,9 +134,9 @@ def test_two_maps_are_alive_at_most() -> None:
 def test_it_is_float32_inside_autocast(model: Any) -> None:
     model = model.float()
     with torch.autocast("cpu", torch.bfloat16):
-        with queries_and_keys(model) as blocks:
+        with record_qkv(model) as blocks:
             model(torch.randn(2, 3, 32, 32))
-        assert projected_similarity(blocks, over="rows").dtype == torch.float32
+        assert qkv_similarity_loss(blocks, over="rows").dtype == torch.float32
     assert all(first.qkv_BN3D.dtype == torch.bfloat16 for first, _ in pairwise(blocks))
 
 
@@ -148,6 +148,6 @@ def test_what_cannot_be_compared_is_refused(model: Any) -> None:
     resnet = timm.create_model("resnet10t")
     with (
         pytest.raises(InputError, match=r"ResNet has 0 attention layers to compare: set losses\.attention=0"),
-        queries_and_keys(resnet),
+        record_qkv(resnet),
     ):
         pass

@@ -1,4 +1,4 @@
-"""A teacher beside the labels, and weights to begin with: formulas, other normalisations, other image sizes."""
+"""Distillation from a teacher, and initial weights: formulas, other normalisations, other image sizes."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from vitx.models import load_run_model
 from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.trainer import Trainer
 from vitx.train.losses.distillation import Teacher, distillation_loss, load_teacher
-from vitx.train.recipes.optimizer_groups import Distillation
+from vitx.train.recipes.optimization_settings import Distillation
 from vitx.train.recipes.recipe import Recipe
 
 SOFT = Distillation(teacher="x", kind="soft", temperature=3.0)
@@ -97,7 +97,7 @@ def test_a_teacher_of_timm_from_a_file(tmp_path: Path) -> None:
     ("teacher", "message"),
     [("timm:resnet10", "unknown teacher of timm 'resnet10'"), ("nowhere", "no run at 'nowhere'")],
 )
-def test_a_teacher_that_is_not_there_is_named(teacher: str, message: str) -> None:
+def test_a_missing_teacher_is_named(teacher: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_teacher(Distillation(teacher=teacher), Preprocessing(image_size=32), ("a", "b"))
 
@@ -111,7 +111,7 @@ def test_a_teacher_of_other_classes_or_another_size_is_refused(teacher_run: Path
         load_teacher(settings, Preprocessing(image_size=64), names)
 
 
-def test_fine_tuning_begins_with_a_runs_weights_at_another_size(
+def test_fine_tuning_starts_from_a_runs_weights_at_another_size(
     teacher_run: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     settings = (f"model.initial_checkpoint={teacher_run}", "preprocessing.image_size=48")

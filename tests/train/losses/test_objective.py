@@ -1,4 +1,4 @@
-"""The loss of a batch, put together from its parts by hand."""
+"""Mixing a batch, and its total loss against the sum of its parts computed by hand."""
 
 import random
 from typing import Any
@@ -15,8 +15,8 @@ from vitx.core.errors import InputError
 from vitx.models import attention_maps
 from vitx.train.losses.attention_similarity import attention_similarity_loss
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix
-from vitx.train.losses.objective import PatchGrid, check_model, losses_of, mix, patch_grid, smooth_one_hot
-from vitx.train.losses.over_smoothing import patch_contrastive_loss, patch_cosine_loss, region_mixing_loss
+from vitx.train.losses.objective import PatchGrid, check_model, compute_losses, mix_batch, patch_grid, smooth_one_hot
+from vitx.train.losses.patch_losses import patch_contrastive_loss, patch_cosine_loss, region_mixing_loss
 from vitx.train.recipes.recipe import apply_overrides
 from vitx.train.recipes.registry import get_recipe
 
@@ -43,7 +43,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def test_the_total_is_the_weighted_sum_of_its_parts(model: Any, batch: MixedBatch) -> None:
-    losses = losses_of(model, batch, RECIPE, 10)
+    losses = compute_losses(model, batch, RECIPE, 10)
     tokens = model.forward_with_tokens(batch.images_B3SS)
     own = cross_entropy(tokens.logits_BC, torch.tensor([1, 2, 3, 4]))
     partner = cross_entropy(tokens.logits_BC, torch.tensor([4, 3, 2, 1]))
@@ -66,7 +66,7 @@ def test_the_official_losses_and_the_regulariser_are_what_the_recipe_asks_for(mo
         ["losses.contrastive_variant=official", "losses.mixing_variant=official", "losses.attention=0.1"],
     )
     model = model.eval()  # no dropout, so that a second pass is the same
-    losses = losses_of(model, batch, recipe, 10)
+    losses = compute_losses(model, batch, recipe, 10)
     with attention_maps(model, of=lambda maps: maps) as maps:
         tokens = model.forward_with_tokens(batch.images_B3SS)
     own, partner = (smooth_one_hot(torch.tensor(each), 10, 0.1) for each in ([1, 2, 3, 4], [4, 3, 2, 1]))
@@ -85,7 +85,7 @@ def test_the_official_losses_and_the_regulariser_are_what_the_recipe_asks_for(mo
 
 
 def test_every_parameter_gets_a_gradient(model: Any, batch: MixedBatch) -> None:
-    losses_of(model, batch, RECIPE, 10)["total"].backward()  # type: ignore[no-untyped-call]
+    compute_losses(model, batch, RECIPE, 10)["total"].backward()  # type: ignore[no-untyped-call]
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
 
@@ -97,19 +97,19 @@ def test_the_share_of_mixed_batches_is_the_probability() -> None:
     recipe = apply_overrides(RECIPE, ["cutmix.probability=0.3"])
     images, labels = torch.zeros(2, 3, 32, 32), torch.tensor([0, 1])
     rng = random.Random(0)
-    mixed = [mix(images, labels, recipe, PatchGrid(8, 4), rng, classes=10).weight_B[0] > 0 for _ in range(1000)]
+    mixed = [mix_batch(images, labels, recipe, PatchGrid(8, 4), rng, classes=10).weight_B[0] > 0 for _ in range(1000)]
     assert 0.25 < sum(mixed) / 1000 < 0.35
 
 
 def test_every_image_gets_a_box_of_its_own_on_request() -> None:
     recipe = apply_overrides(RECIPE, ["cutmix.probability=0.5", "cutmix.box=sample"])
     images, labels = torch.randn(64, 3, 32, 32), torch.arange(64) % 10
-    mixed = mix(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(1), classes=10)
+    mixed = mix_batch(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(1), classes=10)
     assert 0.25 < (mixed.weight_B > 0).float().mean() < 0.75
     assert len(set(mixed.weight_B.tolist())) > 10
-    again = mix(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(1), classes=10)
+    again = mix_batch(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(1), classes=10)
     assert torch.equal(mixed.images_B3SS, again.images_B3SS)
-    other = mix(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(2), classes=10)
+    other = mix_batch(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(2), classes=10)
     assert not torch.equal(mixed.weight_B, other.weight_B)
 
 
@@ -121,10 +121,10 @@ def test_mixup_is_timms_and_follows_from_the_seed_alone(mode: str) -> None:
     images, labels = torch.randn(6, 3, 32, 32), torch.tensor([0, 1, 2, 3, 4, 5])
     torch.manual_seed(5)
     before = (random.getstate(), torch.get_rng_state())
-    mixed = mix(images.clone(), labels, recipe, None, random.Random(3), classes=10)
+    mixed = mix_batch(images.clone(), labels, recipe, None, random.Random(3), classes=10)
     assert (random.getstate(), torch.equal(torch.get_rng_state(), before[1])) == (before[0], True)
     np.random.seed(0)
-    again = mix(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(3), classes=10)
+    again = mix_batch(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(3), classes=10)
     assert torch.equal(mixed.images_B3SS, again.images_B3SS)
     assert mixed.targets_BC is not None
     assert not torch.equal(mixed.images_B3SS, images)
@@ -135,7 +135,7 @@ def test_mixup_is_timms_and_follows_from_the_seed_alone(mode: str) -> None:
     torch.testing.assert_close(shares + partners, torch.ones(6))
     model = timm.create_model("deit_digits", depth=2)
     logits = model(mixed.images_B3SS)
-    losses = losses_of(model, mixed, apply_overrides(recipe, ["losses.cosine=0", "losses.contrastive=0"]), 10)
+    losses = compute_losses(model, mixed, apply_overrides(recipe, ["losses.cosine=0", "losses.contrastive=0"]), 10)
     torch.testing.assert_close(losses["classification"], F.cross_entropy(logits, mixed.targets_BC))
 
 
@@ -143,22 +143,24 @@ def test_erasing_covers_its_share_of_the_images_and_follows_from_the_seed() -> N
     settings = ["losses.mixing=0", "cutmix.probability=0", "augmentation.erasing=0.25"]
     recipe = apply_overrides(RECIPE, settings)
     images, labels = torch.full((400, 3, 16, 16), 9.0), torch.zeros(400, dtype=torch.long)
-    erased = mix(images.clone(), labels, recipe, None, random.Random(0), classes=10).images_B3SS
+    erased = mix_batch(images.clone(), labels, recipe, None, random.Random(0), classes=10).images_B3SS
     share = (erased != 9).any(1).flatten(1).any(1).float().mean()
     assert 0.18 < share < 0.32
     noise = erased[(erased != 9)]
     assert abs(noise.mean()) < 0.1
     assert 0.9 < noise.std() < 1.1
-    assert torch.equal(erased, mix(images.clone(), labels, recipe, None, random.Random(0), classes=10).images_B3SS)
+    assert torch.equal(
+        erased, mix_batch(images.clone(), labels, recipe, None, random.Random(0), classes=10).images_B3SS
+    )
     constant = apply_overrides(recipe, ["augmentation.erasing_mode=const", "augmentation.erasing=1"])
-    black = mix(images.clone(), labels, constant, None, random.Random(0), classes=10).images_B3SS
+    black = mix_batch(images.clone(), labels, constant, None, random.Random(0), classes=10).images_B3SS
     assert set(black.flatten().tolist()) == {0.0, 9.0}
 
 
 def test_an_odd_batch_cannot_be_mixed_up() -> None:
     recipe = apply_overrides(RECIPE, ["losses.mixing=0", "cutmix.probability=0", "mixup.mixup=0.8"])
     with pytest.raises(InputError, match="mixup pairs the images of a batch, and this one has 3: set an even"):
-        mix(torch.zeros(3, 3, 32, 32), torch.arange(3), recipe, None, random.Random(0), classes=10)
+        mix_batch(torch.zeros(3, 3, 32, 32), torch.arange(3), recipe, None, random.Random(0), classes=10)
 
 
 @pytest.mark.parametrize("extra", ["losses.mixing=0", "cutmix.probability=0.5"])
@@ -167,7 +169,7 @@ def test_mixing_twice_is_refused(extra: str) -> None:
         apply_overrides(RECIPE, ["mixup.cutmix=1", extra])
 
 
-def test_networks_that_cannot_give_what_a_loss_needs_are_refused(model: Any) -> None:
+def test_networks_without_what_a_loss_needs_are_refused(model: Any) -> None:
     check_model(RECIPE, model)
     plain = timm.create_model("resnet10t")
     assert patch_grid(plain) is None

@@ -11,7 +11,7 @@ import vitx.models  # noqa: F401  # registers our networks with timm
 from train_fixture import metrics_of
 from vitx.core.run import RunFolder
 from vitx.train import apply_overrides, train
-from vitx.train.loop.network import build_checked, model_spec
+from vitx.train.loop.network import build_network, model_spec
 from vitx.train.recipes.registry import RECIPES, get_recipe
 
 # Two patches a side are too few for a neighbourhood, four are enough for everything.
@@ -61,7 +61,7 @@ def test_a_recipe_names_a_network_that_exists_with_the_arguments_it_takes(name: 
     """At full size on the meta device: the arguments and the losses fit the network."""
     recipe = get_recipe(name)
     with torch.device("meta"):
-        model = build_checked(recipe, model_spec(recipe, 1000))
+        model = build_network(recipe, model_spec(recipe, 1000))
     config = timm.get_pretrained_cfg(recipe.model.name)
     assert config is not None
     assert sum(parameter.numel() for parameter in model.parameters()) > 1e5

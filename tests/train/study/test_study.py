@@ -1,4 +1,4 @@
-"""Studies: the table against numpy, folders that go on, processes that are killed, fail or are stopped."""
+"""Studies: the table against numpy, studies that are continued, runs that are killed, fail or are stopped."""
 
 import fcntl
 import json
@@ -23,9 +23,9 @@ from vitx.train import train
 from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.recipes.recipe import apply_overrides
 from vitx.train.recipes.registry import get_recipe
-from vitx.train.study.figures import draw_study
-from vitx.train.study.result import Score, Spread, StudyResult, Variant, last_layers, rows_of
+from vitx.train.study.result import MeanStd, Score, StudyResult, Variant, last_layers, rows_of
 from vitx.train.study.study import PUBLISHED, Study, ablation_variants, depth_variants
+from vitx.train.study.study_figures import draw_study
 from vitx.train.study.trials import Runner, Trial, end_with_parent
 
 TINY = (
@@ -89,7 +89,7 @@ def test_gains_pair_equal_seeds_and_rows_without_runs_are_left_out() -> None:
     assert row.gain is row.cos_sim_last_block is row.attention_std_last_layers is None
     _, row = rows_of(VARIANTS, [run for run in runs if run.variant == "cosine" or run.seed == 1])
     by_name = {(run.variant, run.seed): run.top1 for run in runs}
-    assert row.gain == Spread(mean=by_name["cosine", 1] - by_name["none", 1], std=None)
+    assert row.gain == MeanStd(mean=by_name["cosine", 1] - by_name["none", 1], std=None)
     assert row.gain is not None
     assert "±" not in row.gain.text()
 

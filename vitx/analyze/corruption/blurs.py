@@ -1,4 +1,7 @@
-"""The four blurs of Hendrycks & Dietterich (arXiv 1903.12261), for one image of floats (S, S, 3) between 0 and 1."""
+"""The four blurs of Hendrycks & Dietterich (arXiv 1903.12261), of one image float64 (S, S, 3), 0 to 1.
+
+`strength` holds a corruption's constants (constants.py); `scale` multiplies those that are lengths in pixels.
+"""
 
 import math
 from functools import lru_cache
@@ -16,14 +19,14 @@ def defocus_blur(image: Float64Array, strength: Strength, scale: float, _rng: np
     """Convolution with a disk."""
     kernel = _disk(strength[0] * scale, strength[1])
     reach = len(kernel) // 2
-    # A single row has nothing to be mirrored at.
+    # An image of one row cannot be mirrored.
     padded = np.pad(image, ((reach, reach), (reach, reach), (0, 0)), mode="reflect" if len(image) > 1 else "edge")
     return np.asarray(signal.fftconvolve(padded, kernel[:, :, None], mode="valid", axes=(0, 1)))
 
 
 @lru_cache
 def _disk(radius: float, edge_sigma: float) -> Float64Array:
-    """A disk of sum 1, its edge smoothed over 3 × 3 pixels, or 5 × 5 where it is larger than 8."""
+    """A disk of sum 1, its edge smoothed over 3 × 3 pixels, or 5 × 5 for a radius above 8."""
     reach = math.ceil(radius) + 2
     squares = np.arange(-reach, reach + 1) ** 2
     disk = (squares[:, None] + squares <= radius**2).astype(np.float64)
@@ -32,15 +35,16 @@ def _disk(radius: float, edge_sigma: float) -> Float64Array:
 
 
 def glass_blur(image: Float64Array, strength: Strength, scale: float, rng: np.random.Generator) -> Float64Array:
-    """Blur, jumps of every pixel to a neighbour's place, blur.
+    """Blur, replace pixels by neighbours at random, blur again.
 
-    The authors mean to swap two pixels, but swap views of one array, so that theirs, and ours, copies the neighbour.
+    The authors mean to swap two pixels, but swap views of one array: their code copies the neighbour, and so does this.
     """
     sigma = strength[0] * scale
     farthest = max(1, round(strength[1] * scale))
     side = len(image)
     rows = np.arange(side - farthest, farthest, -1)
     targets = rows[:, None] * side + rows
+    # The source of each pixel, as flat indices, set one after the other: a later copy sees the earlier ones.
     sources = list(range(side * side))
     for _ in range(int(strength[2])):
         down, right = rng.integers(-farthest, farthest, (2, *targets.shape))
@@ -56,15 +60,19 @@ def _gaussian(image: Float64Array, sigma: float) -> Float64Array:
 
 
 def motion_blur(image: Float64Array, strength: Strength, scale: float, rng: np.random.Generator) -> Float64Array:
-    """Half a Gaussian along a line at −45° to 45°."""
+    """One-sided Gaussian along a line at a random angle from −45° to 45°."""
     return blur_along(image, strength[0] * scale, strength[1] * scale, rng.uniform(-45, 45))
 
 
 def blur_along(image: Float64Array, radius: float, sigma: float, degrees: float) -> Float64Array:
-    """ImageMagick's motion blur of (S, S, C): pixels at distances 0 … 2·radius in one direction, edges repeated."""
+    """ImageMagick's motion blur of (S, S, C): a weighted mean of the pixels at distances 0 … 2·radius in one direction.
+
+    Edge pixels are repeated beyond the border.
+    """
     distance = np.arange(2 * math.ceil(radius) + 1)
     weights = np.exp(-(distance**2) / (2 * sigma**2))
     angle = math.radians(degrees)
+    # ⌈x − ½⌉ rounds to the nearest pixel, as ImageMagick does.
     down = np.ceil(distance * math.sin(angle) - 0.5).astype(int)
     right = np.ceil(distance * math.cos(angle) - 0.5).astype(int)
     reach, side = len(distance), len(image)
@@ -76,7 +84,7 @@ def blur_along(image: Float64Array, radius: float, sigma: float, degrees: float)
 
 
 def zoom_blur(image: Float64Array, strength: Strength, _scale: float, _rng: np.random.Generator) -> Float64Array:
-    """Mean of the image and of zooms of its centre."""
+    """The mean of the image and of enlargements of its centre."""
     zooms, step = int(strength[0]), strength[1]
     total = image + sum(zoomed(image, 1 + step * number) for number in range(zooms))
     return np.asarray(total / (zooms + 1))
@@ -91,7 +99,7 @@ def zoomed(image: Float64Array, factor: float) -> Float64Array:
 
 @lru_cache(maxsize=256)
 def _zoom_taps(side: int, factor: float) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Float64Array]:
-    """The two rows that each row of the enlarged image lies between, and the weight of the second."""
+    """The two source rows that each row of the enlarged image lies between, and the weight of the second, (S,) each."""
     crop = math.ceil(side / factor)
     top = (side - crop) // 2
     enlarged = round(crop * factor)

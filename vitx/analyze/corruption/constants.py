@@ -1,15 +1,15 @@
-"""How strong each corruption is at severities 1 to 5: the constants of its authors, for the sizes that they made.
+"""How strong each corruption is at severities 1 to 5: its authors' constants, for the image sizes they published.
 
 Hendrycks & Dietterich (arXiv 1903.12261) published CIFAR-C (32 px), Tiny-ImageNet-C (64 px) and ImageNet-C (224 px),
-each with its own constants. An image of another size takes those of the nearest, lengths in pixels scaled with its
-side; below 32 px they are those of 32, for a blur narrower than a pixel would be none.
+each with its own constants. An image of another size takes the constants of the nearest, and lengths in pixels are
+scaled with its side. Below 32 px they are not scaled: a blur narrower than a pixel would have no effect.
 """
 
 Strength = tuple[float, ...]
-SIDES = (32, 64, 224)
+PUBLISHED_SIZES = (32, 64, 224)  # pixels
 
-# Images smaller than this take the constants of the side.
-_UNTIL = {32: 48, 64: 128}
+# Published size → images smaller than this take its constants.
+_USED_BELOW = {32: 48, 64: 128}
 
 # Severities 1 to 5, for 32, 64 and 224 px.
 _CONSTANTS: dict[str, tuple[tuple[Strength, ...], ...]] = {
@@ -115,7 +115,7 @@ CORRUPTIONS = tuple(_CONSTANTS)
 
 
 def strength(corruption: str, severity: int, side: int) -> tuple[Strength, float]:
-    """The constants of a corruption at severity 1 to 5, and by how much its lengths in pixels are to be multiplied."""
-    reference = next((size for size in SIDES[:-1] if side < _UNTIL[size]), SIDES[-1])
-    constants = _CONSTANTS[corruption][SIDES.index(reference)][severity - 1]
-    return constants, max(side, SIDES[0]) / reference
+    """(constants, scale) of a corruption at severity 1 to 5, side in pixels; `scale` multiplies lengths in pixels."""
+    published = next((size for size in PUBLISHED_SIZES[:-1] if side < _USED_BELOW[size]), PUBLISHED_SIZES[-1])
+    constants = _CONSTANTS[corruption][PUBLISHED_SIZES.index(published)][severity - 1]
+    return constants, max(side, PUBLISHED_SIZES[0]) / published

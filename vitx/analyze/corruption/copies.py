@@ -1,4 +1,4 @@
-"""Copies of CIFAR-10-C, CIFAR-100-C, Tiny-ImageNet-C and ImageNet-C, as their authors distribute them, unpacked."""
+"""Unpacked copies of CIFAR-10-C, CIFAR-100-C, Tiny-ImageNet-C and ImageNet-C, as their authors distribute them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,37 +11,42 @@ import numpy.typing as npt
 from vitx.analyze.corruption.constants import CORRUPTIONS
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption
 from vitx.core.errors import InputError
-from vitx.data.cifar import Pixels
+from vitx.data.cifar import PngReader
 from vitx.data.folder import list_images
-from vitx.data.image_set import ImageSet, evenly_spaced
+from vitx.data.image_set import ImageSet
 
 
 @dataclass(frozen=True)
 class CorruptedCopies:
-    """Copies in a folder: which of the fifteen corruptions it has, and where. Without class names they are numbered."""
+    """The path of each corruption that a folder has: an array file or a folder.
 
-    places: dict[str, Path]
+    class_names: the network's; None to name the classes by their folders or numbers.
+    """
+
+    paths: dict[str, Path]
     class_names: tuple[str, ...] | None = None
 
     @property
     def corruptions(self) -> tuple[str, ...]:
-        """Those that are there, in the order of the benchmark."""
-        return tuple(self.places)
+        """Those that the folder has, in the order of the benchmark."""
+        return tuple(self.paths)
 
     def open(self, corruption: str, severity: int, *, limit: int | None = None) -> ImageSet:
         """The labelled images of one corruption at severity 1 to 5, at most `limit`, evenly spaced.
 
-        Raises InputError for a corruption or severity that is not there, damaged files, or classes that are not ours.
+        Raises InputError for a corruption or severity that the folder lacks, for damaged files, and for classes that
+        the network does not know.
         """
         check_corruption(corruption, severity)
-        if corruption not in self.places:
-            raise InputError(f"no copies of '{corruption}': the folder has {', '.join(self.places)}")
-        place = self.places[corruption]
-        images = _from_array(place, severity, self.class_names) if place.is_file() else self._folder(place, severity)
-        return images if limit is None else images.subset(evenly_spaced(len(images), limit))
+        if corruption not in self.paths:
+            raise InputError(f"no copies of '{corruption}': the folder has {', '.join(self.paths)}")
+        path = self.paths[corruption]
+        images = _from_array(path, severity, self.class_names) if path.is_file() else self._from_folder(path, severity)
+        return images.evenly_spaced(limit)
 
-    def _folder(self, place: Path, severity: int) -> ImageSet:
-        folder = place / str(severity)
+    def _from_folder(self, path: Path, severity: int) -> ImageSet:
+        """ImageNet-C: path/SEVERITY/CLASS/image."""
+        folder = path / str(severity)
         found = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
         if not found:
             raise InputError(f"{folder} has no folders of images, one a class: unpack the copies again")
@@ -65,25 +70,25 @@ class CorruptedCopies:
 def open_corrupted_copies(folder: Path, class_names: Sequence[str] | None = None) -> CorruptedCopies:
     """Find CORRUPTION.npy with labels.npy (CIFAR-C), or CORRUPTION/SEVERITY/CLASS/image (ImageNet-C), in `folder`.
 
-    ImageNet-C's corruptions may lie in folders of their groups (noise, blur, …). class_names: the network's, in its
-    order; class folders are matched by name. Raises InputError when none of the fifteen corruptions is there.
+    ImageNet-C's corruptions may be in folders of their groups (noise, blur, …). class_names: the network's, in its
+    order; class folders are matched by name. Raises InputError when the folder has none of the fifteen corruptions.
     """
-    places = {}
+    paths = {}
     for name in CORRUPTIONS:
         candidates = [folder / f"{name}.npy", folder / name, *sorted(folder.glob(f"*/{name}"))]
-        place = next((path for path in candidates if (path.is_file() if path.suffix else path.is_dir())), None)
-        if place is not None:
-            places[name] = place
-    if not places:
+        found = next((path for path in candidates if (path.is_file() if path.suffix else path.is_dir())), None)
+        if found is not None:
+            paths[name] = found
+    if not paths:
         raise InputError(
             f"no corrupted copies in '{folder}': expected files such as gaussian_noise.npy (CIFAR-C), or folders such "
             "as gaussian_noise/1/CLASS (ImageNet-C)"
         )
-    return CorruptedCopies(places, tuple(class_names) if class_names is not None else None)
+    return CorruptedCopies(paths, tuple(class_names) if class_names is not None else None)
 
 
 def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) -> ImageSet:
-    """CIFAR-C: the five severities lie behind one another; only the part that is read is loaded."""
+    """CIFAR-C: one array holds the five severities in order; only the part that is read is loaded."""
     images, labels = _load(path), _load(path.with_name("labels.npy"))
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or len(images) % len(SEVERITIES):
         raise InputError(f"{path} has shape {images.shape} and type {images.dtype}: expected uint8 (5·N, S, S, 3)")
@@ -100,7 +105,7 @@ def _from_array(path: Path, severity: int, class_names: tuple[str, ...] | None) 
         class_names=names,
         keys=tuple(f"{path.stem}/{severity}/{number:05d}" for number in range(count)),
         labels=numbers,
-        read=Pixels(images[part]),
+        read=PngReader(images[part]),
     )
 
 
@@ -110,4 +115,4 @@ def _load(path: Path) -> npt.NDArray[Any]:
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, OSError, EOFError) as error:
-        raise InputError(f"{path} is not an array of numpy: {error}") from None
+        raise InputError(f"{path} is not a numpy array: {error}") from None

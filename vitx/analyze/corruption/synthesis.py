@@ -1,7 +1,7 @@
 """Fifteen corruptions at five severities (Hendrycks & Dietterich, arXiv 1903.12261), computed for images of any size.
 
-numpy, scipy and Pillow alone, where the authors' code also needs OpenCV, scikit-image and ImageMagick; the random
-numbers are others than theirs. What differs beyond that is said at the corruption.
+numpy, scipy and Pillow are enough; the authors' code also needs OpenCV, scikit-image and ImageMagick. The random
+numbers are not theirs. Other differences are said at each corruption, which takes one image float64 (S, S, 3), 0 to 1.
 """
 
 import io
@@ -23,11 +23,11 @@ _Corruption = Callable[[Float64Array, Strength, float, np.random.Generator], Flo
 
 
 def corrupt(images: UInt8Array, corruption: str, severity: int, *, seed: int = 0, first: int = 0) -> UInt8Array:
-    """Corrupt uint8 (B, S, S, 3); the same shape and type comes back.
+    """Corrupt images uint8 (B, S, S, 3); return the same shape and type.
 
     Image i depends on itself and on (seed, corruption, severity, first + i) alone, however the images are batched:
-    `first` is the number of the batch's first image. Raises InputError for an unknown corruption or severity, and for
-    images of another shape.
+    `first` is the index of the batch's first image among all. Raises InputError for an unknown corruption or severity,
+    and for images of another shape.
     """
     check_corruption(corruption, severity)
     require_batch(images)
@@ -61,20 +61,20 @@ def _shot_noise(image: Float64Array, strength: Strength, _scale: float, rng: np.
 
 
 def _impulse_noise(image: Float64Array, strength: Strength, _scale: float, rng: np.random.Generator) -> Float64Array:
-    """Salt and pepper, channel by channel."""
+    """Salt and pepper, each channel by itself."""
     hit = rng.random(image.shape) <= strength[0]
     return np.where(hit, rng.random(image.shape) <= 0.5, image)
 
 
 def _brightness(image: Float64Array, strength: Strength, _scale: float, _rng: np.random.Generator) -> Float64Array:
-    """HSV's value V becomes min(V + c, 1). At the same hue and saturation a colour is a multiple of V."""
+    """HSV's value V = max(R, G, B) becomes min(V + c, 1). At constant hue and saturation colours scale with V."""
     value = image.max(axis=2, keepdims=True)
     brighter = np.minimum(value + strength[0], 1)
     return np.asarray(np.where(value > 0, image * (brighter / np.where(value > 0, value, 1)), brighter))
 
 
 def _contrast(image: Float64Array, strength: Strength, _scale: float, _rng: np.random.Generator) -> Float64Array:
-    """Every channel is drawn towards its mean."""
+    """Every channel moves towards its mean."""
     mean = image.mean(axis=(0, 1), keepdims=True)
     return np.asarray((image - mean) * strength[0] + mean)
 
@@ -82,31 +82,33 @@ def _contrast(image: Float64Array, strength: Strength, _scale: float, _rng: np.r
 def _elastic_transform(
     image: Float64Array, strength: Strength, _scale: float, rng: np.random.Generator
 ) -> Float64Array:
-    """A random affine map, then displacements that are smooth noise."""
+    """A random affine map, then a displacement of each pixel by smoothed noise."""
     side = len(image)
     displacement, sigma, shift = (share * side for share in strength)
-    image = _sample(image, _affine_places(side, shift, rng), "mirror")
+    image = _sample(image, _affine_positions(side, shift, rng), "mirror")
     if not displacement:
         return image
+    # The Gaussian filter as a matrix: applied to the rows and to the columns of the noise below.
     smooth = ndimage.gaussian_filter1d(np.eye(side), sigma, axis=0, mode="reflect", truncate=3.0)
     noise = rng.uniform(-1, 1, (2, side, side))
     return _sample(image, np.mgrid[:side, :side] + displacement * (smooth @ noise @ smooth.T), "reflect")
 
 
-def _affine_places(side: int, shift: float, rng: np.random.Generator) -> Float64Array:
+def _affine_positions(side: int, shift: float, rng: np.random.Generator) -> Float64Array:
     """Where each pixel (row, column) of the result comes from, (2, S, S), when three points move by up to `shift`."""
     centre, leg = side // 2, side // 3
     points = np.array([[centre + leg, centre + leg], [centre + leg, centre - leg], [centre - leg, centre - leg]])
     moved = points + rng.uniform(-shift, shift, points.shape)
-    if side < 3:  # the three points are one
+    if side < 3:  # the three points coincide and define no map
         return np.asarray(np.mgrid[:side, :side], dtype=np.float64)
     back = np.linalg.solve(np.column_stack([moved, np.ones(3)]), points)
     rows, columns = np.mgrid[:side, :side]
     return np.asarray(np.moveaxis(np.stack([rows, columns, np.ones_like(rows)], axis=-1) @ back, -1, 0))
 
 
-def _sample(image: Float64Array, places: Float64Array, mode: str) -> Float64Array:
-    channels = [ndimage.map_coordinates(image[:, :, c], places, order=1, mode=mode) for c in range(3)]
+def _sample(image: Float64Array, positions: Float64Array, mode: str) -> Float64Array:
+    """The image read bilinearly at positions (2, S, S): rows and columns."""
+    channels = [ndimage.map_coordinates(image[:, :, c], positions, order=1, mode=mode) for c in range(3)]
     return np.stack(channels, axis=-1)
 
 

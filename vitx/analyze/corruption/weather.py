@@ -1,17 +1,17 @@
-"""Snow, frost and fog of Hendrycks & Dietterich (arXiv 1903.12261), for one image of floats (S, S, 3), 0 to 1."""
+"""Snow, frost and fog of Hendrycks & Dietterich (arXiv 1903.12261), of one image float64 (S, S, 3), 0 to 1."""
 
 import numpy as np
 
 from vitx.analyze.corruption.blurs import Float64Array, blur_along, zoomed
 from vitx.analyze.corruption.constants import Strength
 
-LUMA = np.array([0.299, 0.587, 0.114])
-# Ice in daylight: bluish white.
+LUMA = np.array([0.299, 0.587, 0.114])  # weights of R, G, B in the luma of ITU-R BT.601
+# The colour of ice in daylight: bluish white.
 ICE = np.array([0.82, 0.92, 1.0])
 
 
 def snow(image: Float64Array, strength: Strength, scale: float, rng: np.random.Generator) -> Float64Array:
-    """Flakes that fall in streaks, twice (the second time upside down), over a whitened image."""
+    """Flakes blurred into streaks, and the same turned by 180°, over a whitened image."""
     mean, deviation, flake_size, threshold, radius, sigma, kept = strength
     side = len(image)
     flakes = zoomed(rng.normal(mean, deviation, (side, side, 1)), max(1.0, flake_size * scale))
@@ -22,9 +22,9 @@ def snow(image: Float64Array, strength: Strength, scale: float, rng: np.random.G
 
 
 def frost(image: Float64Array, strength: Strength, _scale: float, rng: np.random.Generator) -> Float64Array:
-    """Ice crystals over the image: the authors' blend, with crystals that are computed.
+    """Ice crystals over the image: the authors' blend, but with computed crystals.
 
-    Theirs are photographs, ours the ridges of plasma fractals: frost does not compare with published numbers.
+    The authors overlay photographs, this the ridges of plasma fractals: results do not compare with published ones.
     """
     kept, ice = strength
     side = len(image)
@@ -34,7 +34,7 @@ def frost(image: Float64Array, strength: Strength, _scale: float, rng: np.random
 
 
 def fog(image: Float64Array, strength: Strength, _scale: float, rng: np.random.Generator) -> Float64Array:
-    """A plasma fractal is added, and the sum is dimmed to the image's own maximum."""
+    """Add a plasma fractal, and dim the sum to the image's own maximum."""
     thickness, decay = strength
     brightest = image.max()
     fogged = image + thickness * plasma(len(image), decay, rng)[:, :, None]
@@ -42,7 +42,7 @@ def fog(image: Float64Array, strength: Strength, _scale: float, rng: np.random.G
 
 
 def plasma(side: int, decay: float, rng: np.random.Generator) -> Float64Array:
-    """Heights (S, S) from 0 to 1 by the diamond-square algorithm, on a torus of the next power of two.
+    """Heights (S, S) from 0 to 1 by the diamond-square algorithm, on a torus whose size is the next power of two.
 
     From octave to octave the noise is divided by decay², as in the authors' code.
     """
@@ -50,19 +50,20 @@ def plasma(side: int, decay: float, rng: np.random.Generator) -> Float64Array:
     heights = np.zeros((size, size))
     step, amplitude = size, 1.0
 
-    def around(first: Float64Array, second: Float64Array) -> Float64Array:
+    def noisy_mean(first: Float64Array, second: Float64Array) -> Float64Array:
+        """The mean of four neighbours, whose sums by two are given, plus noise."""
         return np.asarray((first + second) / 4 + amplitude * rng.uniform(-1, 1, first.shape))
 
     while step > 1:
         half = step // 2
         corners = heights[::step, ::step]
         pairs = corners + np.roll(corners, -1, axis=0)
-        centres = around(pairs, np.roll(pairs, -1, axis=1))
+        centres = noisy_mean(pairs, np.roll(pairs, -1, axis=1))
         heights[half::step, half::step] = centres
-        heights[::step, half::step] = around(
+        heights[::step, half::step] = noisy_mean(
             centres + np.roll(centres, 1, axis=0), corners + np.roll(corners, -1, axis=1)
         )
-        heights[half::step, ::step] = around(centres + np.roll(centres, 1, axis=1), pairs)
+        heights[half::step, ::step] = noisy_mean(centres + np.roll(centres, 1, axis=1), pairs)
         step, amplitude = half, amplitude / decay**2
     heights -= heights.min()
     return np.asarray(heights[:side, :side] / heights.max())

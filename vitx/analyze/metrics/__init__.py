@@ -1,4 +1,4 @@
-"""Every metric by name; each file holds what one records, its number, its line of text and its figure."""
+"""Every metric by name. Each file holds one metric: its record, its formula, its line of text and its figure."""
 
 from vitx.analyze.metric import Metric
 from vitx.analyze.metrics.adversarial import ADVERSARIAL_METRIC

@@ -1,4 +1,7 @@
-"""Accuracy under attack: FGSM (Goodfellow et al., arXiv 1412.6572) and PGD (Madry et al., arXiv 1706.06083), L∞."""
+"""Accuracy under attack in L∞: FGSM (Goodfellow et al.) and PGD (Madry et al.), docs/maths.md §5.3.
+
+Shape letters: B batch, S side of an image, C classes.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -8,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitx.analyze.accuracy import Labels, Tally, numbered
-from vitx.analyze.figures import ACCURACY
-from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.accuracy import AccuracyCounter, Labels, labelled_batches
+from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.metric_figures import ACCURACY
 from vitx.analyze.predictor import PixelLogits, as_pixels, pixel_logits
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -25,7 +28,7 @@ PGD_STEPS = 10
 
 
 class AdversarialRobustness(Record):
-    """`fgsm[i]` and `pgd[i]` are accuracies under attacks of radius `epsilons[i]`, scale 0 to 1; `clean` under none."""
+    """Accuracies, 0 to 1, under attacks of radius `epsilons[i]` on pixels of 0 to 1; `clean` without an attack."""
 
     images: int
     epsilons: tuple[float, ...]
@@ -45,34 +48,35 @@ def adversarial_robustness(
     steps: int = PGD_STEPS,
     seed: int = 0,
 ) -> AdversarialRobustness:
-    """Attack every image with the network's own gradients, each value by at most ε, and classify the result.
+    """Top-1 accuracy when each value of an image moves by at most ε along the network's own gradients.
 
-    FGSM is one step, PGD `steps` from a random start, so that PGD's accuracy is the lower one on most networks, and the
-    one to quote; where it is far below FGSM's, gradients are masked or FGSM oversteps. Neither is a bound: a stronger
-    attack may find more. images: batches uint8 (B, S, S, 3), read once; what is attacked stays in float, in [0, 1].
-    Evaluation mode; modes, gradients, `requires_grad` and the global random numbers are as before afterwards.
-    Raises InputError for a radius outside 0 to 1 or no steps.
+    FGSM (Goodfellow et al., arXiv 1412.6572, §4) is one step, PGD (Madry et al., arXiv 1706.06083, §2.1) `steps` steps
+    from a random start; formulas in docs/maths.md §5.3. PGD's accuracy is the lower one on most networks, and the one
+    to quote; if it is far below FGSM's, gradients are masked or FGSM oversteps. Neither is a bound: a stronger attack
+    may find more. images: batches uint8 (B, S, S, 3), read once; labels (N,). Attacked images stay float, in [0, 1].
+    Evaluation mode; modes, gradients, `requires_grad` and the global random numbers are as before afterwards. Raises
+    InputError for a radius outside 0 to 1 or no steps.
     """
     if not all(0 <= epsilon <= 1 for epsilon in epsilons) or steps < 1:
         raise InputError(f"radii {tuple(epsilons)}, {steps} steps: expected radii from 0 to 1 and at least one step")
-    tally = Tally()
-    for first, batch, truth in numbered(images, labels):
+    counter = AccuracyCounter()
+    for first, batch, truth in labelled_batches(images, labels):
         with pixel_logits(model, preprocessing) as logits_of:
             pixels = as_pixels(batch, model)
             classes = torch.as_tensor(truth, dtype=torch.long, device=pixels.device)
             start = random_start(pixels, seed, first)
-            _count(tally, None, logits_of, pixels, truth)
+            _count(counter, None, logits_of, pixels, truth)
             for epsilon in epsilons:
-                _count(tally, ("fgsm", epsilon), logits_of, fgsm(logits_of, pixels, classes, epsilon), truth)
+                _count(counter, ("fgsm", epsilon), logits_of, fgsm(logits_of, pixels, classes, epsilon), truth)
                 attacked = pgd(logits_of, pixels, classes, epsilon, steps=steps, start=start)
-                _count(tally, ("pgd", epsilon), logits_of, attacked, truth)
+                _count(counter, ("pgd", epsilon), logits_of, attacked, truth)
     return AdversarialRobustness(
-        images=tally.images(None),
+        images=counter.images(None),
         epsilons=tuple(epsilons),
         steps=steps,
-        clean=tally.accuracy(None),
-        fgsm=tuple(tally.accuracy(("fgsm", epsilon)) for epsilon in epsilons),
-        pgd=tuple(tally.accuracy(("pgd", epsilon)) for epsilon in epsilons),
+        clean=counter.accuracy(None),
+        fgsm=tuple(counter.accuracy(("fgsm", epsilon)) for epsilon in epsilons),
+        pgd=tuple(counter.accuracy(("pgd", epsilon)) for epsilon in epsilons),
     )
 
 
@@ -91,10 +95,10 @@ def pgd(
     step_size: float | None = None,
     start: Tensor | None = None,
 ) -> Tensor:
-    """Steps `α·sign ∇ₓ CE`, each projected into the ball of radius ε around x and into [0, 1].
+    """Steps `α·sign ∇ₓ CE` of pixels (B, 3, S, S), each projected into the ball of radius ε around x and into [0, 1].
 
-    start: in [−1, 1] of ε, like `random_start`'s; without it the first step is from x itself. step_size: α, 2.5·ε/steps
-    by default, which reaches any corner of the ball from any place in it.
+    start: in units of ε, like `random_start`'s; without it the first step is from x itself. step_size: α, 2.5·ε/steps
+    by default, with which any corner of the ball can be reached from anywhere in it.
     """
     alpha = 2.5 * epsilon / steps if step_size is None else step_size
     attacked = pixels if start is None else _project(pixels + epsilon * start, pixels, epsilon)
@@ -105,9 +109,12 @@ def pgd(
 
 
 def random_start(pixels: Tensor, seed: int, first: int = 0) -> Tensor:
-    """Uniform in [−1, 1], shaped as pixels; image i of all has its own numbers, whatever the batches and the device."""
+    """Uniform in [−1, 1], shaped as pixels (B, 3, S, S) whose first image has the index `first` among all.
+
+    An image's numbers depend on its index and the seed, not on batches or device.
+    """
     shape = tuple(pixels.shape[1:])
-    values = [np.random.default_rng((seed, first + number)).uniform(-1, 1, shape) for number in range(len(pixels))]
+    values = [np.random.default_rng((seed, first + index)).uniform(-1, 1, shape) for index in range(len(pixels))]
     return torch.as_tensor(np.stack(values)).to(pixels)
 
 
@@ -116,7 +123,7 @@ def _project(attacked: Tensor, pixels: Tensor, epsilon: float) -> Tensor:
 
 
 def _loss_gradient(logits_of: PixelLogits, pixels: Tensor, labels: Tensor) -> Tensor:
-    """Of the sum, not the mean: an image's gradient does not depend on the size of its batch."""
+    """∂CE/∂pixels of the summed loss: with the mean, an image's gradient would depend on the size of its batch."""
     inputs = pixels.detach().requires_grad_(True)
     with torch.enable_grad():
         loss = F.cross_entropy(logits_of(inputs), labels, reduction="sum")
@@ -124,15 +131,17 @@ def _loss_gradient(logits_of: PixelLogits, pixels: Tensor, labels: Tensor) -> Te
     return gradient
 
 
-def _count(tally: Tally, condition: Hashable, logits_of: PixelLogits, pixels: Tensor, truth: Labels) -> None:
+def _count(
+    counter: AccuracyCounter, condition: Hashable, logits_of: PixelLogits, pixels: Tensor, truth: Labels
+) -> None:
     with torch.no_grad():
-        tally.add(condition, logits_of(pixels).float().cpu().numpy(), truth)
+        counter.add(condition, logits_of(pixels).float().cpu().numpy(), truth)
 
 
-def measure_adversarial(measured: Measured) -> AdversarialRobustness:
-    source = measured.source
+def measure_adversarial(context: MetricContext) -> AdversarialRobustness:
+    source = context.source
     return adversarial_robustness(
-        source.model, measured.batches(), measured.images.labels, source.preprocessing, seed=measured.options.seed
+        source.model, context.batches(), context.images.labels, source.preprocessing, seed=context.options.seed
     )
 
 
@@ -156,8 +165,8 @@ def _attack_line(found: AdversarialRobustness) -> str:
 
 ADVERSARIAL_METRIC = Metric(
     title="Adversarial images",
-    reading="Accuracy when each value of an image moves by at most ε against the network. Quote PGD; neither is a "
-    "bound.",
+    reading="Accuracy when each value of an image moves by at most ε along the network's gradients. Quote PGD; neither "
+    "is a bound.",
     record=AdversarialRobustness,
     line=_attack_line,
     measure=measure_adversarial,

@@ -1,13 +1,13 @@
-"""Attention collapse (DeepViT, arXiv 2103.11886, §3.2): layers whose maps repeat those of the one before."""
+"""Attention collapse: layers whose attention maps repeat those of the layer before (docs/maths.md §1.3)."""
 
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from vitx.analyze.activations import Activations
-from vitx.analyze.figures import draw_lines, draw_matrix
-from vitx.analyze.metric import SIMILAR, Metric, NotApplicable, ends
-from vitx.analyze.similarity_matrix import MeanGram, SimilarityMatrix
+from vitx.analyze.metric import SIMILARITY_THRESHOLD, Metric, NotApplicable, first_to_last
+from vitx.analyze.metric_figures import draw_lines, draw_matrix
+from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix
 from vitx.core.panels import Results, panels
 from vitx.models.layer_metrics import LayerMeans
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 
 
 class AttentionCollapse(SimilarityMatrix):
-    """Cosine of maps between layers; how many are like the one before; 1 − cosine of a layer's heads to each other."""
+    """`matrix`: the mean cosine M of two layers' maps; no unit.
+
+    similar_blocks: how many layers have M above `threshold` with the layer before. head_diversity: by layer, 1 − the
+    mean cosine of two different heads; 0 where all heads are the same.
+    """
 
     threshold: float
     similar_blocks: int
@@ -24,23 +28,29 @@ class AttentionCollapse(SimilarityMatrix):
 
 
 class AttentionCollapseMetric:
-    """Cosine of every two layers' softmax maps, column by column (DeepViT, eq. 2), and of the heads of one layer."""
+    """Similarity of the softmax maps A (B, H, N, N) of every two layers p and q, and of the heads of one layer.
 
-    def __init__(self, threshold: float = SIMILAR) -> None:
-        self._similarity, self._diversity, self._threshold = MeanGram(axis=-2), LayerMeans(), threshold
+    M^{p,q} = mean over heads h, columns t and images of cos(A^p_{h,:,t}, A^q_{h,:,t}): a column is a vector over the N
+    queries (Zhou et al., DeepViT, arXiv 2103.11886, eq. 2; docs/maths.md §1.3). Maps of different sizes are not
+    compared.
+    """
+
+    def __init__(self, threshold: float = SIMILARITY_THRESHOLD) -> None:
+        self._similarity, self._diversity, self._threshold = MeanCosine(axis=-2), LayerMeans(), threshold
 
     def add(self, batch: Activations) -> None:
-        for layer, maps in self._similarity.add(batch.maps, batch.images).items():
-            heads = maps.shape[1]
+        for layer, columns in self._similarity.add(batch.maps, batch.images).items():
+            heads = columns.shape[1]
             if heads > 1:
-                alike = (maps.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
-                self._diversity.add(layer, 1 - alike.mean().item(), batch.images)
+                # ‖Σ_h u_h‖² of unit vectors u is Σ_{g≠h} cos + H: the mean cosine without a product for each pair.
+                cosine = (columns.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
+                self._diversity.add(layer, 1 - cosine.mean().item(), batch.images)
 
     def result(self) -> AttentionCollapse:
         layers, matrix = self._similarity.means()
         if not layers:
             raise NotApplicable("the network has no attention whose maps can be observed")
-        neighbours = [matrix[index][other] for index, other in pairwise(range(len(layers)))]
+        neighbours = [matrix[before][after] for before, after in pairwise(range(len(layers)))]
         return AttentionCollapse(
             layers=layers,
             columns=layers,
@@ -63,9 +73,9 @@ def draw_attention_collapse(results: Results) -> "Figure":
 
 
 def _collapse_line(found: AttentionCollapse) -> str:
-    alike = f"{found.similar_blocks} of {len(found.layers) - 1} layers above {found.threshold:g} to the one before"
-    diversity = f"; 1 − cosine of heads {ends(found.head_diversity.values())}" if found.head_diversity else ""
-    return alike + diversity
+    similar = f"{found.similar_blocks} of {len(found.layers) - 1} layers above {found.threshold:g} to the one before"
+    diversity = f"; 1 − cosine of heads {first_to_last(found.head_diversity.values())}" if found.head_diversity else ""
+    return similar + diversity
 
 
 ATTENTION_COLLAPSE_METRIC = Metric(
@@ -74,7 +84,7 @@ ATTENTION_COLLAPSE_METRIC = Metric(
     "one before add little; 1 − cosine between heads says how much the heads of one layer differ.",
     record=AttentionCollapse,
     line=_collapse_line,
-    activation=lambda measured: AttentionCollapseMetric(measured.options.similar_above),
+    activation=lambda context: AttentionCollapseMetric(context.options.similar_above),
     maps=True,
     options=("similar_above",),
     figure=draw_attention_collapse,

@@ -1,8 +1,8 @@
-"""Centred kernel alignment: how alike two layers represent the same images, whatever their widths.
+"""Centred kernel alignment: how alike two layers represent the same images, whatever their widths (docs/maths.md §5.1).
 
-Kornblith et al. (arXiv 1905.00414); over mini-batches with the unbiased HSIC₁ of Song et al., after Nguyen et al.
-(arXiv 2010.15327, eq. 3): the result does not depend on the batch size in expectation.
-Shape letters: B batch, L layers, P, Q features of an image.
+Kornblith et al. (arXiv 1905.00414); over mini-batches with the unbiased HSIC₁ of Song et al. (Journal of Machine
+Learning Research 13, 2012), after Nguyen et al. (arXiv 2010.15327, eq. 3): the expected value does not depend on the
+batch size. Shape letters: B batch, L and M layers of one network and of another, P, Q features of an image.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from vitx.analyze.activations import Activations, stream_order
-from vitx.analyze.figures import draw_matrices
 from vitx.analyze.metric import Metric, NotApplicable
+from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
 from vitx.core.errors import InputError
 
@@ -22,10 +22,11 @@ SMALLEST_BATCH = 4
 
 
 def linear_cka(x_BP: Tensor, y_BQ: Tensor, *, unbiased: bool = True) -> Tensor:
-    """CKA of two representations of the same B images; a scalar. 1: the same up to rotation and scale.
+    """HSIC(K, L) / √(HSIC(K, K) HSIC(L, L)) of two representations of the same B images, K = XXᵀ, L = YYᵀ; a scalar.
 
-    `unbiased` uses HSIC₁, whose diagonal is left out, and may be negative; without it HSIC₀ of centred kernels.
-    Raises InputError for another number of images, or fewer than 4 with `unbiased`.
+    1: the same up to rotation and scale. `unbiased` uses HSIC₁, which leaves out the diagonals and may be negative;
+    without it HSIC₀ of centred kernels. Raises InputError for another number of images, or fewer than 4 with
+    `unbiased`.
     """
     if len(x_BP) != len(y_BQ):
         raise InputError(f"CKA of {len(x_BP)} and {len(y_BQ)} images: both sides must be of the same images")
@@ -47,7 +48,10 @@ def grams_of(features: Sequence[Tensor]) -> Tensor:
 
 
 def hsic_1(k_LBB: Tensor, l_MBB: Tensor) -> Tensor:
-    """The unbiased HSIC of every pair of kernels with zero diagonals: (L, M)."""
+    """The unbiased HSIC₁ of every pair of kernels with zero diagonals: (L, M).
+
+    [tr(KL) + (1ᵀK1)(1ᵀL1)/((n−1)(n−2)) − 2/(n−2)·1ᵀKL1] / (n(n−3)) (Nguyen et al., eq. 3).
+    """
     n = k_LBB.shape[-1]
     rows_k, rows_l = k_LBB.sum(dim=-1), l_MBB.sum(dim=-1)
     trace = k_LBB.flatten(1) @ l_MBB.flatten(1).T
@@ -56,7 +60,10 @@ def hsic_1(k_LBB: Tensor, l_MBB: Tensor) -> Tensor:
 
 
 class MinibatchCKA:
-    """CKA between all layers of one network, or of two, from one batch at a time."""
+    """CKA between all layers of one network, or of two, one batch at a time: sums of HSIC₁ over batches.
+
+    Σ HSIC₁(K, L) / √(Σ HSIC₁(K, K) · Σ HSIC₁(L, L)) (Nguyen et al., arXiv 2010.15327, eq. 2).
+    """
 
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -77,14 +84,15 @@ class MinibatchCKA:
 
 
 def _own(grams: Tensor) -> Tensor:
+    """HSIC₁ of each layer with itself: (L,)."""
     return torch.stack([hsic_1(gram[None], gram[None])[0, 0] for gram in grams])
 
 
 def _gram(features: Tensor) -> Tensor:
+    """XXᵀ of the centred, flattened features: (B, B), float64."""
     flat = features.flatten(1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
-    # Products of centred features differ from those of raw ones by rows and columns that HSIC takes off; centred first,
-    # float32 keeps the digits that count.
+    # Centring changes K only by what HSIC subtracts anyway; done first, float32 does not spend its digits on the mean.
     flat = flat - flat.mean(dim=0)
     return (flat @ flat.T).double()
 
@@ -94,7 +102,10 @@ def _centred(features: Sequence[Tensor]) -> Tensor:
 
 
 class CKAMetric:
-    """CKA between all units of one network (arXiv 2010.15327); the last batch counts if it has 4 images or more."""
+    """CKA between the outputs (B, …) of all units of one network; no unit, at most 1 (docs/maths.md §5.1).
+
+    Batches of fewer than 4 images are left out: HSIC₁ is not defined for them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._order, self._cka = stream_order(model), MinibatchCKA()
@@ -123,7 +134,7 @@ CKA_METRIC = Metric(
     reading="Whether two layers tell images apart in the same way (1), whatever their widths and rotations.",
     record=SimilarityMatrix,
     line=matrix_line,
-    activation=lambda measured: CKAMetric(measured.source.model),
+    activation=lambda context: CKAMetric(context.source.model),
     streams=True,
     figure=draw_matrices,
 )

@@ -1,4 +1,7 @@
-"""How far a classifier's confidence can be trusted."""
+"""How far a classifier's confidence can be trusted (docs/maths.md §5.2).
+
+Shape letters: N images, C classes.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -6,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from vitx.analyze.accuracy import Labels
 from vitx.analyze.activations import Activations
-from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.metric import Metric, MetricContext, percent
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, Results, panels
@@ -16,9 +20,8 @@ from vitx.core.probabilities import ECE_BINS, Float64Array, brier_score, calibra
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-CERTAIN = 0.9
+CERTAIN = 0.9  # an image is certain above this confidence
 LogitArray = npt.NDArray[np.floating]
-LabelArray = npt.NDArray[np.integer]
 
 
 class ReliabilityBin(Record):
@@ -32,7 +35,10 @@ class ReliabilityBin(Record):
 
 
 class Confidence(Record):
-    """What `confidence` measures; those of "90" are None where no image is left to take the share of."""
+    """What `confidence` measures: `nll` in nats, `brier` 0 to 2, the signed ECE −1 to 1, all else shares of 0 to 1.
+
+    A "90" value is None where there is no image to take the share of.
+    """
 
     images: int
     nll: float
@@ -48,19 +54,19 @@ class Confidence(Record):
     bins: tuple[ReliabilityBin, ...]
 
 
-def confidence(probabilities: LogitArray, labels: LabelArray, *, bins: int = ECE_BINS) -> Confidence:
+def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BINS) -> Confidence:
     """Measure probabilities (N, C) against labels (N,). The confidence of an image is its largest probability.
 
-    - nll: −mean log p_y, nats; brier: mean ‖p − onehot(y)‖². Both reward right and honest; smaller is better.
-    - ece: Σ_b n_b/N |accuracy_b − confidence_b| over equal bins; signed_ece without the bars, negative when
-      overconfident.
-    - acc_90: accuracy of the images that are certain, above 0.9; freq_90: their share.
-    - unc_90: of the wrong images, the share that is not certain. 1 is best: every error is announced.
+    - nll: −mean log p_y, nats; brier: mean ‖p − onehot(y)‖². Both are least for the true probabilities.
+    - ece: Σ_b n_b/N |accuracy_b − confidence_b| over equal bins b (Guo et al., arXiv 1706.04599, eq. 3); signed_ece:
+      without the bars, negative when overconfident.
+    - acc_90: the accuracy of the certain images, those with confidence above 0.9; freq_90: their share.
+    - unc_90: of the wrong images, the share that is not certain. 1 is best: no error is certain.
     - iou: mean over the labels' classes of |predicted ∩ true| / |predicted ∪ true|; iou_90: of the certain images.
 
-    Park & Kim (arXiv 2202.06709) measure these; their code counts images by (lo, hi] and averages confidences by
-    [lo, hi), here one rule, (lo, hi], holds for both. Raises InputError when rows are no distributions, or labels are
-    no classes of them.
+    Park & Kim (arXiv 2202.06709) measure these. Their code counts the images of a bin by (lo, hi] and averages
+    confidences over [lo, hi); here both are over (lo, hi]. Raises InputError for rows that are no distributions, and
+    for labels that are no classes of them.
     """
     probabilities = np.asarray(probabilities, dtype=np.float64)
     require_labels(probabilities, labels)
@@ -73,7 +79,7 @@ def confidence(probabilities: LogitArray, labels: LabelArray, *, bins: int = ECE
     of_label = probabilities[np.arange(len(labels)), labels]
     return Confidence(
         images=len(labels),
-        nll=-float(np.log(np.maximum(of_label, np.finfo(np.float64).tiny)).mean()),  # an underflow is not infinite
+        nll=-float(np.log(np.maximum(of_label, np.finfo(np.float64).tiny)).mean()),  # finite for an underflow to 0
         accuracy=float(correct.mean()),
         brier=brier_score(probabilities, labels),
         ece=calibration_error(probabilities, labels, bins),
@@ -87,7 +93,8 @@ def confidence(probabilities: LogitArray, labels: LabelArray, *, bins: int = ECE
     )
 
 
-def require_labels(scores: LogitArray, labels: LabelArray) -> None:
+def require_labels(scores: LogitArray, labels: Labels) -> None:
+    """Raise InputError unless scores are (N, C) and labels (N,) are classes of them, N at least 1."""
     if scores.ndim != 2 or len(scores) != len(labels) or not len(labels):
         raise InputError(
             f"scores of shape {scores.shape} and {len(labels)} labels: expected (N, C) and N, at least one"
@@ -100,11 +107,11 @@ def _share(flags: npt.NDArray[np.bool_]) -> float | None:
     return float(flags.mean()) if len(flags) else None
 
 
-def _mean_iou(predicted: npt.NDArray[np.integer], labels: LabelArray) -> float:
+def _mean_iou(predicted: npt.NDArray[np.integer], labels: Labels) -> float:
     ratios = []
     for label in np.unique(labels):
-        said, true = predicted == label, labels == label
-        ratios.append((said & true).sum() / (said | true).sum())
+        is_predicted, is_true = predicted == label, labels == label
+        ratios.append((is_predicted & is_true).sum() / (is_predicted | is_true).sum())
     return float(np.mean(ratios))
 
 
@@ -125,11 +132,11 @@ def _reliability(top: Float64Array, correct: npt.NDArray[np.bool_], bins: int) -
     return tuple(found)
 
 
-class Logits:
-    """Collects logits of the shared pass."""
+class LogitCollector:
+    """Collects the logits (N, C) of the shared pass."""
 
-    def __init__(self, measured: Measured) -> None:
-        self.labels, self._parts = measured.images.labels, list[Any]()
+    def __init__(self, context: MetricContext) -> None:
+        self.labels, self._parts = context.images.labels, list[Any]()
 
     def add(self, batch: Activations) -> None:
         self._parts.append(batch.logits.cpu().numpy())
@@ -138,7 +145,9 @@ class Logits:
         return np.concatenate(self._parts)
 
 
-class ConfidenceMetric(Logits):
+class ConfidenceMetric(LogitCollector):
+    """`confidence` of the softmax of the logits (N, C)."""
+
     def result(self) -> Confidence:
         return confidence(softmax(self.logits()), self.labels)
 

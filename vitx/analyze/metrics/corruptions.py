@@ -1,16 +1,16 @@
-"""Accuracy under the fifteen common corruptions (Hendrycks & Dietterich, arXiv 1903.12261)."""
+"""Accuracy under the fifteen common corruptions (Hendrycks & Dietterich, arXiv 1903.12261; docs/maths.md §5.3)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vitx.analyze.accuracy import Labels, Predict, Tally, numbered
+from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_batches
 from vitx.analyze.corruption.constants import CORRUPTIONS
 from vitx.analyze.corruption.copies import CorruptedCopies, open_corrupted_copies
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption, corrupt
-from vitx.analyze.figures import ACCURACY, whole_numbers
-from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.metric_figures import ACCURACY, whole_numbers
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -20,7 +20,8 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# AlexNet's error on ImageNet-C, mean over the five severities: the baseline of the published mCE, and of that alone.
+# AlexNet's error on ImageNet-C, mean over the five severities: the baseline of the published mCE. No baseline for other
+# images.
 ALEXNET_ERRORS = dict(
     zip(
         CORRUPTIONS,
@@ -34,9 +35,10 @@ ALEXNET_ERRORS = dict(
 
 
 class CorruptionRobustness(Record):
-    """`accuracy[corruption][i]` is at `severities[i]`; `clean` on the images as they are, None where there are none.
+    """Accuracies, 0 to 1: `accuracy[corruption][i]` at `severities[i]`, `clean` on the uncorrupted images.
 
-    `mean_accuracy` is over corruptions and severities; `mce` the mean corruption error, 1 for the baseline itself.
+    `clean` is None for published copies, which have no clean images. `mean_accuracy` is over corruptions and
+    severities; `mce` the mean corruption error, in units of the baseline's error; None without a baseline.
     """
 
     images: int
@@ -57,22 +59,23 @@ def corruption_robustness(
     seed: int = 0,
     baseline_errors: Mapping[str, float] | None = None,
 ) -> CorruptionRobustness:
-    """Classify every image clean and under each corruption at each severity, which are computed on the way.
+    """Top-1 accuracy of every image clean and under each corruption at each severity; corruptions are computed here.
 
     images: batches uint8 (B, S, S, 3), as `ImageSet.batches` yields them, read once; labels (N,). The mean over 15
-    corruptions and 5 severities is the number to compare networks by: how much of `clean` is left.
+    corruptions and 5 severities is the number to compare networks by, beside `clean`.
 
     baseline_errors: by corruption, another classifier's error, mean over the same severities of the same images; then
-    `mce = mean_c (Σ_s E_{c,s} / Σ_s E^baseline_{c,s})`, below 1 where this network errs less. Raises InputError for
-    unknown names, and for a baseline that lacks a corruption or has no error.
+    `mce = mean_c (Σ_s E_{c,s} / Σ_s E^baseline_{c,s})`, below 1 where this network errs less (Hendrycks & Dietterich,
+    arXiv 1903.12261, §4; docs/maths.md §5.3). Raises InputError for unknown names, and for a baseline that lacks a
+    corruption or has no error.
     """
     conditions = _conditions(corruptions, severities, baseline_errors)
-    tally = Tally()
-    for first, pixels, truth in numbered(images, labels):
-        tally.add(None, predict(pixels), truth)
+    counter = AccuracyCounter()
+    for first, pixels, truth in labelled_batches(images, labels):
+        counter.add(None, predict(pixels), truth)
         for condition in conditions:
-            tally.add(condition, predict(corrupt(pixels, *condition, seed=seed, first=first)), truth)
-    return _result(tally, tally.accuracy(None), corruptions, severities, baseline_errors)
+            counter.add(condition, predict(corrupt(pixels, *condition, seed=seed, first=first)), truth)
+    return _result(counter, counter.accuracy(None), corruptions, severities, baseline_errors)
 
 
 def copies_robustness(
@@ -86,53 +89,54 @@ def copies_robustness(
     limit: int | None = None,
     baseline_errors: Mapping[str, float] | None = None,
 ) -> CorruptionRobustness:
-    """The same on copies of CIFAR-C or ImageNet-C, by default on all corruptions that are there.
+    """`corruption_robustness` on copies of CIFAR-C or ImageNet-C, by default on all corruptions that the folder has.
 
-    The copies are cropped already: they are resized to the network's size where they have another, and no border is cut
-    off. limit: of each folder, this many images, evenly spaced. mCE: see `corruption_robustness`; on ImageNet-C with
-    `ALEXNET_ERRORS` it is the published measure.
+    The copies are cropped already: they are resized to the network's image size, and no border is cut off again. limit:
+    at most so many images of each corruption and severity, evenly spaced. mCE: see `corruption_robustness`; on
+    ImageNet-C with `ALEXNET_ERRORS` it is the published measure.
     """
     corruptions = copies.corruptions if corruptions is None else corruptions
     whole = preprocessing.model_copy(update={"crop_fraction": 1.0})
-    tally = Tally()
+    counter = AccuracyCounter()
     for corruption, severity in _conditions(corruptions, severities, baseline_errors):
         images = copies.open(corruption, severity, limit=limit)
-        for _, pixels, truth in numbered(images.batches(whole, batch_size), images.labels):
-            tally.add((corruption, severity), predict(pixels), truth)
-    return _result(tally, None, corruptions, severities, baseline_errors)
+        for _, pixels, truth in labelled_batches(images.batches(whole, batch_size), images.labels):
+            counter.add((corruption, severity), predict(pixels), truth)
+    return _result(counter, None, corruptions, severities, baseline_errors)
 
 
 def mean_corruption_error(errors: Mapping[str, float], baseline_errors: Mapping[str, float]) -> float:
-    """mCE of the mean errors by corruption, in units of the baseline's."""
+    """mCE: the mean over corruptions of the error over the baseline's error."""
     return float(np.mean([error / baseline_errors[corruption] for corruption, error in errors.items()]))
 
 
 def _conditions(
     corruptions: Sequence[str], severities: Sequence[int], baseline_errors: Mapping[str, float] | None
 ) -> list[tuple[str, int]]:
+    """Every (corruption, severity) to measure; raise InputError for what cannot be measured."""
     if not corruptions or not severities:
         raise InputError("no corruption or no severity to measure: expected at least one of each")
     conditions = [(corruption, severity) for corruption in corruptions for severity in severities]
     for condition in conditions:
         check_corruption(*condition)
     if baseline_errors is not None:
-        lacking = [name for name in corruptions if not baseline_errors.get(name)]
-        if lacking:
-            raise InputError(f"the baseline has no error above 0 for {', '.join(lacking)}: mCE divides by it")
+        missing = [name for name in corruptions if not baseline_errors.get(name)]
+        if missing:
+            raise InputError(f"the baseline has no error above 0 for {', '.join(missing)}: mCE divides by it")
     return conditions
 
 
 def _result(
-    tally: Tally,
+    counter: AccuracyCounter,
     clean: float | None,
     corruptions: Sequence[str],
     severities: Sequence[int],
     baseline_errors: Mapping[str, float] | None,
 ) -> CorruptionRobustness:
-    accuracy = {name: tuple(tally.accuracy((name, severity)) for severity in severities) for name in corruptions}
+    accuracy = {name: tuple(counter.accuracy((name, severity)) for severity in severities) for name in corruptions}
     errors = {name: 1 - float(np.mean(values)) for name, values in accuracy.items()}
     return CorruptionRobustness(
-        images=tally.images((corruptions[0], severities[0])),
+        images=counter.images((corruptions[0], severities[0])),
         severities=tuple(severities),
         clean=clean,
         accuracy=accuracy,
@@ -141,11 +145,11 @@ def _result(
     )
 
 
-def measure_corruptions(measured: Measured) -> CorruptionRobustness:
-    source, images, options, _ = measured
+def measure_corruptions(context: MetricContext) -> CorruptionRobustness:
+    source, images, options, _ = context
     predict = predictor(source.model, source.preprocessing)
     if options.corrupted is None:
-        return corruption_robustness(predict, measured.batches(), images.labels, seed=options.seed)
+        return corruption_robustness(predict, context.batches(), images.labels, seed=options.seed)
     copies = open_corrupted_copies(options.corrupted, source.class_names)
     return copies_robustness(predict, copies, source.preprocessing, batch_size=options.batch_size, limit=len(images))
 

@@ -1,22 +1,27 @@
-"""Cosine of the same token at two layers."""
+"""Feature similarity: how much the blocks between two layers change a token (docs/maths.md §1.4)."""
 
 from torch import nn
 
 from vitx.analyze.activations import EMBEDDING, Activations, Layout
-from vitx.analyze.figures import draw_matrices
 from vitx.analyze.metric import Metric, NotApplicable
-from vitx.analyze.similarity_matrix import MeanGram, SimilarityMatrix, matrix_line
+from vitx.analyze.metric_figures import draw_matrices
+from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix, matrix_line
 from vitx.analyze.units import residual_units
 
 
 class FeatureSimilarityMetric:
-    """Cosine of a token's vectors at two layers, mean over patches."""
+    """The cosine of one token's vectors (D,) after two blocks p and q, mean over patches and images.
+
+    cos(h^p_i, h^q_i) of patch tokens h (B, n, D), for the embedding and every block: 1 where the blocks between only
+    scale the token; no unit. Layers of different shapes are not compared. (Zhou et al., DeepViT, arXiv 2103.11886, plot
+    such similarities; docs/maths.md §1.4.)
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._layout = Layout.of(model)
         self._blocks = {EMBEDDING: EMBEDDING}
         self._blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
-        self._similarity = MeanGram(axis=-1)
+        self._similarity = MeanCosine(axis=-1)
 
     def add(self, batch: Activations) -> None:
         tokens = {}
@@ -35,10 +40,10 @@ class FeatureSimilarityMetric:
 
 FEATURE_SIMILARITY_METRIC = Metric(
     title="Feature similarity",
-    reading="Cosine of the same token's vectors at two layers: near 1 a block hands on what it was given.",
+    reading="Cosine of the same token's vectors at two layers: near 1 the blocks between change little.",
     record=SimilarityMatrix,
     line=matrix_line,
-    activation=lambda measured: FeatureSimilarityMetric(measured.source.model),
+    activation=lambda context: FeatureSimilarityMetric(context.source.model),
     streams=True,
     figure=draw_matrices,
 )

@@ -1,13 +1,13 @@
-"""Log amplitude by frequency of what each unit hands on (Park & Kim, arXiv 2202.06709, §2)."""
+"""Fourier analysis: the spectrum of each unit's output (docs/maths.md §5.1)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from vitx.analyze.activations import Activations, Layout, feature_maps_of, kinds_of
-from vitx.analyze.figures import draw_by_kind
-from vitx.analyze.metric import Metric, NotApplicable, ends
+from vitx.analyze.activations import Activations, Layout, feature_maps_of, unit_kinds
+from vitx.analyze.metric import Metric, NotApplicable, first_to_last
+from vitx.analyze.metric_figures import draw_by_kind
 from vitx.analyze.spectrum import frequencies, log_amplitudes
 from vitx.analyze.units import Kind
 from vitx.core.files import Record
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Spectrum(Record):
-    """Of one unit: log amplitude relative to DC at `frequencies` (radians a pixel over π)."""
+    """Of one unit: log amplitude (nats) less that of DC, at `frequencies` in units of π radians a pixel."""
 
     kind: Kind | None
     frequencies: tuple[float, ...]
@@ -32,12 +32,16 @@ class Fourier(Record):
 
 
 class FourierMetric:
-    """Log amplitudes of what each unit hands on."""
+    """log(|fft2|_{k,k} + 1e-6) of each unit's output, mean over images and channels, less its value at k = 0.
+
+    Of feature maps (B, D, S, S), on the diagonal of the transform from DC to Nyquist, k = 0 … ⌊S/2⌋; the frequency is
+    k·2π/S, in nats (Park & Kim, arXiv 2202.06709, §2; docs/maths.md §5.1).
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layout, self._kinds = Layout.of(model), kinds_of(model)
+        self._layout, self._kinds = Layout.of(model), unit_kinds(model)
         self._sums: dict[str, Tensor] = {}
-        self._sides: dict[str, int] = {}
+        self._map_sizes: dict[str, int] = {}
         self._images = 0
 
     def add(self, batch: Activations) -> None:
@@ -45,18 +49,18 @@ class FourierMetric:
         for name, features in feature_maps_of(self._layout, batch):
             found = log_amplitudes(features).double() * batch.images
             self._sums[name] = self._sums[name] + found if name in self._sums else found
-            self._sides[name] = features.shape[-1]
+            self._map_sizes[name] = features.shape[-1]
 
     def result(self) -> Fourier:
         if not self._sums:
-            raise NotApplicable("no unit hands on square feature maps")
+            raise NotApplicable("no unit has a square feature map as its output")
         units = {}
         for name, kind in self._kinds.items():
             if name in self._sums:
                 amplitudes = self._sums[name] / self._images
                 units[name] = Spectrum(
                     kind=kind,
-                    frequencies=tuple(frequencies(self._sides[name])),
+                    frequencies=tuple(frequencies(self._map_sizes[name])),
                     log_amplitude=tuple((amplitudes - amplitudes[0]).tolist()),
                 )
         return Fourier(units=units)
@@ -83,7 +87,7 @@ def draw_fourier(results: Results) -> "Figure":
 
 
 def _fourier_line(found: Fourier) -> str:
-    return f"highest frequency {ends(unit.log_amplitude[-1] for unit in found.units.values())}"
+    return f"highest frequency {first_to_last(unit.log_amplitude[-1] for unit in found.units.values())}"
 
 
 FOURIER_METRIC = Metric(
@@ -92,7 +96,7 @@ FOURIER_METRIC = Metric(
     "that high frequencies are lost: attention is a low-pass filter, MLPs and convolutions are not.",
     record=Fourier,
     line=_fourier_line,
-    activation=lambda measured: FourierMetric(measured.source.model),
+    activation=lambda context: FourierMetric(context.source.model),
     streams=True,
     figure=draw_fourier,
 )

@@ -1,4 +1,4 @@
-"""Accuracy under noise of one frequency band (Park & Kim, arXiv 2202.06709, fig. 2)."""
+"""Accuracy under noise of one frequency band (Park & Kim, arXiv 2202.06709, fig. 2b; docs/maths.md §5.3)."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -6,27 +6,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from vitx.analyze.accuracy import Labels, Predict, Tally, numbered
-from vitx.analyze.figures import ACCURACY
-from vitx.analyze.metric import Measured, Metric, ends, percent
+from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_batches
+from vitx.analyze.metric import Metric, MetricContext, first_to_last, percent
+from vitx.analyze.metric_figures import ACCURACY
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, Results, panels
 from vitx.core.preprocess import UInt8Array
+from vitx.core.probabilities import Float64Array
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Float64Array = npt.NDArray[np.float64]
 Complex128Array = npt.NDArray[np.complex128]
 
 
 class FrequencyRobustness(Record):
-    """`accuracy[i]` under noise of the band (`edges[i]`, `edges[i+1]`], in units of π a pixel; `clean` without noise.
+    """Accuracies, 0 to 1: `accuracy[i]` under noise of the band (`edges[i]`, `edges[i+1]`], `clean` without noise.
 
-    `std` is the noise's root mean square, on the scale 0 to 1, before rounding to uint8 and clipping to it;
-    `applied_std[i]` what was left after them.
+    Edges are in units of π radians a pixel. `std` is the noise's root mean square on the scale 0 to 1, before the noisy
+    image is rounded and clipped to uint8; `applied_std[i]` that of the change after rounding and clipping.
     """
 
     images: int
@@ -46,73 +46,73 @@ def frequency_robustness(
     std: float = 0.1,
     seed: int = 0,
 ) -> FrequencyRobustness:
-    """Classify every image with noise of each band: `x + F⁻¹(F(δ) ⊙ M_f)`, δ white and M_f the ring |k|∞ around f.
+    """Top-1 accuracy with noise of each band: `x + F⁻¹(F(δ) ⊙ M_f)`, δ white and M_f the ring |k|∞ around f.
 
-    Every band has the same power, `std²` a value, in pixels before normalisation, so that bands can be compared; an
-    image's bands are cut from one δ. A network that loses accuracy at low frequencies and keeps it at high ones reads
-    shapes; convolutions are hurt by high frequencies more than attention is (the paper's fig. 2b). images: batches
-    uint8 (B, S, S, 3), read once. Raises InputError for more bands than S/2, or a std outside (0, 1].
+    (Park & Kim, arXiv 2202.06709, fig. 2b; docs/maths.md §5.3.) Every band has the same power, `std²` for each value,
+    in pixels before normalisation, so that bands can be compared; all bands of an image are cut from one δ.
+    Convolutions lose more accuracy at high frequencies than attention does. images: batches uint8 (B, S, S, 3), read
+    once; labels (N,). Raises InputError for more bands than S/2, or a std outside (0, 1].
     """
     if not 0 < std <= 1:
         raise InputError(f"std {std}: expected a value above 0 and at most 1, on the scale 0 to 1")
-    tally = Tally()
+    counter = AccuracyCounter()
     squares = np.zeros(bands)
     values = 0
-    for first, pixels, truth in numbered(images, labels):
-        tally.add(None, predict(pixels), truth)
+    for first, pixels, truth in labelled_batches(images, labels):
+        counter.add(None, predict(pixels), truth)
         side = pixels.shape[1]
         spectra = white_spectra(side, range(first, first + len(pixels)), seed)
         for band, mask in enumerate(band_masks(side, bands)):
             noise = 255 * std * band_noise(spectra, mask)
             noisy = np.rint(pixels + noise).clip(0, 255).astype(np.uint8)
-            tally.add(band, predict(noisy), truth)
+            counter.add(band, predict(noisy), truth)
             squares[band] += np.square((noisy.astype(np.float64) - pixels) / 255).sum()
         values += pixels.size
     return FrequencyRobustness(
-        images=tally.images(None),
+        images=counter.images(None),
         std=std,
         edges=tuple(band / bands for band in range(bands + 1)),
-        clean=tally.accuracy(None),
-        accuracy=tuple(tally.accuracy(band) for band in range(bands)),
+        clean=counter.accuracy(None),
+        accuracy=tuple(counter.accuracy(band) for band in range(bands)),
         applied_std=tuple(np.sqrt(squares / values).tolist()),
     )
 
 
 def band_masks(side: int, bands: int) -> npt.NDArray[np.bool_]:
-    """(bands, S, ⌊S/2⌋+1) over rfft2's frequencies: |k|∞·2/S in (i/bands, (i+1)/bands], the first with 0.
+    """Masks (bands, S, ⌊S/2⌋+1) over rfft2's frequencies: |k|∞·2/S in (i/bands, (i+1)/bands]; the first includes 0.
 
-    |k|∞ is the same at k and −k, so the half that rfft2 leaves out is masked alike, for even and odd S. Raises
-    InputError for more bands than ⌊S/2⌋, for some would be empty.
+    |k|∞ is the same at k and −k, so the half that rfft2 leaves out has the same mask, for even and odd S. Raises
+    InputError for more bands than ⌊S/2⌋: some would be empty.
     """
     if not 1 <= bands <= side // 2:
         raise InputError(f"{bands} frequency bands of an image {side} pixels wide: expected 1 to {side // 2}")
     rows = np.abs(np.rint(np.fft.fftfreq(side) * side)).astype(int)
     farthest = np.maximum(rows[:, None], np.arange(side // 2 + 1))
-    # ⌈2k·bands/S⌉ − 1 in whole numbers, so that a frequency on an edge belongs to the band below it.
+    # ⌈2k·bands/S⌉ − 1 in integers: a frequency exactly on an edge must belong to the band below it.
     band = np.maximum(-(-2 * farthest * bands // side) - 1, 0)
     return np.asarray(band == np.arange(bands)[:, None, None])
 
 
-def white_spectra(side: int, numbers: Iterable[int], seed: int) -> Complex128Array:
-    """rfft2 of white noise, (B, 3, S, ⌊S/2⌋+1): image `number` of all has its own, whatever the batches."""
-    white = [np.random.default_rng((seed, number)).standard_normal((3, side, side)) for number in numbers]
+def white_spectra(side: int, indices: Iterable[int], seed: int) -> Complex128Array:
+    """rfft2 of white noise, (B, 3, S, ⌊S/2⌋+1); it depends on the image's index and the seed, not on the batches."""
+    white = [np.random.default_rng((seed, index)).standard_normal((3, side, side)) for index in indices]
     return np.asarray(np.fft.rfft2(np.stack(white)))
 
 
 def band_noise(spectra: Complex128Array, mask: npt.NDArray[np.bool_]) -> Float64Array:
-    """Noise (B, S, S, 3) of one band, real, each image's of root mean square 1."""
+    """Real noise (B, S, S, 3) of one band; each image's has root mean square 1."""
     side = spectra.shape[2]
     noise = np.fft.irfft2(spectra * mask, s=(side, side))
     noise /= np.sqrt(np.square(noise).mean(axis=(1, 2, 3), keepdims=True))
     return np.moveaxis(noise, 1, -1)
 
 
-def measure_frequency_noise(measured: Measured) -> FrequencyRobustness:
-    source = measured.source
+def measure_frequency_noise(context: MetricContext) -> FrequencyRobustness:
+    source = context.source
     predict = predictor(source.model, source.preprocessing)
     bands = min(10, source.preprocessing.image_size // 2)
     return frequency_robustness(
-        predict, measured.batches(), measured.images.labels, bands=bands, seed=measured.options.seed
+        predict, context.batches(), context.images.labels, bands=bands, seed=context.options.seed
     )
 
 
@@ -129,12 +129,13 @@ def draw_frequency_noise(results: Results) -> "Figure":
 
 
 def _noise_line(found: FrequencyRobustness) -> str:
-    return f"clean {percent(found.clean)}; lowest to highest band {ends(100 * value for value in found.accuracy)} %"
+    by_band = first_to_last(100 * value for value in found.accuracy)
+    return f"clean {percent(found.clean)}; lowest to highest band {by_band} %"
 
 
 FREQUENCY_NOISE_METRIC = Metric(
     title="Noise by frequency",
-    reading="Accuracy under noise of one band of frequencies and equal power: convolutions suffer from high "
+    reading="Accuracy under noise of equal power in one band of frequencies: convolutions suffer from high "
     "frequencies, attention from low ones.",
     record=FrequencyRobustness,
     line=_noise_line,

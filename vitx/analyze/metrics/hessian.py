@@ -1,4 +1,4 @@
-"""The largest eigenvalues of the Hessian, batch by batch (Park & Kim, arXiv 2202.06709, §2)."""
+"""The largest eigenvalues of the loss's Hessian, batch by batch (docs/maths.md §5.4)."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
-from vitx.analyze.curvature import LabelledBatch, augmented_batches, chosen_parameters, hessian_eigenvalues, size_of
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian_eigenvalues, parameter_count, parameters_of
 from vitx.analyze.lanczos import Eigenvalues
-from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.metric import Metric, MetricContext, percent
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class HessianSpectrum(Record):
-    """The eigenvalues of largest magnitude of the Hessian of each batch (its `values` in descending magnitude).
+    """The eigenvalues of largest magnitude of the Hessian of each batch, in nats per squared weight.
 
-    `negative_share`: the share of them below 0 (NEP). `mean_positive`: the mean of those above 0 (APE); None where
-    there are none. `module` is "" for the whole network, `parameters` the number of weights in the Hessian.
+    `negative_share`: the share of them below 0 (NEP). `mean_positive`: the mean of those above 0 (APE); None if there
+    are none. `module` is "" for the whole network, `parameters` the number of weights in the Hessian.
     """
 
     module: str
@@ -44,9 +44,10 @@ def hessian_spectrum(
     max_products: int = 300,
     seed: int = 0,
 ) -> HessianSpectrum:
-    """The max-eigenvalue spectrum: `hessian_eigenvalues` of every batch.
+    """The k eigenvalues of largest magnitude of ∇²(mean NLL + ½·λ·‖w‖²) of every batch, λ the weight decay.
 
-    batches: of augmented images, as training sees them. Raises InputError for no batch, and what `hessian` and
+    (Park & Kim, arXiv 2202.06709, §2; docs/maths.md §5.4.) batches: augmented as in training, images (B, 3, S, S)
+    normalised and labels (B,) or (B, C). Raises InputError for no batch, and what `hessian` and
     `top_eigenvalues` raise.
     """
     found, images = [], 0
@@ -71,7 +72,7 @@ def hessian_spectrum(
     positive = [value for value in values if value > 0]
     return HessianSpectrum(
         module=module,
-        parameters=size_of(chosen_parameters(model, module)),
+        parameters=parameter_count(parameters_of(model, module)),
         weight_decay=weight_decay,
         images=images,
         batches=found,
@@ -80,11 +81,11 @@ def hessian_spectrum(
     )
 
 
-def measure_hessian(measured: Measured) -> HessianSpectrum:
-    options = measured.options
+def measure_hessian(context: MetricContext) -> HessianSpectrum:
+    options = context.options
     return hessian_spectrum(
-        measured.source.model,
-        augmented_batches(measured),
+        context.source.model,
+        augmented_batches(context),
         options.eigenvalues,
         weight_decay=options.weight_decay,
         module=options.module,

@@ -1,4 +1,4 @@
-"""The density of all eigenvalues of the Hessian, by stochastic Lanczos quadrature."""
+"""The density of all eigenvalues of the loss's Hessian (docs/maths.md §5.4)."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.analyze.curvature import LabelledBatch, augmented_batches, chosen_parameters, hessian, size_of
+from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian, parameter_count, parameters_of
 from vitx.analyze.lanczos import Density, lanczos_quadrature, smoothed_density
-from vitx.analyze.metric import Measured, Metric
+from vitx.analyze.metric import Metric, MetricContext
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, WIDTH, Results, panels
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class HessianDensity(Record):
-    """The density of all eigenvalues, the mean over batches; `nodes` and `weights` as they were before smoothing."""
+    """The density of all eigenvalues (nats per squared weight), mean over batches; it integrates to 1.
+
+    nodes, weights: the quadrature before smoothing; the weights sum to 1.
+    """
 
     module: str
     parameters: int
@@ -42,9 +45,11 @@ def hessian_density(
     sigma: float | None = None,
     seed: int = 0,
 ) -> HessianDensity:
-    """The density of all eigenvalues by stochastic Lanczos quadrature, `steps`·`probes` products a batch.
+    """The density of all eigenvalues by stochastic Lanczos quadrature, `steps`·`probes` products for each batch.
 
-    Every batch has probes of its own. Raises what `hessian_spectrum` does.
+    Nodes θ and weights ω with Σ ω·f(θ) ≈ tr f(H)/size (Ubaru et al., SIAM J. Matrix Anal. Appl. 2017; docs/maths.md
+    §5.4), smoothed by Gaussians of width `sigma`. batches: as for `hessian_spectrum`; each draws its own sign vectors.
+    Raises what `hessian_spectrum` does.
     """
     generator = torch.Generator().manual_seed(seed)
     found, images = [], 0
@@ -67,7 +72,7 @@ def hessian_density(
     nodes, weights = [node for node, _ in pairs], [weight / len(found) for _, weight in pairs]
     return HessianDensity(
         module=module,
-        parameters=size_of(chosen_parameters(model, module)),
+        parameters=parameter_count(parameters_of(model, module)),
         weight_decay=weight_decay,
         images=images,
         products=sum(batch.products for batch in found),
@@ -77,11 +82,11 @@ def hessian_density(
     )
 
 
-def measure_hessian_density(measured: Measured) -> HessianDensity:
-    options = measured.options
+def measure_hessian_density(context: MetricContext) -> HessianDensity:
+    options = context.options
     return hessian_density(
-        measured.source.model,
-        augmented_batches(measured),
+        context.source.model,
+        augmented_batches(context),
         weight_decay=options.weight_decay,
         module=options.module,
         seed=options.seed,

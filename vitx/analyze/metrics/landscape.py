@@ -1,4 +1,4 @@
-"""The loss around the weights, along two random filter-normalised directions (Li et al., arXiv 1712.09913, §4)."""
+"""The loss around the weights, along two random filter-normalised directions (docs/maths.md §5.4)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
-from vitx.analyze.metric import Measured, Metric
+from vitx.analyze.metric import Metric, MetricContext
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class LossLandscape(Record):
-    """Over a grid, row i at axis[i] along the first direction, column j at axis[j] along the second.
+    """The loss on a grid: row i at axis[i] along the first direction, column j at axis[j] along the second.
 
-    `nll`: mean over the images (nats), None where it is not finite; `l2`: ½·weight_decay·‖w‖². At 1 a filter has been
-    moved by its own length.
+    axis: at 1 every filter has moved by its own length. nll: mean over the images (nats), None where it is not finite.
+    l2: ½·weight_decay·‖w‖².
     """
 
     axis: list[float]
@@ -36,9 +36,9 @@ class LossLandscape(Record):
 
 
 def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
-    """Scale each output filter `direction[i]` to the length of `weight[i]`: the shape of both, two axes or more.
+    """d_i ← d_i·‖w_i‖/‖d_i‖ for each output filter i, of tensors of the same shape (Li et al., arXiv 1712.09913, §4).
 
-    Tensors of one axis or none (biases, norms) are not moved: zeros. So is a filter whose direction is zero.
+    Zeros for tensors of one axis or none (biases, norms), which are not moved, and for a filter whose direction is 0.
     """
     if weight.shape != direction.shape:
         raise InputError(f"a direction {tuple(direction.shape)} for a weight {tuple(weight.shape)}: shapes must agree")
@@ -52,7 +52,7 @@ def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
 
 
 def moved_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights of layers, which a direction moves: not biases, norms, positions, nor class and other tokens."""
+    """The weights that a direction moves, by name: those of layers, not biases, norms, positions or tokens."""
     return {
         f"{path}.{name}".removeprefix("."): parameter
         for path, module in model.named_modules()
@@ -70,12 +70,13 @@ def loss_landscape(
     weight_decay: float = 0.0,
     seed: int = 0,
 ) -> LossLandscape:
-    """Evaluate the loss in evaluation mode at `points`² places, `radius` at most from the weights along each direction.
+    """NLL and ½·λ·‖w‖² at w + a·d₁ + b·d₂ on a grid of `points`², a and b from −`radius` to `radius`.
 
-    batches: gone through once a place. The directions follow from `seed` and are drawn again for each place, so beside
-    the model one copy of its weights is held. The weights are the same bits afterwards. Raises InputError for no batch,
-    a count of points that is even (the middle is the network itself) or below 3, a radius that is not above 0, and a
-    network without weights to move.
+    (Li et al., arXiv 1712.09913, §4; docs/maths.md §5.4.) Evaluation mode. batches: images (B, 3, S, S) normalised and
+    labels (B,), read once for each point. The directions follow from `seed` and are drawn again for each point, so that
+    memory holds one copy of the weights beside the model. The weights are the same bits afterwards. Raises InputError
+    for no batch, a count of points that is even (the middle is the network itself) or below 3, a radius that is not
+    above 0, and a network without weights to move.
     """
     if points < 3 or points % 2 == 0 or not 0 < radius < math.inf:
         raise InputError(f"{points} points within {radius:g}: expected an odd number from 3, and a radius above 0")
@@ -88,11 +89,11 @@ def loss_landscape(
     axis = [radius * (index - half) / half for index in range(points)]
     nll = np.empty((points, points))
     l2 = np.empty((points, points))
-    with torch.no_grad(), in_evaluation_mode(model), _kept(moved) as weights:
-        for place in np.ndindex(points, points):
-            _move(moved, weights, [axis[index] for index in place], seed)
-            nll[place] = _mean_over(model, batches)
-            l2[place] = 0.5 * weight_decay * sum(float(part.double().square().sum()) for part in model.parameters())
+    with torch.no_grad(), in_evaluation_mode(model), _restored(moved) as weights:
+        for point in np.ndindex(points, points):
+            _move(moved, weights, [axis[index] for index in point], seed)
+            nll[point] = _mean_nll_over(model, batches)
+            l2[point] = 0.5 * weight_decay * sum(float(part.double().square().sum()) for part in model.parameters())
     return LossLandscape(
         axis=axis,
         nll=[[value if math.isfinite(value) else None for value in row] for row in nll.tolist()],
@@ -103,23 +104,26 @@ def loss_landscape(
     )
 
 
-def random_direction(weight: Tensor, seed: int, *place: int) -> Tensor:
-    """A filter-normalised normal direction for `weight`; drawn on the CPU in float32, the same on every device."""
-    state = int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0])
+def random_direction(weight: Tensor, seed: int, *indices: int) -> Tensor:
+    """A filter-normalised Gaussian direction for `weight`, of its own for each seed and indices.
+
+    Drawn on the CPU in float32, so that it is the same on every device.
+    """
+    state = int(np.random.SeedSequence([seed, *indices]).generate_state(1, np.uint64)[0])
     normal = torch.randn(weight.shape, generator=torch.Generator().manual_seed(state))
     return filter_normalized_direction(weight, normal.to(weight))
 
 
-def _move(moved: list[nn.Parameter], weights: list[Tensor], place: list[float], seed: int) -> None:
-    """Put the weights at weights + Σ place[d]·direction d."""
+def _move(moved: list[nn.Parameter], weights: list[Tensor], distances: list[float], seed: int) -> None:
+    """Set the parameters to weights + Σ_d distances[d]·direction_d."""
     for index, (parameter, weight) in enumerate(zip(moved, weights, strict=True)):
         parameter.copy_(weight)
-        for number, distance in enumerate(place):
+        for number, distance in enumerate(distances):
             if distance:
                 parameter.add_(random_direction(weight, seed, number, index), alpha=distance)
 
 
-def _mean_over(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
+def _mean_nll_over(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
     """The mean NLL over all images, which may be infinite or NaN far from the weights."""
     total, count = 0.0, 0
     for images, labels in batches:
@@ -129,8 +133,8 @@ def _mean_over(model: nn.Module, batches: Sequence[LabelledBatch]) -> float:
 
 
 @contextmanager
-def _kept(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Copies of the parameters, which are put back whatever happens."""
+def _restored(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Copies of the parameters, which are written back at the end of the block, also after an error."""
     copies = [parameter.detach().clone() for parameter in parameters]
     try:
         yield copies
@@ -140,11 +144,11 @@ def _kept(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
                 parameter.copy_(copy)
 
 
-def measure_landscape(measured: Measured) -> LossLandscape:
-    options = measured.options
+def measure_landscape(context: MetricContext) -> LossLandscape:
+    options = context.options
     return loss_landscape(
-        measured.source.model,
-        list(augmented_batches(measured)),
+        context.source.model,
+        list(augmented_batches(context)),
         points=options.landscape_points | 1,  # odd: the middle is the network itself
         weight_decay=options.weight_decay,
         seed=options.seed,

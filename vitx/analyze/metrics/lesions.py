@@ -1,4 +1,4 @@
-"""Lesion study: how much accuracy hangs on each unit (Veit et al., arXiv 1605.06431; Park & Kim, 2202.06709)."""
+"""Lesion study: the accuracy without each unit (docs/maths.md §5.1)."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from vitx.analyze.accuracy import Tally, numbered
+from vitx.analyze.accuracy import AccuracyCounter, labelled_batches
 from vitx.analyze.activations import in_evaluation_mode
-from vitx.analyze.figures import _HATCHES, NAMES, whole_numbers
-from vitx.analyze.metric import Measured, Metric, NotApplicable
+from vitx.analyze.metric import Metric, MetricContext, NotApplicable
+from vitx.analyze.metric_figures import HATCHES, NAMES, whole_numbers
 from vitx.analyze.units import Kind, residual_units
 from vitx.core.console import progress
 from vitx.core.files import Record
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Lesion(Record):
-    """Accuracy without one unit, and what kind of unit it is."""
+    """The accuracy without one unit, 0 to 1, and the kind of the unit."""
 
     kind: Kind
     accuracy: float
 
 
 class Lesions(Record):
-    """Accuracy of the whole network, and with each unit removed alone: only its shortcut is left."""
+    """Accuracy, 0 to 1, of the whole network, and with each unit removed alone."""
 
     images: int
     accuracy: float
@@ -41,39 +41,40 @@ class Lesions(Record):
 def lesion_study(
     model: nn.Module, images: ImageSet, preprocessing: Preprocessing, *, batch_size: int = 64, quiet: bool = False
 ) -> Lesions:
-    """Classify `images` once with the whole network and once without each unit; NotApplicable without known units.
+    """Top-1 accuracy of the whole network, and with one unit's branch replaced by zero so that its shortcut is left.
 
-    Each batch is decoded once. Modes and hooks are restored.
+    (Veit et al., arXiv 1605.06431, §4.1; Park & Kim, arXiv 2202.06709; docs/maths.md §5.1.) Each batch is decoded once.
+    Modes and hooks are restored. Raises NotApplicable for a network whose units are not known.
     """
     units = residual_units(model)
     if not units:
         raise NotApplicable("the network has no residual units that are known")
     device = next(model.parameters()).device
-    tally = Tally()
+    counter = AccuracyCounter()
     batches = -(-len(images) // batch_size)
     pixels_of = images.batches(preprocessing, batch_size)
     with in_evaluation_mode(model), torch.inference_mode(), progress("lesions", batches, quiet=quiet) as bar:
-        for done, (_, pixels, labels) in enumerate(numbered(pixels_of, images.labels), 1):
+        for done, (_, pixels, labels) in enumerate(labelled_batches(pixels_of, images.labels), 1):
             inputs = image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device)
-            tally.add(None, model(inputs).cpu().numpy(), labels)
+            counter.add(None, model(inputs).cpu().numpy(), labels)
             for unit in units:
                 with ExitStack() as restore:
-                    restore.callback(unit.branch.register_forward_hook(_nothing).remove)
-                    tally.add(unit.name, model(inputs).cpu().numpy(), labels)
+                    restore.callback(unit.branch.register_forward_hook(_zeros).remove)
+                    counter.add(unit.name, model(inputs).cpu().numpy(), labels)
             bar.update(done)
     return Lesions(
         images=len(images),
-        accuracy=tally.accuracy(None),
-        units={unit.name: Lesion(kind=unit.kind, accuracy=tally.accuracy(unit.name)) for unit in units},
+        accuracy=counter.accuracy(None),
+        units={unit.name: Lesion(kind=unit.kind, accuracy=counter.accuracy(unit.name)) for unit in units},
     )
 
 
-def _nothing(_branch: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def _zeros(_branch: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     return torch.zeros_like(output)
 
 
-def measure_lesions(measured: Measured) -> Lesions:
-    source, images, options, quiet = measured
+def measure_lesions(context: MetricContext) -> Lesions:
+    source, images, options, quiet = context
     return lesion_study(source.model, images, source.preprocessing, batch_size=options.batch_size, quiet=quiet)
 
 
@@ -88,7 +89,7 @@ def draw_lesions(results: Results) -> "Figure":
                 100 * unit.accuracy,
                 color="0.75" if unit.kind == "attention" else "white",
                 edgecolor="black",
-                hatch=_HATCHES[unit.kind],
+                hatch=HATCHES[unit.kind],
                 label=None if unit.kind in seen else f"without one {NAMES[unit.kind]} unit",
             )
             seen.add(unit.kind)

@@ -1,4 +1,4 @@
-"""Accuracy when patches are painted over (PatchDrop of Naseer et al., arXiv 2105.10497, §3.1)."""
+"""Accuracy when patches are painted over (PatchDrop of Naseer et al., arXiv 2105.10497, §3.1; docs/maths.md §5.3)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -8,9 +8,9 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from vitx.analyze.accuracy import Labels, Predict, Tally, numbered
-from vitx.analyze.figures import ACCURACY
-from vitx.analyze.metric import Measured, Metric, percent
+from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_batches
+from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.metric_figures import ACCURACY
 from vitx.analyze.predictor import as_pixels, pixel_logits, predictor
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-# uint8 (B, S, S, 3), patch size P → how much each patch matters, (B, (S/P)²), patches row by row.
+# Images uint8 (B, S, S, 3), patch size P → the saliency of each patch, (B, (S/P)²), patches row by row.
 Saliency = Callable[[UInt8Array, int], npt.NDArray[np.floating]]
 
 
 class Occlusion(Record):
-    """`random[i]`, … is the accuracy with the share `ratios[i]` of the patches painted over; `clean` with none.
+    """Accuracies, 0 to 1: `random[i]`, … with the share `ratios[i]` of the patches painted over, `clean` with none.
 
-    `random` drops patches by chance, `most_salient` the ones that matter most first, `least_salient` last; the latter
-    two are None where saliency was not given.
+    `random` paints over random patches, `most_salient` those of largest saliency first, `least_salient` those of
+    smallest first; the latter two are None without a saliency. `patch_size` is in pixels.
     """
 
     images: int
@@ -52,34 +52,34 @@ def occlusion(
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
 ) -> Occlusion:
-    """Classify every image with a share of its patches painted in the mean colour, which normalisation maps to 0.
+    """Top-1 accuracy with a share of the patches painted in the mean colour, which normalisation maps to 0.
 
-    The smaller share contains no patch that the larger lacks. A network that keeps its accuracy while random patches
-    vanish relies on no single part; one that falls fast when the most salient vanish, and slowly when the least salient
-    do, looks at the object. images: batches uint8 (B, S, S, 3), read once; mean: `Preprocessing.mean`, 0 to 1.
-    saliency: `gradient_saliency(model, preprocessing)`. Raises InputError when patches do not tile the image, or for
-    ratios outside 0 to 1.
+    The patches of a smaller share are among those of a larger one. A network that keeps its accuracy without random
+    patches relies on no single part; one that loses it fast without the most salient patches, and slowly without the
+    least salient, looks at the object. images: batches uint8 (B, S, S, 3), read once; labels (N,); mean:
+    `Preprocessing.mean`, 0 to 1. saliency: `gradient_saliency(model, preprocessing)`. Raises InputError when patches do
+    not tile the image, or for ratios outside 0 to 1.
     """
     if not all(0 <= ratio <= 1 for ratio in ratios):
         raise InputError(f"ratios {tuple(ratios)}: expected shares of the patches, 0 to 1")
     colour = np.rint(np.array(mean) * 255).astype(np.uint8)
-    tally = Tally()
-    for first, pixels, truth in numbered(images, labels):
+    counter = AccuracyCounter()
+    for first, pixels, truth in labelled_batches(images, labels):
         _require_tiles(pixels.shape[1], patch_size)
-        tally.add(None, predict(pixels), truth)
+        counter.add(None, predict(pixels), truth)
         for order, ranking in _rankings(pixels, patch_size, saliency, seed, first).items():
             for ratio in ratios:
                 dropped = drop_patches(pixels, ranking[:, : round(ratio * ranking.shape[1])], patch_size, colour)
-                tally.add((order, ratio), predict(dropped), truth)
+                counter.add((order, ratio), predict(dropped), truth)
 
     def curve(order: str) -> tuple[float, ...]:
-        return tuple(tally.accuracy((order, ratio)) for ratio in ratios)
+        return tuple(counter.accuracy((order, ratio)) for ratio in ratios)
 
     return Occlusion(
-        images=tally.images(None),
+        images=counter.images(None),
         patch_size=patch_size,
         ratios=tuple(ratios),
-        clean=tally.accuracy(None),
+        clean=counter.accuracy(None),
         random=curve("random"),
         most_salient=curve("most_salient") if saliency is not None else None,
         least_salient=curve("least_salient") if saliency is not None else None,
@@ -89,7 +89,7 @@ def occlusion(
 def drop_patches(
     images: UInt8Array, patches: npt.NDArray[np.integer], patch_size: int, colour: UInt8Array
 ) -> UInt8Array:
-    """Paint `patches` (B, M), numbers row by row, of images (B, S, S, 3) in `colour` (3,)."""
+    """Paint `patches` (B, M), indices counted row by row, of images uint8 (B, S, S, 3) in `colour` (3,)."""
     count, side = images.shape[:2]
     grid = side // patch_size
     dropped = np.zeros((count, grid * grid), dtype=np.bool_)
@@ -101,9 +101,9 @@ def drop_patches(
 def gradient_saliency(model: nn.Module, preprocessing: Preprocessing) -> Saliency:
     """Saliency of any network: ‖∂z/∂x ⊙ x‖₂ over each patch, z the logit of the predicted class, x normalised.
 
-    Since x = 0 is the mean colour, it is the first-order effect of painting the patch, value by value. The paper ranks
-    patches by the attention of DINO, a second network; this ranks them by the network that is measured, and needs no
-    attention. Evaluation mode; modes, gradients and `requires_grad` are restored.
+    x = 0 is the mean colour, so ∂z/∂x ⊙ x is the first-order effect of painting each value. The paper ranks patches by
+    the attention of DINO, a second network; this ranks them by the measured network, which needs no attention.
+    Evaluation mode; modes, gradients and `requires_grad` are restored.
     """
 
     def saliency(images: UInt8Array, patch_size: int) -> npt.NDArray[np.floating]:
@@ -111,6 +111,7 @@ def gradient_saliency(model: nn.Module, preprocessing: Preprocessing) -> Salienc
         with pixel_logits(model, preprocessing) as logits_of:
             pixels = as_pixels(images, model).requires_grad_(True)
             (gradient,) = torch.autograd.grad(logits_of(pixels).amax(dim=1).sum(), pixels)
+            # In pixels: dividing by std in x and multiplying by it in the gradient cancel.
             mean = pixels.new_tensor(preprocessing.mean).view(1, 3, 1, 1)
             effect = (gradient * (pixels.detach() - mean)).square().sum(dim=1, keepdim=True)
             power = torch.nn.functional.avg_pool2d(effect, patch_size)
@@ -120,7 +121,7 @@ def gradient_saliency(model: nn.Module, preprocessing: Preprocessing) -> Salienc
 
 
 def default_patch_size(model: nn.Module, image_size: int) -> int:
-    """The network's own patches where at most 16 a side tile the image, else a fourteenth, eighth, … of its side."""
+    """The network's own patch size if 16 × 16 patches or fewer tile the image, else 1/14, 1/8, 1/7 or 1/4 of it."""
     own = getattr(getattr(model, "patch_embed", None), "patch_size", None)
     own = own[0] if isinstance(own, tuple) else own
     if isinstance(own, int) and image_size % own == 0 and image_size // own <= 16:
@@ -131,7 +132,7 @@ def default_patch_size(model: nn.Module, image_size: int) -> int:
 def _rankings(
     images: UInt8Array, patch_size: int, saliency: Saliency | None, seed: int, first: int
 ) -> dict[str, npt.NDArray[np.integer]]:
-    """By order: patches (B, n), those dropped first in front."""
+    """The indices of the patches, (B, n), in the order of painting; by the name of the order."""
     patches = (images.shape[1] // patch_size) ** 2
     random = [np.random.default_rng((seed, first + number)).permutation(patches) for number in range(len(images))]
     rankings: dict[str, npt.NDArray[np.integer]] = {"random": np.stack(random)}
@@ -146,16 +147,16 @@ def _require_tiles(side: int, patch_size: int) -> None:
         raise InputError(f"patches of {patch_size} pixels do not tile an image of {side}: expected a divisor of {side}")
 
 
-def measure_occlusion(measured: Measured) -> Occlusion:
-    source = measured.source
+def measure_occlusion(context: MetricContext) -> Occlusion:
+    source = context.source
     return occlusion(
         predictor(source.model, source.preprocessing),
-        measured.batches(),
-        measured.images.labels,
+        context.batches(),
+        context.images.labels,
         patch_size=default_patch_size(source.model, source.preprocessing.image_size),
         mean=source.preprocessing.mean,
         saliency=gradient_saliency(source.model, source.preprocessing),
-        seed=measured.options.seed,
+        seed=context.options.seed,
     )
 
 

@@ -1,4 +1,4 @@
-"""Over-smoothing: how alike patch tokens are after each block, and how evenly attention is spread."""
+"""Over-smoothing: how alike patch tokens are after each block, and how even attention is (docs/maths.md §1)."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vitx.analyze.activations import Activations, Layout
-from vitx.analyze.figures import draw_lines
-from vitx.analyze.metric import Metric, NotApplicable, ends
+from vitx.analyze.metric import Metric, NotApplicable, first_to_last
+from vitx.analyze.metric_figures import draw_lines
 from vitx.analyze.units import residual_units
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class OverSmoothing(Record):
-    """By layer name: mean cosine of different patches (1: all alike), and the spread of attention over keys."""
+    """cos_sim by block and attention_std by attention layer, means over the images; no unit.
+
+    cos_sim: from −1/(n−1) to 1, where all n patches point one way. attention_std: 0 where attention is uniform.
+    """
 
     images: int
     cos_sim: dict[str, float]
@@ -27,7 +30,12 @@ class OverSmoothing(Record):
 
 
 class OverSmoothingMetric:
-    """Token similarity of block outputs and the spread of softmax maps."""
+    """CosSim of the patch tokens after each block, and the standard deviation of attention over keys.
+
+    CosSim(h) = (‖Σ_i ĥ_i‖² − n) / (n(n−1)), ĥ = h/‖h‖, of tokens h (B, n, D) without the class token: the mean cosine
+    of two different patches (Gong et al., arXiv 2104.12753, §3; docs/maths.md §1.1). The standard deviation is that of
+    a row of the softmax map (B, H, N, N) over its N keys, unbiased, mean over rows, heads and images (§1.2).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._layout = Layout.of(model)
@@ -63,7 +71,7 @@ def draw_over_smoothing(results: Results) -> "Figure":
 
 def _over_smoothing_line(found: OverSmoothing) -> str:
     parts = {"CosSim": found.cos_sim, "attention std": found.attention_std}
-    return ", ".join(f"{name} {ends(layers.values())}" for name, layers in parts.items() if layers)
+    return ", ".join(f"{name} {first_to_last(layers.values())}" for name, layers in parts.items() if layers)
 
 
 OVER_SMOOTHING_METRIC = Metric(
@@ -72,7 +80,7 @@ OVER_SMOOTHING_METRIC = Metric(
     "The spread of attention over keys falls to 0 where attention looks at everything alike.",
     record=OverSmoothing,
     line=_over_smoothing_line,
-    activation=lambda measured: OverSmoothingMetric(measured.source.model),
+    activation=lambda context: OverSmoothingMetric(context.source.model),
     streams=True,
     maps=True,
     figure=draw_over_smoothing,

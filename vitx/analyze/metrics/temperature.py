@@ -1,24 +1,26 @@
-"""Temperature scaling (Guo et al., arXiv 1706.04599)."""
+"""Temperature scaling: one number that divides the logits (Guo et al., arXiv 1706.04599, §4.2; docs/maths.md §5.2)."""
 
 import math
 
 import numpy as np
 from scipy import optimize
 
+from vitx.analyze.accuracy import Labels
 from vitx.analyze.metric import Metric, NotApplicable, percent
-from vitx.analyze.metrics.confidence import LabelArray, LogitArray, Logits, require_labels
+from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, require_labels
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.probabilities import classification_metrics, softmax
 
-TEMPERATURES = (0.01, 100.0)
+TEMPERATURES = (0.01, 100.0)  # the bounds of T
 
 
 class TemperatureScaling(Record):
-    """Dividing logits by `temperature`, and what that does to images it was not fitted on.
+    """The fitted temperature, and NLL (nats) and ECE (0 to 1) before and after scaling.
 
-    `temperature` is fitted on all images, `temperatures_of_halves` on the even and on the odd ones; `nll` and `ece` are
-    of logits as they are, the `scaled_` ones of each half divided by the temperature of the other.
+    `temperature` is fitted on all images, `temperatures_of_halves` on those of even and of odd index. `nll` and `ece`
+    are of the logits as they are; for `scaled_nll` and `scaled_ece` each half is divided by the temperature that was
+    fitted on the other.
     """
 
     images: int
@@ -30,12 +32,13 @@ class TemperatureScaling(Record):
     scaled_ece: float
 
 
-def fit_temperature(logits: LogitArray, labels: LabelArray) -> float:
+def fit_temperature(logits: LogitArray, labels: Labels) -> float:
     """The T > 0 that minimises the NLL of softmax(logits / T), logits (N, C) and labels (N,).
 
-    The NLL is convex in 1/T, so its derivative, mean(E_p[z] − z_y), has one root. Where that lies beyond 0.01 or 100,
-    the bound is returned: a network that is never wrong would have T = 0, one worse than chance ∞. Above 1 the network
-    was overconfident. Accuracy does not change. Raises InputError for labels that are no classes of the logits.
+    The NLL is convex in 1/T, so its derivative, mean(E_p[z] − z_y), has one root (docs/maths.md §5.2). If the root is
+    below 0.01 or above 100, that bound is returned: a network that is never wrong would have T = 0, one worse than
+    chance T = ∞. T above 1: the network was overconfident. Accuracy does not change. Raises InputError for labels that
+    are no classes of the logits.
     """
     logits = np.asarray(logits, dtype=np.float64)
     require_labels(logits, labels)
@@ -54,11 +57,11 @@ def fit_temperature(logits: LogitArray, labels: LabelArray) -> float:
     return math.exp(-optimize.brentq(slope, low, high, xtol=1e-10))
 
 
-def temperature_scaling(logits: LogitArray, labels: LabelArray) -> TemperatureScaling:
-    """Fit a temperature on the even images and apply it to the odd ones, and the other way round.
+def temperature_scaling(logits: LogitArray, labels: Labels) -> TemperatureScaling:
+    """Fit a temperature on images of even index and apply it to those of odd index, and the other way round.
 
-    `scaled_ece` well below `ece` says that one number repairs the confidence; as it is, it says that the error is not
-    one of scale. Raises InputError for fewer than two images.
+    logits (N, C), labels (N,). A `scaled_ece` well below `ece`: one number repairs the confidence. A `scaled_ece` near
+    `ece`: the error is not one of scale. Raises InputError for fewer than two images.
     """
     if len(labels) < 2:
         raise InputError(
@@ -80,7 +83,9 @@ def temperature_scaling(logits: LogitArray, labels: LabelArray) -> TemperatureSc
     )
 
 
-class TemperatureMetric(Logits):
+class TemperatureMetric(LogitCollector):
+    """`temperature_scaling` of the logits (N, C)."""
+
     def result(self) -> TemperatureScaling:
         if len(self.labels) < 2:
             raise NotApplicable("one image has no second half to scale")

@@ -1,4 +1,4 @@
-"""The way training took through the space of weights, in polar coordinates (Park & Kim, arXiv 2202.06709, §2)."""
+"""The path of a training through the space of weights, in polar coordinates (docs/maths.md §5.4)."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vitx.analyze.metric import Measured, Metric, NotApplicable, ends
+from vitx.analyze.metric import Metric, MetricContext, NotApplicable, first_to_last
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record
 from vitx.core.panels import LINES, WIDTH, Results
@@ -23,9 +23,9 @@ State = Mapping[str, Tensor]
 
 
 class Trajectory(Record):
-    """Of each checkpoint t = 0 … T: `radius` = ‖w_t−w_0‖/‖w_T−w_0‖, and `angle` between w_t−w_0 and w_T−w_0 in radians.
+    """Of each checkpoint t = 0 … T: `radius` ‖w_t−w_0‖/‖w_T−w_0‖, no unit, and `angle` between w_t−w_0 and w_T−w_0.
 
-    The angle is None where w_t = w_0. `steps` are the optimizer's.
+    The angle is in radians, None where w_t = w_0. `steps` counts the optimizer's steps.
     """
 
     steps: list[int]
@@ -36,18 +36,18 @@ class Trajectory(Record):
 def polar_trajectory(
     states: Sequence[State], *, names: Collection[str] | None = None, steps: Sequence[int] | None = None
 ) -> Trajectory:
-    """Polar coordinates of state dictionaries, in the order of training; three are held at a time.
+    """Polar coordinates of state dictionaries w_0 … w_T, in the order of training; three are in memory at a time.
 
-    names: the entries that are weights; by default every entry of floating point, running statistics included. steps:
-    0, 1, … by default. Raises InputError for fewer than two states, for states of different networks, and when the
-    first and the last are equal.
+    (Park & Kim, arXiv 2202.06709, §2; docs/maths.md §5.4.) names: the entries that are weights; by default every
+    floating-point entry, running statistics included. steps: 0, 1, … by default. Raises InputError for fewer than two
+    states, for states of different networks, and when the first and the last are equal.
     """
     if len(states) < 2:
         raise InputError(f"{len(states)} checkpoint of a training: a trajectory needs the first and the last at least")
     first, last = states[0], states[-1]
     chosen = [name for name in first if first[name].is_floating_point() and (names is None or name in names)]
-    whole = _distance(first, last, chosen)
-    if whole == 0.0:
+    total = _distance(first, last, chosen)
+    if total == 0.0:
         raise InputError(
             "the first and the last checkpoint hold the same weights: there is no direction to compare with"
         )
@@ -56,8 +56,8 @@ def polar_trajectory(
     for number in range(len(states)):
         state = states[number]
         length = _distance(first, state, chosen)
-        radius.append(length / whole)
-        angle.append(_angle(first, state, last, chosen, length, whole) if length else None)
+        radius.append(length / total)
+        angle.append(_angle(first, state, last, chosen, length, total) if length else None)
     return Trajectory(steps=list(range(len(states)) if steps is None else steps), radius=radius, angle=angle)
 
 
@@ -66,9 +66,9 @@ def run_trajectory(
 ) -> Trajectory:
     """The trajectory of the checkpoints that a run folder holds, from `initial`, the weights training began with.
 
-    A run keeps its best and its last checkpoint; `steps` tells which are there. Without `initial` the earliest of them
-    stands for w_0. Every file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is
-    corrupt or of another network.
+    A run keeps its best and its last checkpoint. Without `initial` w_0 is the earliest of them. The sha256 of every
+    file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is corrupt or of another
+    network.
     """
     found = sorted(
         ((read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")),
@@ -81,13 +81,13 @@ def run_trajectory(
         )
     for state, folder in found:
         verify_digests(folder, state.sha256)
-    states = _Files([folder / f"{weights}.safetensors" for _, folder in found], initial)
+    states = _LazyStates([folder / f"{weights}.safetensors" for _, folder in found], initial)
     names = {name for name, _ in build_model(run.info.model).named_parameters()}
     return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
 
 
-class _Files(Sequence[State]):
-    """State dictionaries that are read when they are asked for."""
+class _LazyStates(Sequence[State]):
+    """State dictionaries that are read from their files at each access."""
 
     def __init__(self, paths: list[Path], initial: State | None) -> None:
         self.entries: list[Path | State] = [*([initial] if initial is not None else []), *paths]
@@ -101,14 +101,15 @@ class _Files(Sequence[State]):
 
 
 def _distance(first: State, state: State, names: list[str]) -> float:
+    """‖w_t − w_0‖ over the entries `names`."""
     return math.sqrt(sum(float(_step(first, state, name).square().sum()) for name in names))
 
 
-def _angle(first: State, state: State, last: State, names: list[str], length: float, whole: float) -> float:
-    """2·atan2(‖û−v̂‖, ‖û+v̂‖) of the unit vectors û and v̂: exact for small angles too, where arccos is not."""
+def _angle(first: State, state: State, last: State, names: list[str], length: float, total: float) -> float:
+    """2·atan2(‖û−v̂‖, ‖û+v̂‖) of unit vectors û and v̂: accurate for small angles too, where arccos is not."""
     apart = together = 0.0
     for name in names:
-        here, there = _step(first, state, name) / length, _step(first, last, name) / whole
+        here, there = _step(first, state, name) / length, _step(first, last, name) / total
         apart += float((here - there).square().sum())
         together += float((here + there).square().sum())
     return 2 * math.atan2(math.sqrt(apart), math.sqrt(together))
@@ -121,11 +122,11 @@ def _step(first: State, state: State, name: str) -> Tensor:
     return state[name].double() - first[name].double()
 
 
-def measure_trajectory(measured: Measured) -> Trajectory:
-    if measured.source.recipe is None:
+def measure_trajectory(context: MetricContext) -> Trajectory:
+    if context.source.recipe is None:
         raise NotApplicable("a network without a training run has no trajectory")
     try:
-        return run_trajectory(RunFolder.open(measured.source.name))
+        return run_trajectory(RunFolder.open(context.source.name))
     except InputError as error:
         raise NotApplicable(str(error)) from None
 
@@ -139,18 +140,18 @@ def draw_trajectory(results: Results) -> "Figure":
     for (network, record), style in zip(records.items(), LINES, strict=False):
         angles = [0.0 if angle is None else angle for angle in record.angle]
         axes.plot(angles, record.radius, label=network, markersize=4, **style)
-    axes.set(xlabel="angle to the way to the last weights", ylabel="distance from the first weights")
+    axes.set(xlabel="angle to the direction of the last weights", ylabel="distance from the first weights")
     axes.legend(fontsize="small")
     return figure
 
 
 def _trajectory_line(found: Trajectory) -> str:
-    return f"{len(found.steps)} checkpoints, radius {ends(found.radius)}"
+    return f"{len(found.steps)} checkpoints, radius {first_to_last(found.radius)}"
 
 
 TRAJECTORY_METRIC = Metric(
     title="Trajectory of training",
-    reading="Distance from the first weights over that of the last ones, and the angle between the two ways.",
+    reading="Distance from the first weights, over that of the last weights, and the angle between the two directions.",
     record=Trajectory,
     line=_trajectory_line,
     measure=measure_trajectory,

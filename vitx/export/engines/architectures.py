@@ -10,17 +10,16 @@ _DATA_CENTRE = {"sm70", "sm90", "sm100", "sm103", "sm107", "sm110"}
 
 
 def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
-    """Return "sm86,sm89" (or a sequence of such names) as sorted names without repetitions.
+    """Parse "sm86,sm89" (or a sequence of such names) to sorted names without repetitions.
 
-    Raises InputError for a name that is not one, and for one that is not among `known`, which it lists.
+    Raises InputError for a name that is not among `known`, listing those.
     """
     given = text.split(",") if isinstance(text, str) else list(text)
     names = [name.strip().lower() for name in given if name.strip()]
-    order = sorted(known, key=_number)
     for name in names:
         if name in known:
             continue
-        message = f"TensorRT for RTX cannot build for '{name}': it knows {', '.join(order)}"
+        message = f"TensorRT for RTX cannot build for '{name}': it knows {', '.join(sorted(known, key=_number))}"
         if name in _DATA_CENTRE:
             message += "; that one is a data-centre GPU: build with --trt on a machine that has it"
         elif not re.fullmatch(r"sm\d+", name):

@@ -1,4 +1,4 @@
-"""What a TensorRT build says while it runs: its messages, and how far it is."""
+"""The messages and the progress of a TensorRT build."""
 
 import threading
 
@@ -6,13 +6,13 @@ from vitx.core.console import Progress
 
 
 class BuildLog:
-    """Warnings and errors of a build, each once."""
+    """Messages of a build by severity, each once."""
 
     def __init__(self) -> None:
         self._messages: dict[str, list[str]] = {}
 
     def add(self, severity: str, message: str) -> None:
-        """Keep a message; `severity` is TensorRT's name of it."""
+        """Keep a message; `severity` is the name of a member of `ILogger.Severity`."""
         kept = self._messages.setdefault(severity, [])
         if message not in kept:
             kept.append(message)
@@ -21,16 +21,16 @@ class BuildLog:
         return tuple(self._messages.get("WARNING", ()))
 
     def errors(self) -> str:
-        """The errors in one line. CUDA's complaint about a missing driver is left out: no build here needs one."""
+        """The errors in one line, without CUDA's about a missing driver, which a build without a GPU also logs."""
         errors = [*self._messages.get("INTERNAL_ERROR", ()), *self._messages.get("ERROR", ())]
-        telling = [message for message in errors if "CUDA driver version is insufficient" not in message]
-        return "; ".join(message.strip() for message in telling or errors) or "it gave no reason"
+        relevant = [message for message in errors if "CUDA driver version is insufficient" not in message]
+        return "; ".join(message.strip() for message in relevant or errors) or "it gave no reason"
 
 
-class BuildSteps:
-    """TensorRT's phases, which nest and each have steps, as one number from 0 to 1000.
+class BuildProgress:
+    """The progress of TensorRT's phases, which nest and have steps, as one number from 0 to 1000.
 
-    A phase counts for the step of its parent that it happens in. Called from the builder's threads.
+    A phase fills the step of its parent during which it runs. Called from the builder's threads.
     """
 
     def __init__(self, bar: Progress) -> None:
@@ -45,7 +45,10 @@ class BuildSteps:
             self._phases[phase] = (parent, max(steps, 1), 0)
 
     def complete(self, phase: str, step: int) -> bool:
-        """A step of a phase is done; return whether to go on. Ctrl-C is remembered: it must not cross into C++."""
+        """A step of a phase is done; return whether to go on.
+
+        Ctrl-C is recorded and not raised: an exception must not cross the C++ builder that called this.
+        """
         try:
             with self._lock:
                 parent, steps, _ = self._phases.get(phase, (None, 1, 0))
@@ -67,6 +70,6 @@ class BuildSteps:
             if parent is None:
                 break
             name = parent
-        # A phase may be entered again: a bar never goes back.
+        # TensorRT may enter a phase again; the bar must not go back.
         self._reported = max(self._reported, int(1000 * done))
         self._bar.update(self._reported, phase)

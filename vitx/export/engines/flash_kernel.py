@@ -1,7 +1,7 @@
-"""Flash Re-Attention compiled ahead of time, by Triton, for a GPU that need not be here: PTX and how it is launched.
+"""Flash Re-Attention compiled ahead of time by Triton, for a GPU that this machine need not have: PTX and its launch.
 
-An engine launches a kernel by position: the inputs, the integers, the outputs. The two kernels made for that
-(vitx.models.flash.kernels) read and write (B, N, H, K) as the Linears make it, so nothing is transposed.
+An engine passes a kernel its arguments by position: inputs, integers, outputs. The two kernels written for that order
+(vitx.models.flash.kernels) read and write (B, N, H, K), the layout of the Linears' outputs, so nothing is transposed.
 """
 
 import functools
@@ -10,20 +10,20 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknown_name
-from vitx.models.flash.reattention import Tiles, beyond_limits, group_of, options_of, sizes
+from vitx.models.flash.reattention import Tiles, beyond_limits, heads_per_program, kernel_constants, launch_options
 
 Operator = Literal["Reattention", "TalkingHeads"]
 Half = Literal["fp16", "bf16"]
 KERNELS: dict[Operator, str] = {"Reattention": "reattention_kernel", "TalkingHeads": "talking_heads_kernel"}
 HALVES: tuple[Half, ...] = ("fp16", "bf16")
 
-# The builder times them on its GPU and keeps the fastest. The last fits the 48 KiB that a kernel gets unasked; whether
-# TensorRT asks for more on behalf of the others is not documented.
+# The builder times these tiles on its GPU and keeps the fastest. The last fits the 48 KiB of shared memory that every
+# kernel may use; whether TensorRT requests more for the others is not documented.
 TILES = (Tiles(heads=3), Tiles(32, 16, 2, 1, 3), Tiles(16, 16, 1, 1, 2))
 
-OLDEST = 80  # tensor cores that multiply bfloat16
-# The first PTX that knows a GPU. The others get 8.0, which every driver since CUDA 12.0 reads: a driver refuses PTX
-# that is newer than itself, and by default Triton writes the newest.
+OLDEST = 80  # the first tensor cores that multiply bfloat16
+# The oldest PTX version that knows each GPU; for others 8.0, which every driver since CUDA 12.0 reads. A driver refuses
+# PTX that is newer than itself, and by default Triton writes the newest.
 _PTX_VERSIONS = {100: 86, 103: 88, 110: 90, 120: 87, 121: 88}
 _PTX_VERSION = 80
 # KiB of shared memory that a block can have (CUDA C++ Programming Guide, compute capabilities); 99 elsewhere.
@@ -32,9 +32,9 @@ _SHARED_KIB_ELSEWHERE = 99
 
 
 class FlashKernel(NamedTuple):
-    """A compiled kernel: its entry point in `ptx`, threads of a block, and bytes of dynamic shared memory of a block.
+    """A compiled kernel: the name of its entry point in `ptx`, threads and bytes of dynamic shared memory of a block.
 
-    Its grid is (`grid_x(tokens)`, images).
+    The grid is (`grid_x(tokens)`, images): a block for each tile of queries and each group of heads.
     """
 
     name: str
@@ -49,13 +49,13 @@ class FlashKernel(NamedTuple):
 
 
 def why_not_compiled(heads: int, tokens: int, width: int) -> str | None:
-    """What stands against the kernels for attention of this size; None when nothing does."""
+    """Why the kernels do not take attention of this size; None when they do."""
     beyond = beyond_limits(heads, tokens, width)
     return None if beyond is None else "{} {}, above {}".format(*beyond)
 
 
 def compiled_kernels(operator: Operator, architecture: str, heads: int, width: int, half: Half) -> list[FlashKernel]:
-    """The kernels with each of TILES whose shared memory an `architecture` ("sm89", …) has, in that order.
+    """One kernel for each of TILES that fits the shared memory of `architecture` ("sm89", …), in that order.
 
     Raises InputError for an architecture before sm80 or a size that the kernels do not take, EnvironmentMissing without
     Triton.
@@ -70,15 +70,15 @@ def compiled_kernels(operator: Operator, architecture: str, heads: int, width: i
 def compiled_kernel(
     operator: Operator, architecture: str, heads: int, width: int, half: Half, tiles: Tiles
 ) -> FlashKernel:
-    """Compile the kernel of an operator; see `compiled_kernels` for what is raised."""
+    """Compile the kernel of an operator with given tiles; see `compiled_kernels` for errors."""
     capability = _capability(architecture)
     if operator not in KERNELS:
         raise unknown_name("operator", operator, KERNELS)
     if half not in HALVES:
         raise unknown_name("precision of the flash kernels", half, HALVES)
-    against = why_not_compiled(heads, 1, width)
-    if against is not None:
-        raise InputError(f"the flash kernels do not take {against}: leave the plugin out")
+    unsupported = why_not_compiled(heads, 1, width)  # the tokens are an argument at run time
+    if unsupported is not None:
+        raise InputError(f"the flash kernels do not take {unsupported}: leave the plugin out")
     if importlib.util.find_spec("triton") is None:
         raise EnvironmentMissing(
             "the flash plugin is compiled by Triton, which is not installed: on Linux it comes with PyTorch; elsewhere "
@@ -92,16 +92,16 @@ def compiled_kernel(
     from vitx.models.flash import kernels
 
     function: Any = getattr(kernels, KERNELS[operator])
-    constants = sizes(heads, width, tiles)
+    constants = kernel_constants(heads, width, tiles)
     signature = {name: _type_of(name, half, constants) for name in function.arg_names}
-    # TensorRT's buffers are aligned to 256 bytes; 16 is what the widest loads need.
+    # TensorRT's buffers are aligned to 256 bytes; the widest loads need 16.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name.endswith("_base")}
     with knobs.compilation.scope():
-        knobs.compilation.disable_line_info = True  # paths of this machine
+        knobs.compilation.disable_line_info = True  # it holds paths of this machine
         compiled = triton.compile(
             ASTSource(function, signature, constexprs=constants, attrs=aligned),
             target=GPUTarget("cuda", capability, 32),
-            options={**options_of(tiles), "ptx_version": _PTX_VERSIONS.get(capability, _PTX_VERSION)},
+            options={**launch_options(tiles), "ptx_version": _PTX_VERSIONS.get(capability, _PTX_VERSION)},
         )
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size:
@@ -114,15 +114,15 @@ def compiled_kernel(
         tiles,
         metadata.num_warps * metadata.warp_size,
         metadata.shared,
-        heads // group_of(heads, tiles),
+        heads // heads_per_program(heads, tiles),
     )
 
 
 def without_scratch(ptx: str, kernel: str, parameters: int) -> str:
-    """PTX whose `kernel` declares its first `parameters` and no more.
+    """PTX whose `kernel` declares its first `parameters` parameters and no others.
 
-    Triton adds pointers to scratch memory. An engine passes what the plugin names, and a driver reads as many arguments
-    as are declared, so those that nothing uses must go. Raises CheckFailed if something does.
+    Triton appends pointers to scratch memory. An engine passes only the arguments that the plugin names, but a driver
+    reads as many as are declared, so the unused pointers must go. Raises CheckFailed if the kernel uses one.
     """
     declared = re.findall(rf"^\s*\.param\s.*\b({kernel}_param_\d+)\b", ptx, re.MULTILINE)
     for extra in declared[parameters:]:

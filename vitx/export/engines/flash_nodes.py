@@ -1,10 +1,11 @@
-"""Attention with a mix over heads in an ONNX graph as one node, `vitx::Reattention` or `vitx::TalkingHeads`.
+"""Pattern matching in an ONNX graph: attention with a mix over heads becomes one node of our domain `vitx`.
 
     Reattention(query, key, value, weight, bias) → out
     TalkingHeads(query, key, value, scores_weight, scores_bias, weight, bias) → out
 
 query, key, value and out are (B, N, H, K) of one type, the mixes (H, H) and (H,) float32; the scale is in the query.
-The definition of each comes along as an ONNX function, so that every runtime can run it; an engine takes a plugin.
+The graph also gets the definition of each operator as an ONNX function, so that every runtime can run it; a TensorRT
+engine has a plugin instead.
 """
 
 from collections.abc import Callable, Iterable
@@ -63,14 +64,19 @@ Mix = tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]  # (H, H) and (H,)
 
 
 class FusedGraph(NamedTuple):
-    """A graph with nodes for the attention of `fused` (names of Softmax nodes), and why each of `left` has none."""
+    """A graph in which attention is fused into nodes. An attention is named by its Softmax node.
+
+    skipped: the attention with a mix that stays as it was, and the reason.
+    """
 
     model: onnx.ModelProto
     fused: tuple[str, ...]
-    left: dict[str, str]
+    skipped: dict[str, str]
 
 
 class _Attention(NamedTuple):
+    """A matched pattern: its tensors by name, its mixes, and the nodes that the fused node replaces."""
+
     query: str
     key: str
     value: str
@@ -78,12 +84,12 @@ class _Attention(NamedTuple):
     before: Mix | None
     after: Mix
     shape: tuple[int, int, int]  # heads, tokens, head width
-    maker: NodeProto  # of `out`
+    producer: NodeProto  # of `out`
     rank_one: "_RankOne | None"
 
 
 class _RankOne(NamedTuple):
-    """`joined heads + bias ⊗ Σ_j V_j`: the nodes that join the heads and that add, and the bias (H,)."""
+    """`joined heads + bias ⊗ Σ_j V_j` (the rewrite split-rank-one-bias): Reshape, Add, and the bias (H,)."""
 
     join: NodeProto
     add: NodeProto
@@ -91,54 +97,55 @@ class _RankOne(NamedTuple):
 
 
 class _NoMatch(Exception):
-    """Why an attention is no pattern of ours."""
+    """Why an attention does not match the pattern."""
 
 
 def fuse_reattention(
-    model: onnx.ModelProto, *, against: Callable[[int, int, int, int], str | None] = lambda *_: None
+    model: onnx.ModelProto, *, unsupported: Callable[[int, int, int, int], str | None] = lambda *_: None
 ) -> FusedGraph:
-    """Replace every attention of N×N maps with a mix over heads by one node, the same function; `model` is not changed.
+    """Replace every attention of N×N maps with a mix over heads by one equal node; `model` is not changed.
 
-    `against(element type, heads, tokens, head width)` says why one is to be left, or None.
+    `unsupported(element type, heads, tokens, head width)` returns why an attention is not to be fused, or None.
     """
     flow = Dataflow(model)
-    reader = _Reader(flow)
+    matcher = _Matcher(flow)
     nodes, constants = {node.name: node for node in flow.nodes}, {}
     fused: list[str] = []
-    left: dict[str, str] = {}
+    skipped: dict[str, str] = {}
     operators: set[Operator] = set()
     for softmax in [node for node in flow.nodes if node.op_type == "Softmax"]:
-        if not reader.has_mixed_maps(softmax):
+        if not matcher.has_mixed_maps(softmax):
             continue
         try:
-            found = reader.attention(softmax)
+            found = matcher.attention(softmax)
         except _NoMatch as reason:
-            left[softmax.name] = str(reason)
+            skipped[softmax.name] = str(reason)
             continue
-        refused = against(flow.types[found.query], *found.shape)
-        if refused is not None:
-            left[softmax.name] = refused
+        reason_against = unsupported(flow.types[found.query], *found.shape)
+        if reason_against is not None:
+            skipped[softmax.name] = reason_against
             continue
         operator: Operator = "Reattention" if found.before is None else "TalkingHeads"
         mixes = _mix_tensors(softmax.name, found)
         inputs = [found.query, found.key, found.value, *(tensor.name for tensor in mixes)]
-        nodes[found.maker.name] = helper.make_node(operator, inputs, [found.out], name=softmax.name, domain=DOMAIN)
-        if found.rank_one is not None:
+        # In the place of the node that made the output, so that the order of the graph stays topological.
+        nodes[found.producer.name] = helper.make_node(operator, inputs, [found.out], name=softmax.name, domain=DOMAIN)
+        if found.rank_one is not None:  # its bias is in the fused node: the Reshape now makes what the Add made
             join, add, _ = found.rank_one
             del nodes[add.name]
             nodes[join.name].output[0] = add.output[0]
         constants.update({tensor.name: tensor for tensor in mixes})
         fused.append(softmax.name)
         operators.add(operator)
-    result = flow.assemble(_used(nodes.values(), flow.outputs), constants)
+    result = flow.assemble(_live_nodes(nodes.values(), flow.outputs), constants)
     if operators:
         result.opset_import.append(helper.make_opsetid(DOMAIN, 1))
         result.functions.extend(definition(operator, flow.opset) for operator in sorted(operators))
-    return FusedGraph(result, tuple(fused), left)
+    return FusedGraph(result, tuple(fused), skipped)
 
 
 def definition(operator: Operator, opset: int) -> onnx.FunctionProto:
-    """The plain form of an operator: maps written out, and the bias after softmax as rank one (docs/maths.md §4)."""
+    """An operator's definition in standard operators, the bias after softmax as rank one (docs/maths.md §4)."""
     talking = operator == "TalkingHeads"
     before = _MIX.format(of="raw", to="before", weight="scores_weight") + _BIAS_BEFORE
     text = _DEFINITION.format(
@@ -155,58 +162,63 @@ def definition(operator: Operator, opset: int) -> onnx.FunctionProto:
 
 
 def plugin_graph(model: onnx.ModelProto) -> FusedGraph:
-    """The graph for a builder that has the plugins: what the kernels can do fused, and no definition to fall back on.
+    """The graph for a builder that has the plugins: fused where the kernels can.
 
-    Raises InputError if nothing can be fused, with the reasons.
+    It has no functions, so that TensorRT's parser cannot fall back on a definition. Raises InputError, with the
+    reasons, if nothing can be fused.
     """
 
-    def against(kind: int, heads: int, tokens: int, width: int) -> str | None:
+    def unsupported(kind: int, heads: int, tokens: int, width: int) -> str | None:
         if kind not in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
             return "it is not float16 or bfloat16: export with --precision fp16 or bf16"
         return why_not_compiled(heads, tokens, width)
 
-    graph = fuse_reattention(model, against=against)
+    graph = fuse_reattention(model, unsupported=unsupported)
     if not graph.fused:
-        reasons = "; ".join(f"'{name}': {reason}" for name, reason in graph.left.items())
+        reasons = "; ".join(f"'{name}': {reason}" for name, reason in graph.skipped.items())
         raise InputError(f"the flash plugin finds nothing to do: {reasons or 'no attention has a mix over heads'}")
     del graph.model.functions[:]
     for node in graph.model.graph.node:
         if node.domain == DOMAIN:
+            # The parser looks a plugin up by these two attributes and the operator's name.
             named = {"plugin_namespace": DOMAIN, "plugin_version": "1"}
             node.attribute.extend(helper.make_attribute(name, value) for name, value in named.items())
     return graph
 
 
-class _Reader:
-    """Reads the dataflow around a Softmax: upwards to queries and keys, downwards to values and the output."""
+class _Matcher:
+    """Matches the dataflow around a Softmax: upwards to queries and keys, downwards to values and the output."""
 
     def __init__(self, flow: Dataflow) -> None:
         self.flow = flow
-        self.maker = {name: node for node in flow.nodes for name in node.output}
+        self.producer = {name: node for node in flow.nodes for name in node.output}
         self.readers = flow.readers()
 
     def has_mixed_maps(self, softmax: NodeProto) -> bool:
-        """Maps (B, H, N, N), N > 1, that something reads before they meet the values, or that something mixed."""
+        """Whether maps (B, H, N, N), N > 1, are changed between the two products of attention, besides the softmax.
+
+        True also for changes that are no mix: `attention` then says why.
+        """
         shape = self.flow.shapes.get(softmax.output[0], ())
         if len(shape) != 4 or shape[2] != shape[3] or shape[2] == 1:
             return False
         readers = self.readers[self._below_casts(softmax.output[0])]
-        scores = self.maker.get(self._above_casts(softmax.input[0]))
+        scores = self.producer.get(self._above_casts(softmax.input[0]))
         return any(node.op_type != "MatMul" for node in readers) or scores is None or scores.op_type != "MatMul"
 
     def attention(self, softmax: NodeProto) -> _Attention:
-        """Raise _NoMatch, saying where the pattern ends, unless the Softmax is part of one."""
+        """Match query·keyᵀ → mix → Softmax → mix → ·value → join, or raise _NoMatch, saying where it ends."""
         axis = attribute(softmax, "axis", -1)
         if axis not in (-1, 3):
             raise _NoMatch(f"its softmax is over axis {axis}")
         scores, before = self._mix_above(self._above_casts(softmax.input[0]))
-        product = self._made(scores, "MatMul")
-        query = self._moved_from(product.input[0], _SPLIT)
-        key = self._moved_from(product.input[1], _TRANSPOSED)
+        product = self._produced(scores, "MatMul")
+        query = self._transposed_from(product.input[0], _SPLIT)
+        key = self._transposed_from(product.input[1], _TRANSPOSED)
         maps, after = self._mix_below(self._below_casts(softmax.output[0]))
-        last = self._reader(self._below_casts(maps), "MatMul")
-        value = self._moved_from(last.input[1], _SPLIT)
-        joined = self._reader(last.output[0], "Transpose")
+        last = self._only_reader(self._below_casts(maps), "MatMul")
+        value = self._transposed_from(last.input[1], _SPLIT)
+        joined = self._only_reader(last.output[0], "Transpose")
         if attribute(joined, "perm", []) != _SPLIT:
             raise _NoMatch("its heads are not joined as (B, N, H, K)")
         shape = self._shape(query, key, value)
@@ -220,18 +232,22 @@ class _Reader:
         return _Attention(query, key, value, joined.output[0], before, (weight, bias), shape, joined, rank_one)
 
     def _rank_one(self, out: str, value: str, shape: tuple[int, int, int]) -> _RankOne | None:
-        """The rewrite of the same name, which the kernel undoes at no cost; None leaves it where it is."""
+        """What the rewrite split-rank-one-bias left behind `out`, or None: then it stays, and is right all the same.
+
+        The kernel adds the bias to the mixed maps in registers, where it costs nothing.
+        """
         heads, _, width = shape
         try:
-            join = self._reader(out, "Reshape")
-            add = self._reader(join.output[0], "Add")
-            factor = self._made(next(name for name in add.input if name != join.output[0]), "Mul")
+            join = self._only_reader(out, "Reshape")
+            add = self._only_reader(join.output[0], "Add")
+            factor = self._produced(next(name for name in add.input if name != join.output[0]), "Mul")
             sums_name, constant = self._constant_operand(factor)
-            sums = self._made(sums_name, "ReduceSum")
+            sums = self._produced(sums_name, "ReduceSum")
             per_head = self.flow.array(constant).astype(np.float32).reshape(heads, width)
         except (_NoMatch, StopIteration, ValueError):
             return None
-        joined_value = self.maker.get(value)
+        joined_value = self.producer.get(value)
+        # It must sum these values over tokens, and the constant (C,) must repeat one number for each head.
         same_value = joined_value is not None and sums.input[0] == joined_value.input[0]
         over_tokens = len(sums.input) == 2 and self.flow.array(sums.input[1]).tolist() == [1]
         if not (same_value and over_tokens and attribute(sums, "keepdims", 1) and np.ptp(per_head, axis=1).max() == 0):
@@ -239,33 +255,37 @@ class _Reader:
         return _RankOne(join, add, per_head[:, 0])
 
     def _mix_above(self, name: str) -> tuple[str, Mix | None]:
-        """The scores that a mix makes `name` from, and the mix; `name` itself without one."""
-        made = self.maker.get(name)
+        """(the tensor that a mix turns into `name`, the mix), or (`name`, None) without a mix.
+
+        A mix is `Reshape(weight · Reshape(maps, (B, H, N·N)) + bias, (B, H, N, N))`.
+        """
+        made = self.producer.get(name)
         if made is None or made.op_type != "Reshape":
             return name, None
-        rows = self._made(name, "Reshape").input[0]
+        rows = self._produced(name, "Reshape").input[0]
         bias = None
-        if (added := self.maker.get(rows)) is not None and added.op_type == "Add":
+        if (added := self.producer.get(rows)) is not None and added.op_type == "Add":
             rows, bias = self._constant_operand(added)
-        product = self._made(rows, "MatMul")
-        flat = self._made(product.input[1], "Reshape")
+        product = self._produced(rows, "MatMul")
+        flat = self._produced(product.input[1], "Reshape")
         return self._above_casts(flat.input[0]), self._mix(product, bias, flat.input[0], name)
 
     def _mix_below(self, name: str) -> tuple[str, Mix | None]:
-        """The tensor that a mix makes of `name`, and the mix; `name` itself without one."""
+        """(the tensor that a mix turns `name` into, the mix), or (`name`, None) without a mix."""
         if all(node.op_type == "MatMul" for node in self.readers[name]):
             return name, None
-        flat = self._reader(name, "Reshape")
-        product = self._reader(flat.output[0], "MatMul")
+        flat = self._only_reader(name, "Reshape")
+        product = self._only_reader(flat.output[0], "MatMul")
         rows, bias = product.output[0], None
         following = self.readers[rows]
         if len(following) == 1 and following[0].op_type == "Add":
             _, bias = self._constant_operand(following[0])
             rows = following[0].output[0]
-        back = self._reader(rows, "Reshape")
+        back = self._only_reader(rows, "Reshape")
         return back.output[0], self._mix(product, bias, name, back.output[0])
 
     def _mix(self, product: NodeProto, bias: str | None, maps: str, mixed: str) -> Mix:
+        """Weight (H, H) and bias (H,) of a matched mix of `maps` into `mixed`; both must have one shape."""
         shape = self.flow.shapes.get(maps, ())
         if product.input[0] not in self.flow.constants or len(shape) != 4 or self.flow.shapes.get(mixed) != shape:
             raise _NoMatch("what stands around its softmax is no mix over heads")
@@ -277,13 +297,14 @@ class _Reader:
         return weight, column.reshape(-1)
 
     def _constant_operand(self, node: NodeProto) -> tuple[str, str]:
-        """The varying and the constant operand of a sum or product of two."""
+        """(the varying operand, the constant operand) of a sum or product of two."""
         first, second = node.input
         if (first in self.flow.constants) == (second in self.flow.constants):
             raise _NoMatch(f"'{node.name}' has no constant operand")
         return (second, first) if first in self.flow.constants else (first, second)
 
     def _shape(self, query: str, key: str, value: str) -> tuple[int, int, int]:
+        """(heads, tokens, head width), which queries, keys and values must share."""
         shapes = {self.flow.shapes.get(name, ())[1:] for name in (query, key, value)}
         shape = shapes.pop()
         if shapes or len(shape) != 3 or None in shape:
@@ -291,32 +312,35 @@ class _Reader:
         tokens, heads, width = (int(size or 0) for size in shape)
         return heads, tokens, width
 
-    def _moved_from(self, name: str, order: list[int]) -> str:
-        made = self.maker.get(name)
+    def _transposed_from(self, name: str, order: list[int]) -> str:
+        """The tensor (B, N, H, K) of which `name` is the transposition by `order`."""
+        made = self.producer.get(name)
         if made is not None and made.op_type == "Cast":
             raise _NoMatch("its products are an island in another type than its queries, keys or values")
-        moved = self._made(name, "Transpose")
+        moved = self._produced(name, "Transpose")
         if attribute(moved, "perm", []) != order:
             raise _NoMatch(f"'{moved.name}' is not the transposition of (B, N, H, K)")
         source: str = moved.input[0]
         return source
 
-    def _made(self, name: str, kind: str) -> NodeProto:
-        """The node that makes `name` for one reader, of this kind."""
-        node = self.maker.get(name)
+    def _produced(self, name: str, kind: str) -> NodeProto:
+        """The node that produces `name`, which must be of this kind."""
+        node = self.producer.get(name)
         if node is None or node.op_type != kind:
             raise _NoMatch(f"'{name}' comes from {node.op_type if node else 'no node'}, not {kind}")
         return node
 
-    def _reader(self, name: str, kind: str) -> NodeProto:
+    def _only_reader(self, name: str, kind: str) -> NodeProto:
+        """The only reader of `name`, which must be of this kind; another reader would miss the tensor after fusion."""
         readers = self.readers[name]
         if name in self.flow.outputs or len(readers) != 1 or readers[0].op_type != kind:
             found = ", ".join(node.op_type for node in readers) or "nothing"
             raise _NoMatch(f"'{name}' is read by {found}, not by one {kind} alone")
         return readers[0]
 
+    # Casts around the softmax and the mixes end nothing: the kernel has both in float32 anyway.
     def _above_casts(self, name: str) -> str:
-        while (node := self.maker.get(name)) is not None and node.op_type == "Cast":
+        while (node := self.producer.get(name)) is not None and node.op_type == "Cast":
             name = node.input[0]
         return name
 
@@ -333,8 +357,8 @@ def _mix_tensors(name: str, found: _Attention) -> list[TensorProto]:
     return [named_tensor(f"{name}/{part}", value) for part, value in parts.items()]
 
 
-def _used(nodes: Iterable[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
-    """The nodes that an output depends on, in order."""
+def _live_nodes(nodes: Iterable[NodeProto], outputs: Iterable[str]) -> list[NodeProto]:
+    """The nodes on which an output depends, in order."""
     needed, kept = set(outputs), []
     for node in reversed(list(nodes)):
         if needed.intersection(node.output):

@@ -1,7 +1,9 @@
-"""The flash kernels as TensorRT's quickly deployable plugins, compiled ahead of time (TensorRT ≥ 10.9).
+"""The flash kernels as TensorRT's quickly deployable plugins, compiled ahead of time (TensorRT 10.9 and newer, 11 too).
 
-The builder asks for PTX, a grid in terms of the input's shape, and integers; all of it goes into the plan, which then
-needs neither this module nor Triton. `tensorrt.plugin` reads signatures at run time: annotations must be classes.
+A plugin is three decorated functions (`tensorrt.plugin`): `register` gives the outputs' shapes and types, `autotune`
+the types and tactics to time, and `aot_impl` PTX, a grid in terms of the input's shape, and integers. All of it goes
+into the plan, which then needs neither this module nor Triton. TensorRT for RTX has no `tensorrt_rtx.plugin`.
+The decorators read signatures at run time, so annotations must be classes and not strings.
 """
 
 import functools
@@ -21,7 +23,7 @@ REATTENTION, TALKING_HEADS = f"{DOMAIN}::Reattention", f"{DOMAIN}::TalkingHeads"
 
 @functools.cache
 def register(architecture: str) -> None:
-    """Register both operators with TensorRT, compiled for this machine's GPU ("sm89", …).
+    """Register both operators with TensorRT, compiled for this machine's GPU ("sm89", …); once in a process.
 
     Raises EnvironmentMissing without TensorRT's Python plugins.
     """
@@ -81,24 +83,28 @@ def _half(query: "trtp.TensorDesc") -> Half:
 
 
 def _kernels(query: "trtp.TensorDesc", operator: Operator, architecture: str) -> list[FlashKernel]:
-    """One kernel a tactic; TensorRT counts its tactics from 1."""
+    """One kernel for each tactic, of the query's (B, N, H, K)."""
     return compiled_kernels(operator, architecture, query.shape[2], query.shape[3], _half(query))
 
 
 def _tactics(
     query: "trtp.TensorDesc", operator: Operator, architecture: str, *, mixes: int
 ) -> "list[trtp.AutoTuneCombination]":
-    """The one combination of types: the query's for all but the mixes."""
+    """The one combination of types, the query's for all but the float32 mixes, with every tactic to time."""
     import tensorrt.plugin as trtp
 
     half = _half(query).upper()
     types = [half] * 3 + ["FP32"] * mixes + [half]
+    # Custom tactics are positive numbers: 0 is TensorRT's default tactic.
     tactics = range(1, 1 + len(_kernels(query, operator, architecture)))
     return [trtp.AutoTuneCombination(", ".join(types), "LINEAR", list(tactics))]
 
 
 def _launch(query: "trtp.TensorDesc", operator: Operator, architecture: str, tactic: int) -> "Launch":
-    """Entry point, PTX, launch, and the one integer: the number of tokens."""
+    """Entry point, PTX, launch, and the one integer argument: the number of tokens.
+
+    The batch is dynamic, so the grid is an expression in the input's sizes, which the engine evaluates for each batch.
+    """
     import tensorrt.plugin as trtp
 
     kernel = _kernels(query, operator, architecture)[max(tactic, 1) - 1]

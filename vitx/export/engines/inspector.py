@@ -1,4 +1,4 @@
-"""Layer tables: of the network that TensorRT parsed (no GPU needed), and of a plan's fused layers (on its GPU)."""
+"""Tables of layers: those of the parsed network (no GPU needed), and the fused ones of a plan (on its GPU)."""
 
 import json
 from collections import Counter
@@ -9,29 +9,28 @@ from typing import Any
 from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.core.machine import local_architectures
 from vitx.core.tensorrt_plan import check_plan
+from vitx.export.engines.tensorrt_library import LayerRow, load_flavor
 
-COLUMNS = ("layer", "kind", "type", "output")
-Row = tuple[str, str, str, str]
-# Bookkeeping of shapes and constants: many, and free at run time.
+# Layers for shapes and constants: there are many, and they cost nothing at run time.
 _SHAPE_KINDS = {"SHAPE", "CONSTANT", "CAST", "CONCATENATION", "GATHER", "SLICE", "SHUFFLE", "UNSQUEEZE", "SQUEEZE"}
 
 
-def working_layers(layers: Sequence[Row]) -> tuple[Row, ...]:
-    """The parsed layers that compute: without constants, casts and the arithmetic of shapes."""
+def working_layers(layers: Sequence[LayerRow]) -> tuple[LayerRow, ...]:
+    """The parsed layers that compute on activations: no constants, casts or shape arithmetic."""
     return tuple(row for row in layers if row[1] not in _SHAPE_KINDS and "INT" not in row[2] and row[2] != "BOOL")
 
 
-def count_kinds(layers: Sequence[Row]) -> dict[str, int]:
+def count_kinds(layers: Sequence[LayerRow]) -> dict[str, int]:
     """How many layers of each kind, the most frequent first: {"MATRIX_MULTIPLY": 73, …}."""
     return dict(Counter(kind for _, kind, _, _ in layers).most_common())
 
 
-def inspect_plan(plan: Path) -> tuple[Row, ...]:
+def inspect_plan(plan: Path) -> tuple[LayerRow, ...]:
     """The fused layers of a plan, as the GPU runs them.
 
-    A plan can only be opened on a GPU of its architecture: elsewhere EnvironmentMissing is raised (and before any
-    library is touched: creating a TensorRT runtime without a driver may end the process). `EngineReport.layers` is
-    what can be known without one.
+    A plan can only be opened on a GPU of its architecture. Without a GPU EnvironmentMissing is raised before a library
+    is called, because creating a TensorRT runtime without a driver may end the process; `EngineReport.layers` has what
+    can be known there.
     """
     here = local_architectures()
     if not here:
@@ -39,8 +38,6 @@ def inspect_plan(plan: Path) -> tuple[Row, ...]:
             f"'{plan}' can be inspected only on a GPU, and the NVIDIA driver offers none; the build's own report lists "
             "the layers before fusion"
         )
-    from vitx.export.engines.tensorrt_library import load_flavor
-
     info = check_plan(plan, architecture=here[0])
     information = load_flavor(info.flavor).engine_information(plan.read_bytes())
     if information is None:
@@ -48,17 +45,17 @@ def inspect_plan(plan: Path) -> tuple[Row, ...]:
     return layer_table(information)
 
 
-def layer_table(information: str) -> tuple[Row, ...]:
+def layer_table(information: str) -> tuple[LayerRow, ...]:
     """The engine inspector's JSON as rows: layer, kind, type and shape of the first output.
 
-    TensorRT 11 gives "Format" and "Datatype" where 10 gives "Format/Datatype". A plan that was built to tell names
-    only gives names only.
+    TensorRT 11 has "Format" and "Datatype" where 10 has "Format/Datatype" (NVIDIA's guide "Migrating from TensorRT 10.x
+    to 11.x"). A plan that was not built with ProfilingVerbosity.DETAILED has layer names only.
     """
     layers: list[Any] = json.loads(information)["Layers"]
     return tuple(_row(layer) for layer in layers)
 
 
-def _row(layer: dict[str, Any] | str) -> Row:
+def _row(layer: dict[str, Any] | str) -> LayerRow:
     if isinstance(layer, str):
         return (layer, "", "", "")
     output: dict[str, Any] = next(iter(layer.get("Outputs", ())), {})

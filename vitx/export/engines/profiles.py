@@ -1,4 +1,7 @@
-"""Writing a TensorRT plan: the batch sizes it is made for, and the file with its sidecar (vitx.core.tensorrt_plan)."""
+"""The optimisation profiles of a TensorRT plan (its batch sizes), and writing a plan with its sidecar.
+
+The sidecar's format, and reading it, are in vitx/core/tensorrt_plan.py.
+"""
 
 import errno
 import os
@@ -6,18 +9,19 @@ from itertools import pairwise
 from pathlib import Path
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.files import sha256_bytes, write_bytes
+from vitx.core.files import rename, write_bytes
 from vitx.core.tensorrt_plan import PlanInfo, Profile, sidecar_path
+from vitx.export.options import EngineOptions
 
 # TensorRT counts a tensor's elements in a signed 32-bit number in many of its kernels.
 MAX_ELEMENTS = 2**31 - 1
-DEFAULT_BATCHES = (1, 8, 32, 128)
 
 
-def profiles_for(batches: tuple[int, ...] = DEFAULT_BATCHES) -> tuple[Profile, ...]:
-    """One profile for each batch size, best there, from one above the previous: 1..1, 2..8, 9..32, 33..128.
+def profiles_for(batches: tuple[int, ...]) -> tuple[Profile, ...]:
+    """One profile for each batch size, optimised for it, from one above the previous size: 1..1, 2..8, 9..32, 33..128.
 
-    Raises InputError unless the sizes are positive and ascend.
+    TensorRT chooses kernels for a profile's optimum, so a single wide profile would be slow at other sizes. Raises
+    InputError unless the sizes are positive and ascend.
     """
     if not batches or batches[0] < 1 or any(b <= a for a, b in pairwise(batches)):
         given = ", ".join(map(str, batches)) or "none"
@@ -28,7 +32,7 @@ def profiles_for(batches: tuple[int, ...] = DEFAULT_BATCHES) -> tuple[Profile, .
     )
 
 
-DEFAULT_PROFILES = profiles_for()
+DEFAULT_PROFILES = profiles_for(EngineOptions().batches)
 
 
 def check_profiles(profiles: tuple[Profile, ...], image_elements: int) -> None:
@@ -56,7 +60,7 @@ def write_plan(plan: Path, data: bytes, info: PlanInfo) -> None:
     try:
         write_bytes(waiting, (info.model_dump_json(indent=2) + "\n").encode())
         write_bytes(plan, data)
-        os.replace(waiting, sidecar)  # takes no space: what could fail has been done
+        rename(waiting, sidecar)  # needs no space, so a full disk has failed before this line
     except OSError as error:
         waiting.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
@@ -65,7 +69,3 @@ def write_plan(plan: Path, data: bytes, info: PlanInfo) -> None:
         raise EnvironmentMissing(
             f"cannot write '{plan}' ({len(data):,} bytes): {os.strerror(error.errno or 0)}; {kept}"
         ) from None
-
-
-def digest_of(data: bytes | None) -> str | None:
-    return None if data is None else sha256_bytes(data)

@@ -1,4 +1,4 @@
-"""What a crashed conversion leaves behind: the smallest part of the graph that still crashes it, and how to run it."""
+"""The reproduction of a crash: the smallest part of a graph that still crashes a conversion, and a script."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,14 +25,15 @@ if __name__ == "__main__":
 '''
 
 
-def leave_reproduction(
+def write_reproduction(
     graph_path: Path, convert: Convert, folder: Path, reason: str, *, seconds: float, memory_gib: float
 ) -> onnx.ModelProto:
     """Bisect the graph that crashed `convert`; write `subgraph.onnx` and `reproduce.py` into `folder`.
 
-    `convert` is a function at the top of a module, called with the path of a graph in a process of its own; any end of
-    that process but a return or an error of the user's counts as the crash.
+    `convert` is a function at the top of a module. It is called with the path of a graph in a process of its own, which
+    crashed unless it returned or raised a VitxError.
     """
+    # A part of the graph needs the types of the tensors where it was cut.
     graph = shape_inference.infer_shapes(onnx.load(str(graph_path)))
 
     with staged_folder(folder) as stage:
@@ -59,10 +60,10 @@ def leave_reproduction(
 
 
 def smallest_range(nodes: int, crashes: Callable[[int, int], bool]) -> tuple[int, int]:
-    """Return (first, last) of a range of nodes that crashes; the whole range is known to.
+    """Return (first, last) of a small range of nodes that crashes; the range of all nodes is known to crash.
 
-    First the earliest end, then the latest beginning, each by halving: exact when a part that crashes makes every
-    larger part crash, and never wrong about the range it returns.
+    Bisects for the earliest end, then for the latest beginning. The range is the smallest if every range that contains
+    a crashing one crashes too; if not, it may be larger than needed, but it has crashed when it was tried.
     """
     low, high = 0, nodes - 1
     while low < high:
@@ -79,7 +80,7 @@ def smallest_range(nodes: int, crashes: Callable[[int, int], bool]) -> tuple[int
 def subgraph(model: onnx.ModelProto, first: int, last: int) -> onnx.ModelProto:
     """Nodes `first` to `last` of a topologically sorted graph as a graph of their own.
 
-    What they read from outside becomes an input, every value nobody in the range reads an output.
+    A tensor from outside that they read becomes an input; a tensor that none of them reads becomes an output.
     """
     graph = model.graph
     nodes = graph.node[first : last + 1]

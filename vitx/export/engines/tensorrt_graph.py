@@ -1,4 +1,4 @@
-"""What TensorRT's parser needs of an ONNX graph: exact changes, made on a copy before it is parsed."""
+"""Exact changes of an ONNX graph that TensorRT's parser needs, made in memory before it is parsed."""
 
 import math
 from pathlib import Path
@@ -7,8 +7,9 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from vitx.core.errors import InputError
+from vitx.export.graph.dataflow import attribute
 
-# Moves of elements, which commute with a cast.
+# Operators that move elements and compute nothing: they commute with a cast.
 _MOVES = ("Transpose", "Reshape")
 _NAMES = {
     TensorProto.FLOAT: "fp32",
@@ -20,12 +21,12 @@ _NAMES = {
 
 
 def load_for_tensorrt(path: Path) -> onnx.ModelProto:
-    """Read an ONNX file and make its graph one that TensorRT parses; the file is not changed.
+    """Read an ONNX file and return a graph that TensorRT parses; the file is not changed.
 
-    uint8 is for the input alone, so a cast goes before the transposition that follows it. `Attention` (opset 23) is
-    written out as MatMul, Softmax, MatMul, from which TensorRT makes its fused kernel where it has one: as a node it is
-    refused in fp32, and TensorRT-RTX 1.7 dies of a signal (SIGSEGV) when it builds one without a GPU, in any precision.
-    Raises InputError if the file is no ONNX graph or has an `Attention` with a mask, a cache or a soft cap.
+    TensorRT takes uint8 as a network input only, so the cast moves before the transposition of the pixels. `Attention`
+    (opset 23) is written out as MatMul, Softmax, MatMul, which TensorRT fuses into one kernel where it has one: the
+    node itself is refused in fp32, and TensorRT-RTX 1.7 dies of SIGSEGV when it builds one without a GPU, in any
+    precision. Raises InputError if the file is no ONNX graph or has an `Attention` with a mask, a cache or a soft cap.
     """
     try:
         model = onnx.load(str(path))
@@ -41,13 +42,14 @@ def load_for_tensorrt(path: Path) -> onnx.ModelProto:
 
 
 def cast_before_moving(graph: onnx.GraphProto) -> int:
-    """Swap uint8 → move → Cast into uint8 → Cast → move, the same function; return how many were swapped."""
+    """Swap uint8 → move → Cast to uint8 → Cast → move, the same function; return how many were swapped."""
     unsigned = {value.name for value in graph.input if value.type.tensor_type.elem_type == TensorProto.UINT8}
     swapped = 0
     while (pair := _next_pair(graph, unsigned)) is not None:
         move, cast = pair
         source, result = move.input[0], cast.output[0]
-        between = f"{source}_as_{helper.tensor_dtype_to_string(_target(cast)).rpartition('.')[2].lower()}_{swapped}"
+        kind = helper.tensor_dtype_to_string(attribute(cast, "to", 0)).rpartition(".")[2].lower()
+        between = f"{source}_as_{kind}_{swapped}"
         cast.input[0], cast.output[0] = source, between
         move.input[0], move.output[0] = between, result
         nodes = list(graph.node)
@@ -60,7 +62,7 @@ def cast_before_moving(graph: onnx.GraphProto) -> int:
 
 
 def _next_pair(graph: onnx.GraphProto, unsigned: set[str]) -> tuple[NodeProto, NodeProto] | None:
-    """A move of a uint8 graph input whose result only a Cast reads."""
+    """A move of a uint8 graph input, and the Cast that alone reads its result; None when there is no such pair."""
     for move in graph.node:
         if move.op_type in _MOVES and move.input[0] in unsigned:
             readers = [node for node in graph.node if move.output[0] in node.input]
@@ -107,7 +109,7 @@ def _written_out(node: NodeProto, types: dict[str, onnx.TypeProto.Tensor], graph
         f"{name}_scale",
     )
     graph.initializer.append(factor)
-    # Scaled once, on the query: TensorRT 10.7 computed the form with √scale on both sides wrongly
+    # The scale is on the query alone: TensorRT 10.7 computed the form with √scale on both sides wrongly
     # (github.com/NVIDIA/TensorRT/issues/4328).
     return [
         helper.make_node("Mul", [query, factor.name], [f"{name}_q"], name=f"{name}_scale_query"),
@@ -118,12 +120,8 @@ def _written_out(node: NodeProto, types: dict[str, onnx.TypeProto.Tensor], graph
     ]
 
 
-def _target(cast: NodeProto) -> int:
-    return next(int(entry.i) for entry in cast.attribute if entry.name == "to")
-
-
 def precision_of(model: onnx.ModelProto) -> str:
-    """The types of the weights with two dimensions and more, most bytes first: "fp16", "fp16, fp32", "int8, fp16"."""
+    """The types of weights with two or more dimensions, most bytes first: "fp16", "fp16, fp32", "int8, fp16"."""
     weight: dict[str, int] = {}
     for tensor in model.graph.initializer:
         if len(tensor.dims) >= 2 and tensor.data_type in _NAMES:

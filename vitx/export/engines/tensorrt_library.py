@@ -1,6 +1,7 @@
-"""The calls into TensorRT, all of them: one library object for the classic TensorRT 10 and 11 and TensorRT for RTX.
+"""All calls into TensorRT: one library object for the classic TensorRT 10 and 11 and TensorRT for RTX.
 
-Checked against the typing stubs of each (typings/README.md): a name that one of them lacks is behind a `hasattr`.
+Type-checked against the stubs of 10.16, 11.4 and RTX 1.7 (typings/README.md): a name that one of them lacks is behind a
+`hasattr`. Flags are always named, never numbered: some have other numbers in 11 than in 10.
 """
 
 import importlib
@@ -14,14 +15,14 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, unknow
 from vitx.core.machine import local_architectures
 from vitx.core.tensorrt_plan import EXTRAS, FLAVORS, MODULES, Flavor, PlanOptions, Profile
 from vitx.export.engines.architectures import parse_architectures
-from vitx.export.engines.build_log import BuildLog, BuildSteps
+from vitx.export.engines.build_log import BuildLog, BuildProgress
 
 if TYPE_CHECKING:
     import tensorrt as trt
 
-# 10.9 is the oldest whose parser we rely on; 1.4 is the first TensorRT for RTX that pip installs whole.
+# 10.9 is the oldest release whose parser we rely on; RTX 1.4 is the first that pip installs with all its libraries.
 _OLDEST: dict[Flavor, tuple[int, int]] = {"tensorrt": (10, 9), "tensorrt-rtx": (1, 4)}
-# Releases that compute attention wrongly: in the maintainers' words, their bug tracker, or release notes.
+# Releases that compute attention wrongly, according to the maintainers, their bug tracker or the release notes.
 _REFUSED: tuple[tuple[Flavor, str, str], ...] = (
     ("tensorrt", "10.0.0", "its fused fp16 attention differs from PyTorch's (github.com/NVIDIA/TensorRT/issues/3777)"),
     ("tensorrt", "10.3", "transformers with a dynamic batch come out wrong (github.com/NVIDIA/TensorRT/issues/4419)"),
@@ -32,8 +33,8 @@ LayerRow = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
-class Built:
-    """What the builder made."""
+class BuiltPlan:
+    """A serialised engine, the timing cache after the build, and the parsed layers."""
 
     plan: bytes
     timing_cache: bytes | None
@@ -41,8 +42,8 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Job:
-    """One build: everything the library is told."""
+class BuildJob:
+    """Everything that the library needs for one build."""
 
     model: onnx.ModelProto
     profiles: tuple[Profile, ...]
@@ -51,13 +52,13 @@ class Job:
     timing_cache: bytes | None
     keep_timing_cache: bool
     log: BuildLog
-    steps: BuildSteps
+    steps: BuildProgress
 
 
 class Library:
-    """One TensorRT library.
+    """One TensorRT library, imported.
 
-    Every call into it is a method's, through `self.trt`: mypy knows the module's names there, and loses them elsewhere.
+    Every call is made in a method through `self.trt`, where mypy knows the module's names.
     """
 
     def __init__(self, flavor: Flavor, module: Any) -> None:
@@ -69,14 +70,14 @@ class Library:
             self.trt = module
 
     def architectures(self) -> tuple[str, ...]:
-        """The GPUs that this library compiles for: all it knows, or this machine's if it needs the GPU to build."""
+        """The GPUs that this library can build for: all it knows (RTX), or this machine's (classic)."""
         if hasattr(self.trt, "ComputeCapability"):  # TensorRT for RTX alone
             members: dict[str, Any] = self.trt.ComputeCapability.__members__
             return tuple(name.lower() for name in members if name.startswith("SM"))
         return local_architectures()[:1]
 
     def targets(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """What to compile for when `asked` for these."""
+        """The architectures to compile for, by default all but sm75; raise for those that cannot be built for here."""
         known = self.architectures()
         if self.flavor == "tensorrt":
             if not known:
@@ -90,10 +91,10 @@ class Library:
                     "leave --arch out, or use --trt-rtx"
                 )
             return known
-        # Turing (sm75) makes the plan slower for the others: it is built when it is asked for.
+        # Turing (sm75) makes the plan slower on newer GPUs, so it is compiled for on request only.
         return parse_architectures(asked, known) or parse_architectures([n for n in known if n != "sm75"], known)
 
-    def build(self, job: Job) -> Built:
+    def build(self, job: BuildJob) -> BuiltPlan:
         """Parse, configure, build. Raises InputError for a graph it cannot parse, CheckFailed if the build fails."""
         logger = self._logger(job.log)
         builder = self.trt.Builder(logger)
@@ -101,18 +102,21 @@ class Library:
         config = self._configure(builder, network, job)
         monitor = self._monitor(job.steps)
         config.progress_monitor = monitor
+        # Returns None after an error or when the monitor has cancelled; the reason is in the log.
         memory = builder.build_serialized_network(network, config)
         if job.steps.interrupted:
             raise KeyboardInterrupt
         if memory is None:
             raise CheckFailed(f"{self.flavor} {self.version} could not build the plan: {job.log.errors()}")
         kept = bytes(config.get_timing_cache().serialize()) if job.keep_timing_cache else None
-        return Built(bytes(memory), kept, self.layers(network))
+        return BuiltPlan(bytes(memory), kept, self.layers(network))
 
-    def _parse(self, builder: "trt.Builder", logger: "trt.ILogger", job: Job) -> "trt.INetworkDefinition":
-        # TensorRT 11 knows no other kind of network, and still takes the flag.
+    def _parse(self, builder: "trt.Builder", logger: "trt.ILogger", job: BuildJob) -> "trt.INetworkDefinition":
+        # The graph decides the precision, not the builder. TensorRT 10 must be asked for that; 11 and RTX have no other
+        # kind of network, and still take the flag.
         kinds = self.trt.NetworkDefinitionCreationFlag
         flags = 1 << int(kinds.STRONGLY_TYPED)
+        # Of a Python plugin take the compiled form, which runs without Python. 10.9 and newer; RTX has no such plugins.
         if job.options.plugin is not None and hasattr(kinds, "PREFER_AOT_PYTHON_PLUGINS"):
             flags |= 1 << int(kinds.PREFER_AOT_PYTHON_PLUGINS)
         network = builder.create_network(flags)
@@ -125,21 +129,26 @@ class Library:
             )
         return network
 
-    def _configure(self, builder: "trt.Builder", network: "trt.INetworkDefinition", job: Job) -> "trt.IBuilderConfig":
+    def _configure(
+        self, builder: "trt.Builder", network: "trt.INetworkDefinition", job: BuildJob
+    ) -> "trt.IBuilderConfig":
         config = builder.create_builder_config()
         config.builder_optimization_level = job.options.builder_level
-        config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED  # what the engine inspector can tell later
-        # On unless cleared, in strongly typed networks too: it would multiply an fp32 graph with 10 bits of 23.
+        # Without it the engine inspector shows the names of the fused layers only.
+        config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED
+        # TF32 is on by default, in strongly typed networks too: it rounds the inputs of fp32 products to 10 of 23 bits.
         config.clear_flag(self.trt.BuilderFlag.TF32)
-        if job.options.version_compatible:
+        if job.options.version_compatible:  # puts the lean runtime, executable code, into the plan; classic only
             config.set_flag(self.trt.BuilderFlag.VERSION_COMPATIBLE)
         if job.options.hardware_compatible:
             config.hardware_compatibility_level = self.trt.HardwareCompatibilityLevel.AMPERE_PLUS
         if job.options.weight_stripped:
-            # Never REFIT: with it TensorRT may drop the bias of a matrix product (11.3's release notes, known issues).
+            # STRIP_PLAN leaves out the weights, REFIT_IDENTICAL lets the same ones be put back. Never REFIT: with it
+            # TensorRT may drop the bias of a matrix product (11.3's release notes, known issues).
             config.set_flag(self.trt.BuilderFlag.STRIP_PLAN)
             config.set_flag(self.trt.BuilderFlag.REFIT_IDENTICAL)
         self._set_architectures(config, job.architectures)
+        # ignore_mismatch=False: a cache of another GPU or release is an error, not timings that mean nothing.
         if job.keep_timing_cache and not config.set_timing_cache(
             config.create_timing_cache(job.timing_cache or b""), ignore_mismatch=False
         ):
@@ -148,7 +157,7 @@ class Library:
         return config
 
     def _set_architectures(self, config: "trt.IBuilderConfig", architectures: tuple[str, ...]) -> None:
-        """What to compile for: TensorRT for RTX alone can be told."""
+        """Set what to compile for, which only TensorRT for RTX lets one choose."""
         if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):
             return
         if hasattr(config, "num_compute_capabilities"):
@@ -158,8 +167,9 @@ class Library:
                 raise CheckFailed(f"{self.flavor} {self.version} does not take the architecture {name}")
 
     def _add_profiles(
-        self, builder: "trt.Builder", network: "trt.INetworkDefinition", config: "trt.IBuilderConfig", job: Job
+        self, builder: "trt.Builder", network: "trt.INetworkDefinition", config: "trt.IBuilderConfig", job: BuildJob
     ) -> None:
+        """One profile for each range of batch sizes; the builder chooses kernels for its best size."""
         images = network.get_input(0)
         image = _sizes(images.shape)[1:]
         for profile in job.profiles:
@@ -182,12 +192,14 @@ class Library:
 
     def engine_information(self, plan: bytes) -> str | None:
         """The engine inspector's JSON; None if the plan cannot be opened. Only with a GPU: see `inspect_plan`."""
-        log = BuildLog()
+        log = BuildLog()  # the caller says that the plan cannot be opened; TensorRT's messages add nothing
         engine = self.trt.Runtime(self._logger(log)).deserialize_cuda_engine(plan)
         if engine is None:
             return None
         return engine.create_engine_inspector().get_engine_information(self.trt.LayerInformationFormat.JSON)
 
+    # Subclasses of TensorRT's interfaces are defined in methods, because only there is the library known. Its
+    # documentation asks for the explicit call of the base class's __init__.
     def _logger(self, log: BuildLog) -> "trt.ILogger":
         if TYPE_CHECKING:
             import tensorrt as trt
@@ -203,7 +215,7 @@ class Library:
 
         return Logger()
 
-    def _monitor(self, steps: BuildSteps) -> "trt.IProgressMonitor":
+    def _monitor(self, steps: BuildProgress) -> "trt.IProgressMonitor":
         if TYPE_CHECKING:
             import tensorrt as trt
         else:
@@ -226,11 +238,12 @@ class Library:
 
 
 def _sizes(dims: "trt.Dims") -> list[int]:
+    """The dimensions as numbers, -1 for a dynamic one. Indexed: the stubs do not say that Dims can be iterated."""
     return [dims[index] for index in range(len(dims))]
 
 
 def _first_line(text: str) -> str:
-    """A parser error's sentence: its first line repeats the node's name."""
+    """The reason in a parser error, whose first line only repeats the node's name."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if not line.startswith("Invalid Node")), "no reason given")
 

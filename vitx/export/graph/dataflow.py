@@ -1,4 +1,4 @@
-"""An ONNX graph by its dataflow: its nodes and constants, who reads a tensor, its type and shape. Read only."""
+"""The dataflow of an ONNX graph: nodes, constants, the readers, types and shapes of its tensors. Read only."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,8 +18,8 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorPr
 class Dataflow:
     """A graph taken apart: uniquely named nodes, constants, inferred element types and shapes.
 
-    `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises CheckFailed
-    for a frozen batch and for weights that are not finite, naming the tensor.
+    `assemble` makes a graph of other nodes and constants with the same inputs, outputs and metadata. Raises
+    CheckFailed, naming the tensor, for a frozen batch and for weights that are not finite.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -30,7 +30,8 @@ class Dataflow:
         self.inputs = tuple(value.name for value in model.graph.input)
         self.outputs = tuple(value.name for value in model.graph.output)
         self.types, self.shapes = _types_and_shapes(model)
-        self.opset = next(int(entry.version) for entry in model.opset_import if entry.domain in STANDARD)
+        self.opset = opset_of(model)
+        # Everything but nodes and constants: `assemble` must not copy the weights once more for every candidate.
         self._skeleton = onnx.ModelProto(
             ir_version=model.ir_version,
             opset_import=model.opset_import,
@@ -54,15 +55,16 @@ class Dataflow:
         return {name: node.name for node in self.nodes for name in node.output}
 
     def depends_on_input(self) -> set[str]:
-        """The tensors that are not the same for every image."""
+        """The tensors whose values differ from image to image."""
         varying = set(self.inputs)
         for node in self.nodes:
-            # A shape is the same for every image of a batch, and what is made of it too.
+            # A shape is the same for every image of a batch, and so is everything computed from it.
             if node.op_type not in ("Shape", "Size") and varying.intersection(node.input):
                 varying.update(node.output)
         return varying
 
     def is_float(self, name: str) -> bool:
+        """Whether a tensor is float32."""
         return self.types.get(name) == TensorProto.FLOAT
 
     def array(self, name: str) -> npt.NDArray[Any]:
@@ -72,7 +74,7 @@ class Dataflow:
     def assemble(
         self, nodes: Iterable[onnx.NodeProto], new_constants: Mapping[str, TensorProto] | None = None
     ) -> onnx.ModelProto:
-        """A graph of `nodes`, with the constants that they read and no others."""
+        """A graph of `nodes`, in their order, with the constants that they read and no others."""
         model = onnx.ModelProto()
         model.CopyFrom(self._skeleton)
         model.graph.node.extend(nodes)
@@ -80,6 +82,11 @@ class Dataflow:
         constants = {**self.constants, **(new_constants or {})}
         model.graph.initializer.extend(tensor for name, tensor in constants.items() if name in used)
         return model
+
+
+def opset_of(model: onnx.ModelProto) -> int:
+    """The version of the standard operator set."""
+    return next(int(entry.version) for entry in model.opset_import if entry.domain in STANDARD)
 
 
 def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
@@ -90,6 +97,7 @@ def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
 
 
 def named_tensor(name: str, value: npt.NDArray[Any]) -> TensorProto:
+    # ascontiguousarray makes a scalar one-dimensional, so its shape is put back.
     return numpy_helper.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
 
 
@@ -97,13 +105,18 @@ def cast(source: str, target: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"{source} to {target}", to=to)
 
 
+def copy_of(node: onnx.NodeProto) -> onnx.NodeProto:
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    return copy
+
+
 def _named(nodes: Iterable[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Copies of the nodes, each with a name of its own."""
+    """Copies of the nodes, each with a unique name: precisions are chosen node by node, by name."""
     seen: set[str] = set()
     copies = []
     for index, node in enumerate(nodes):
-        copy = onnx.NodeProto()
-        copy.CopyFrom(node)
+        copy = copy_of(node)
         copy.name = node.name or f"{node.op_type}_{index}"
         if copy.name in seen:
             copy.name = f"{copy.name}_{index}"
@@ -136,10 +149,10 @@ def _require_dynamic_batch(graph: onnx.GraphProto) -> None:
 
 
 def _types_and_shapes(model: onnx.ModelProto) -> tuple[dict[str, int], dict[str, tuple[int | None, ...]]]:
-    """Element type and shape, None for what varies, of every tensor that inference can tell."""
+    """Element type and shape (None for a dynamic size) of every tensor for which shape inference finds them."""
     bare = onnx.ModelProto()
     bare.CopyFrom(model)
-    # An exporter may have transposed a weight and left its old shape behind.
+    # Recorded shapes may be stale (the exporter transposes a weight and keeps its old shape), so all are inferred.
     del bare.graph.value_info[:]
     graph = onnx.shape_inference.infer_shapes(bare, data_prop=True).graph
     types = {tensor.name: tensor.data_type for tensor in model.graph.initializer}

@@ -1,4 +1,4 @@
-"""From a rewritten network to an ONNX graph, cleaned and checked."""
+"""From a rewritten network to an ONNX graph: traced by torch.export, cleaned, and compared with the network."""
 
 import json
 import warnings
@@ -24,23 +24,24 @@ from vitx.export.rewrite.canonical import ExportAttention
 
 INPUT, OUTPUT = "images", "logits"
 
-# Traced with two images: a batch of one would be taken for a constant.
+# Traced with two images: torch.export takes a dimension of 1 (or 0) for a constant, even if it is said to be dynamic.
 EXAMPLE_BATCH = 2
-# Batches that are never traced, at which the graph must equal the network.
+# Batches that are never traced, at which the graph must equal the network: smaller and larger than the example.
 CHECKED_BATCHES = (1, 3)
-# Of the largest logit. Two float32 evaluations in another order differ by some 1e-6 of it.
+# Relative to the largest logit. Float32 sums in another order differ by about 1e-6 of it; a wrong graph by far more.
 TOLERANCE = 1e-3
 
-# 20 is the first with Gelu. From 23 on plain attention becomes one `Attention` node; on a CPU its kernel in ONNX
+# Opset 20 is the first with Gelu. From 23 on plain attention becomes one `Attention` node; on a CPU its kernel in ONNX
 # Runtime 1.31 is slower than the fused products (docs/export.md).
 DEFAULT_OPSET, ATTENTION_OPSET = 20, 23
-# Convolution and pooling know bfloat16 since 22; before, a ResNet would stay in float32 as a whole.
+# Convolution and pooling take bfloat16 since opset 22; in 20 a ResNet would stay in float32 as a whole.
 BFLOAT16_OPSET = 22
 OPSETS = range(18, 25)
 
-# Elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
+# In elements. Above the exporter's own limit, so that views and transposes of weights are not computed at run time.
 FOLD_LIMIT = 2**28
-# Elements. Equal constants up to this size are stored once; the pass keeps a copy of each, so large ones are left out.
+# In elements. Equal constants up to this size are stored once. The pass keeps a copy of each constant it compares, so
+# large ones are left out.
 SHARED_LIMIT = 2**16
 
 
@@ -58,9 +59,9 @@ def onnx_from_model(
     Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
     form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
 
-    Raises InputError for an opset outside 18 to 24, and CheckFailed when the traced graph does not keep the batch
-    dynamic, lacks a fused operator that the network implies, or (with `check`, which runs it in ONNX Runtime)
-    computes something else than the network at batches that were never traced.
+    Raises InputError for an opset outside 18 to 24. Raises CheckFailed when the traced graph has a fixed batch, lacks a
+    fused operator that the network implies, or (with `check`, which runs it in ONNX Runtime) differs from the network
+    at batches that were never traced.
     """
     model = graph_of(classifier, preprocessing, opset=opset)
     model.metadata_props.update(
@@ -99,7 +100,7 @@ def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int 
 
 
 def clean(model: Any) -> None:
-    """Fold what depends on weights alone, share equal constants and expressions, drop names of this machine.
+    """Compute what depends on weights alone, share equal constants and expressions, drop paths of this machine.
 
     `model` is an onnx_ir.Model and is changed in place.
     """
@@ -112,7 +113,7 @@ def clean(model: Any) -> None:
             common.CommonSubexpressionEliminationPass(),
             common.RemoveUnusedNodesPass(),
             common.RemoveUnusedOpsetsPass(),
-            common.ClearMetadataAndDocStringPass(),  # stack traces with paths of the machine that exported
+            common.ClearMetadataAndDocStringPass(),  # stack traces with paths of the exporting machine
             common.NameFixPass(),
             common.ShapeInferencePass(),
         ]
@@ -143,14 +144,9 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
             )
 
 
-def opset_of(graph: onnx.ModelProto) -> int:
-    """The version of the standard operator set."""
-    return next(int(entry.version) for entry in graph.opset_import if entry.domain in ("", "ai.onnx"))
-
-
 def _traced(classifier: nn.Module, example: torch.Tensor, opset: int) -> Any:
     with warnings.catch_warnings():
-        # The exporter deprecates its own internals; nothing of it concerns the caller.
+        # The exporter's deprecation warnings are about its own internals: the caller can do nothing about them.
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)
         return torch.onnx.export(
@@ -167,6 +163,7 @@ def _traced(classifier: nn.Module, example: torch.Tensor, opset: int) -> Any:
 
 @contextmanager
 def _attention_form(classifier: nn.Module, *, fused: bool) -> Iterator[None]:
+    """Set the form in which plain attention is traced; the layers are as before afterwards."""
     layers = [module for module in classifier.modules() if isinstance(module, ExportAttention)]
     before = [layer.fused for layer in layers]
     for layer in layers:

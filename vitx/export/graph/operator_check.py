@@ -1,4 +1,8 @@
-"""What a traced graph must hold: one fused operator for each attention, LayerNorm and GELU of the network."""
+"""Check that a traced graph has one fused operator for each attention, LayerNorm and GELU of the network.
+
+An exporter that does not know a module decomposes it into its arithmetic. The graph is still right, but runtimes fuse
+by pattern, so a LayerNorm in nine pieces may never become one kernel again.
+"""
 
 import ast
 from collections import Counter
@@ -17,14 +21,20 @@ from vitx.core.errors import CheckFailed
 from vitx.export.rewrite.canonical import ExportAttention
 from vitx.models.attention import HeadMixAttention
 
-# The exporter writes the modules around a node here, outermost first.
-SCOPES = "pkg.torch.onnx.name_scopes"
+# The metadata in which PyTorch's exporter keeps the names of the modules around a node, outermost first.
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def module_scopes(node: Any) -> list[str]:
+    """The modules whose code made a node of a freshly traced onnx_ir graph, outermost first."""
+    scopes: list[str] = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+    return scopes
 
 
 def expected_operators(network: nn.Module, example: Tensor, opset: int) -> dict[str, frozenset[str]]:
-    """The modules that one pass over `example` calls, each with the operators of which the graph must hold one.
+    """The modules that one forward pass over `example` calls, each with operators of which the graph must have one.
 
-    Modules are counted when they are called, so one that the network carries and does not use is not expected.
+    Modules are noted when they are called, so a module that the network has and never uses is not expected.
     """
     expected: dict[str, frozenset[str]] = {}
     hooks = []
@@ -46,10 +56,10 @@ def expected_operators(network: nn.Module, example: Tensor, opset: int) -> dict[
 
 
 def require_operators(expected: Mapping[str, frozenset[str]], graph: Any) -> None:
-    """Raise CheckFailed naming the modules whose operator is not in `graph` (an onnx_ir graph as traced)."""
+    """Raise CheckFailed naming the modules whose operator is missing in `graph` (an onnx_ir graph as traced)."""
     found: dict[str, set[str]] = {}
     for node in graph:
-        for scope in ast.literal_eval(node.metadata_props.get(SCOPES, "[]")):
+        for scope in module_scopes(node):
             found.setdefault(scope, set()).add(node.op_type)
     missing = [
         f"{name or 'the network'} ({' or '.join(sorted(operators))})"
@@ -70,19 +80,21 @@ def optimized_operators(path: Path) -> Counter[str]:
     with TemporaryDirectory() as folder:
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
-        options.log_severity_level = 3  # that the optimised file fits this machine only is known
+        options.log_severity_level = 3  # or it warns that the optimised file fits this machine only
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         return Counter(node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node)
 
 
 def _operators_of(module: nn.Module, opset: int) -> frozenset[str]:
-    """Any of these operators will do for `module`; none for a module without a fused form."""
+    """Operators of which one is enough for `module`; empty for a module without a fused form."""
     if isinstance(module, nn.LayerNorm):
         return frozenset({"LayerNormalization"})
     if isinstance(module, nn.GELU | TimmGELU):
+        # Opset 20 introduced Gelu; before, the exact form is written with Erf and the approximation with Tanh.
         return frozenset({"Gelu"}) if opset >= 20 else frozenset({"Erf", "Tanh"})
     if isinstance(module, ExportAttention):
         return frozenset({"Attention"}) if module.is_fused else frozenset({"Softmax"})
+    # Attention that was not brought to the export form: its own code decides which of the two is traced.
     if isinstance(module, HeadMixAttention | TimmAttention):
         return frozenset({"Attention", "Softmax"})
     return frozenset()

@@ -1,4 +1,8 @@
-"""Is a graph of lower precision still the same classifier? Measured against the float32 graph on real images."""
+"""Is a graph of lower precision still the same classifier? Measured against the float32 graph on real images.
+
+Three bounds: the largest logit error, the top-1 agreement on these images, and the probability that a certificate on
+other images will pass (docs/precision.md).
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,11 +16,11 @@ from vitx.core.console import Progress
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import margins
-from vitx.export.precision.calibration import Float32Array, logits_of
+from vitx.export.graph.execution import Float32Array, logits_of
 
-# A graph is searched further if its certificate would fail more often than once in five times.
-MIN_CHANCE = 0.8
-# The smallest margins; their loss is measured on at least twice as many images.
+# A graph must be expected to pass its certificate four times out of five, or more of it goes back to float32.
+MIN_PROBABILITY = 0.8
+# So many of the smallest margins are spread evenly; the loss of margin is measured on at least twice as many images.
 LOW_MARGINS = 8
 
 
@@ -25,7 +29,7 @@ class Lowered:
     """A graph of lower precision.
 
     islands: nodes left in float32, of those that could have been lowered (for fp16 and bf16 also those whose
-    operator has no such type). details: JSON, how it was found and every trial with its numbers.
+    operator has no such type). details: JSON for the manifest, how they were found and every trial with its numbers.
     """
 
     graph: onnx.ModelProto
@@ -35,13 +39,19 @@ class Lowered:
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """What the certificate will ask of images that the search must not look at: at most `flips` flips of `images`."""
+    """The certificate to come: at most `flips` flips among `images` images, which the search must not look at.
+
+    A single sampling plan (n, c) of acceptance sampling: sample size and acceptance number.
+    """
 
     images: int
     flips: int
 
-    def chance(self, flip_rate: float) -> float:
-        """The probability that a graph of this flip rate meets the plan: P(X ≤ flips), X Poisson."""
+    def acceptance_probability(self, flip_rate: float) -> float:
+        """The probability that a graph of this flip rate meets the plan: P(X ≤ flips), X Poisson.
+
+        The Poisson limit of the binomial, because flips are rare; terms in logarithms, because k! overflows.
+        """
         expected = flip_rate * self.images
         if expected == 0:
             return 1.0
@@ -51,22 +61,26 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a graph may differ by: largest logit error, in standard deviations of the logits, and top-1 agreement.
+    """How far a graph may differ: largest logit error, in standard deviations of the logits, and top-1 agreement.
 
-    With a `plan`, the graph must also be expected to meet it in MIN_CHANCE of the cases.
+    With a `sampling_plan`, the graph must also be expected to meet the plan with MIN_PROBABILITY.
     """
 
     logit_error: float
     agreement: float = 0.99
-    plan: SamplingPlan | None = None
+    sampling_plan: SamplingPlan | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        plan = self.sampling_plan and asdict(self.sampling_plan)
+        return {"logit_error": self.logit_error, "agreement": self.agreement, "plan": plan}
 
     def __str__(self) -> str:
         allowed = f"{self.logit_error:g} and {1 - self.agreement:.3g} of the images"
-        if self.plan is None:
+        if self.sampling_plan is None:
             return allowed
         return (
-            f"{allowed}, and {self.plan.flips} of the {self.plan.images} images of the certificate, to be met with "
-            f"probability {MIN_CHANCE:g}"
+            f"{allowed}, and {self.sampling_plan.flips} of the {self.sampling_plan.images} images of the certificate, "
+            f"to be met with probability {MIN_PROBABILITY:g}"
         )
 
 
@@ -89,9 +103,10 @@ class Agreement:
         return 1 - self.flips / self.images
 
     def within(self, bounds: Bounds) -> bool:
-        """A single flip among a few images proves no rate: it is allowed as many as it takes to reach the rate."""
-        allowed = math.ceil((1 - bounds.agreement) * self.images - 1e-9)
-        likely = bounds.plan is None or bounds.plan.chance(self.flip_rate) >= MIN_CHANCE
+        """Whether all bounds hold; the number of flips allowed is rounded up, so that 1 % of 32 images is one flip."""
+        allowed = math.ceil((1 - bounds.agreement) * self.images - 1e-9)  # 1 - 0.99 is a little more than 0.01
+        plan = bounds.sampling_plan
+        likely = plan is None or plan.acceptance_probability(self.flip_rate) >= MIN_PROBABILITY
         return not self.not_finite and self.max_error <= bounds.logit_error and self.flips <= allowed and likely
 
     def __str__(self) -> str:
@@ -105,11 +120,12 @@ class Agreement:
 
 
 def agreement_of(expected: Float32Array, found: Float32Array) -> Agreement:
-    """Compare logits (n, C); what is not finite is an infinite error and a flip."""
+    """Compare logits (n, C); a row that is not finite counts as a flip and makes the errors infinite."""
     finite = np.isfinite(found).all(axis=1)
-    spread = max(float(expected.std()), 1e-12)
+    # In standard deviations of the logits the same bound serves networks of any logit scale.
+    std = max(float(expected.std()), 1e-12)
     with np.errstate(invalid="ignore"):
-        error = np.abs(found.astype(np.float64) - expected) / spread
+        error = np.abs(found.astype(np.float64) - expected) / std
     return Agreement(
         images=len(expected),
         flips=int(((expected.argmax(axis=1) != found.argmax(axis=1)) | ~finite).sum()),
@@ -121,37 +137,41 @@ def agreement_of(expected: Float32Array, found: Float32Array) -> Agreement:
 
 
 def expected_flip_rate(expected: Float32Array, found: Float32Array) -> float:
-    """The share of images like these, logits (n, C), that a graph puts into another class; 0 for one class.
+    """The share of other images like these, logits (n, C), that a graph is expected to flip; 0 for one class.
 
-    An image flips when its margin (largest logit less the next) loses more than there is. Flips are few, so counting
-    them says little. Here every margin is held against the loss of every image whose own margin is among the smallest
-    tenth, where errors are larger than elsewhere. The smallest margins are spread evenly up to the LOW_MARGINS-th: two
-    near ties, which any rounding may flip, must not decide.
+    An image flips when it loses more margin (largest logit less the next) than it has. Flips are few, so counting them
+    says little. Instead the loss of every image of small margin is held against the margin of every image:
+    `mean over losses l of F(l)`, F the share of margins below l. Losses are those of the tenth of the images with the
+    smallest margins, where errors are larger than elsewhere. The LOW_MARGINS smallest margins are spread evenly from 0
+    to the largest of them: two near ties, which any rounding may flip, must not decide.
     """
     if expected.shape[1] < 2:
         return 0.0
-    held = margins(expected)
-    low = np.argsort(held)[: max(2 * LOW_MARGINS, len(held) // 10)]
-    lost = held[low] - margins(found[low], expected[low].argmax(axis=1))
-    spread = np.sort(held)
-    smallest = spread[:LOW_MARGINS]
+    margin = margins(expected)
+    low = np.argsort(margin)[: max(2 * LOW_MARGINS, len(margin) // 10)]
+    # The margin after lowering is that of the class the float32 graph chose: negative where the image flipped.
+    loss = margin[low] - margins(found[low], expected[low].argmax(axis=1))
+    ordered = np.sort(margin)
+    smallest = ordered[:LOW_MARGINS]  # a view: `ordered` changes with it
     smallest[:] = smallest[-1] * (np.arange(len(smallest)) + 1) / len(smallest)
-    return float((np.interp(lost, np.append(0, spread), np.arange(len(spread) + 1), left=0) / len(held)).mean())
+    # F is linear between margins; a loss below 0 (a margin that grew) flips nothing.
+    below = np.interp(loss, np.append(0, ordered), np.arange(len(ordered) + 1), left=0)
+    return float((below / len(margin)).mean())
 
 
 @dataclass
 class Judge:
-    """Measures candidates against the float32 graph and remembers every trial.
+    """Measures candidates against the float32 graph and records every trial.
 
-    `prepared` makes of a candidate what the CPU can run (a twin of the same arithmetic); `accept` has the last word
-    on a candidate within the bounds.
+    `runnable` turns a candidate into a graph that the CPU runs with the same arithmetic (a float32 twin, for a half
+    type). `accept` has the last word on a candidate within the bounds. `fused`: as in `logits_of`.
     """
 
     graph: onnx.ModelProto
     images: UInt8Array
     bounds: Bounds
     accept: Callable[[onnx.ModelProto], bool] | None = None
-    prepared: Callable[[onnx.ModelProto], onnx.ModelProto] = lambda candidate: candidate
+    runnable: Callable[[onnx.ModelProto], onnx.ModelProto] = lambda candidate: candidate
     fused: bool = True
     trials: list[dict[str, Any]] = field(default_factory=list)
     bar: Progress | None = None
@@ -163,16 +183,16 @@ class Judge:
 
     def measure(self, candidate: onnx.ModelProto, images: int | None = None) -> Agreement:
         """Agreement on the first `images` of the images, or on all."""
-        found = logits_of(self.prepared(candidate), self.images[:images], fused=self.fused)
+        found = logits_of(self.runnable(candidate), self.images[:images], fused=self.fused)
         return agreement_of(self.expected[:images], found)
 
     def passes(self, candidate: onnx.ModelProto, what: str) -> bool:
-        """Whether a candidate is within the bounds and accepted; the trial is remembered as `what`."""
+        """Whether a candidate is within the bounds and accepted; the trial is recorded under the name `what`."""
         agreement = self.measure(candidate)
         verdict = agreement.within(self.bounds)
         trial: dict[str, Any] = {"what": what, **agreement.as_json(), "within_bounds": verdict}
-        if self.bounds.plan is not None:
-            trial["chance"] = self.bounds.plan.chance(agreement.flip_rate)
+        if self.bounds.sampling_plan is not None:
+            trial["chance"] = self.bounds.sampling_plan.acceptance_probability(agreement.flip_rate)
         if verdict and self.accept is not None:
             verdict = trial["accepted"] = bool(self.accept(candidate))
         self.trials.append(trial)
@@ -181,14 +201,15 @@ class Judge:
         return verdict
 
 
-def fewest_exceptions(ordered: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """The smallest set of exceptions found with which `passes`: none of it can be left out.
+def minimal_subset(ordered: Sequence[str], passes: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """A small subset for which `passes` is true and from which no single element can be left out (1-minimal).
 
-    `ordered` has the one that helps most first. The shortest passing head of it is found by doubling and bisection;
-    then parts of it, halves first and single ones last, the least helpful first, are left out in turn and stay out
-    if it still passes. Raises CheckFailed when not even all of them pass.
+    `ordered` begins with the element that helps most. Delta debugging (Zeller & Hildebrandt, IEEE TSE 28, 2002) with
+    that order as a hint, because each call measures a graph: the shortest passing prefix is found by doubling and
+    bisection; then parts of the prefix, halves first and single elements last, the least helpful first, are left out
+    for good if the rest still passes. Raises CheckFailed when not even all elements pass.
     """
-    size, failed = 0, -1
+    size, failed = 0, -1  # the prefix to try, and the longest that is known to fail
     while not passes(ordered[:size]):
         if size == len(ordered):
             raise CheckFailed(
@@ -201,7 +222,7 @@ def fewest_exceptions(ordered: Sequence[str], passes: Callable[[Sequence[str]], 
     kept = list(ordered[:size])
     part = len(kept) // 2
     while part:
-        # The last of a shortest head is needed: without it the head was too short.
+        # The last element of a shortest prefix is needed: without it the prefix failed.
         for end in range(len(kept) - 1, 0, -part):
             without = kept[: max(0, end - part)] + kept[end:]
             if passes(without):
@@ -211,5 +232,5 @@ def fewest_exceptions(ordered: Sequence[str], passes: Callable[[Sequence[str]], 
 
 
 def _number(value: float) -> float | str:
-    """JSON has no infinity."""
+    """The value for JSON, which has no infinity."""
     return value if math.isfinite(value) else str(value)

@@ -1,40 +1,38 @@
-"""What a graph's tensors hold on real images, gathered in one pass, and the ranges that 8 bits are given from it."""
+"""Calibration: the distribution of each tensor on real images, and the range that its 8-bit codes are given."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.image_set import ImageSet, evenly_spaced
+from vitx.export.graph.execution import run_with_outputs
 
-Float32Array = npt.NDArray[np.float32]
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[Method, ...] = ("max", "percentile", "entropy")
 
-# Ranges come from at least so many images; up to half of all are held out and judge them.
+# Ranges come from at least 256 images. Up to half of all images, and at least 64, are held out to judge them.
 MIN_CALIBRATION = 256
 MIN_IMAGES = 320
-# What `calibration_images` keeps: as many images as 512 of 224 px (77 MB) have pixels, but no more than 2,048.
+# What `sample_images` keeps by default: as many images as 512 of 224 px (77 MB) have pixels, but no more than 2,048.
 FEWEST, MOST, PIXELS = 512, 2048, 512 * 224 * 224
 PERCENTILE = 0.9999
 BINS = 2048
-# Images per run while activations are read: a DeiT-S at 224 px then hands out some 200 MB.
-BATCH = 4
-# Of a large tensor every seventh value goes into the histogram; seven is coprime to the widths, so all channels do.
+# Of a tensor with more than LARGE values every seventh goes into the histogram. Seven is coprime to the usual widths,
+# so every channel is sampled.
 LARGE, STRIDE = 1 << 16, 7
 
 
-def calibration_images(images: ImageSet, preprocessing: Preprocessing, limit: int | None = None) -> UInt8Array:
-    """Evenly spaced images of a set, uint8 (n, S, S, 3), n ≤ `limit`: a folder's head is of one class.
+def sample_images(images: ImageSet, preprocessing: Preprocessing, limit: int | None = None) -> UInt8Array:
+    """Evenly spaced images of a set, uint8 (n, S, S, 3), n ≤ `limit`; the first images of a folder are of one class.
 
-    limit: default 512 at 224 px, 2,048 where the images are so small. Raises InputError when the set has fewer than
-    MIN_IMAGES.
+    limit: by default 512 at 224 px, more for smaller images, up to 2,048. Raises InputError when the set has fewer
+    than MIN_IMAGES.
     """
     require_images(len(images))
     most = limit or min(MOST, max(FEWEST, PIXELS // preprocessing.image_size**2))
@@ -43,9 +41,9 @@ def calibration_images(images: ImageSet, preprocessing: Preprocessing, limit: in
 
 
 def split_images(images: UInt8Array) -> tuple[UInt8Array, UInt8Array]:
-    """(for calibration, held out): half of them, evenly spaced, but at least 256 for calibration.
+    """(calibration images, held-out images): half each, evenly spaced, but at least 256 for calibration.
 
-    Raises InputError when there are too few.
+    Raises InputError for fewer than MIN_IMAGES.
     """
     require_images(len(images))
     held_out = np.zeros(len(images), dtype=bool)
@@ -54,7 +52,7 @@ def split_images(images: UInt8Array) -> tuple[UInt8Array, UInt8Array]:
 
 
 def require_images(count: int) -> None:
-    """Raise InputError naming how many images were given and how many it takes."""
+    """Raise InputError, saying how many images are needed, when `count` is too low."""
     if count < MIN_IMAGES:
         raise InputError(
             f"{count} images to calibrate on: ranges take at least {MIN_CALIBRATION} real images, and others are held "
@@ -64,9 +62,10 @@ def require_images(count: int) -> None:
 
 @dataclass
 class Activations:
-    """|x| of one tensor: its maximum over every value, a histogram over (0, `limit`], and how many were not finite.
+    """The distribution of |x| of one tensor: maximum, histogram over (0, `limit`], number of values not finite.
 
-    `limit` doubles when a larger value comes; pairs of bins merge then, so no count is ever spread by guessing.
+    `largest` is of |x| and exact; `smallest` is the least x or 0. When a value above `limit` comes, the limit doubles
+    and pairs of bins merge, so counts stay exact: no bin is ever split.
     """
 
     limit: float = 0.0
@@ -99,9 +98,9 @@ class Activations:
             self.counts = np.concatenate([self.counts.reshape(-1, 2).sum(axis=1), np.zeros(BINS // 2, np.int64)])
 
     def threshold(self, method: Method, levels: int = 128) -> float:
-        """The |x| that becomes the largest code; `levels` codes lie on one side of zero."""
+        """The |x| that is given the largest code; larger values saturate. `levels`: codes on one side of zero."""
         if self.largest == 0.0:
-            return 1.0
+            return 1.0  # any scale codes a tensor of zeros exactly
         if method == "max":
             return self.largest
         width = self.limit / BINS
@@ -115,10 +114,11 @@ def _percentile_bins(counts: npt.NDArray[np.int64]) -> int:
 
 
 def _entropy_bins(counts: npt.NDArray[np.int64], levels: int) -> int:
-    """How many bins to keep so that KL(what is there ‖ what the codes can say of it) is least.
+    """How many bins to keep so that KL(distribution ‖ its quantised form) is least.
 
-    After Migacz, "8-bit Inference with TensorRT" (GTC 2017). The first bin, exact zeros and what rounds to them, takes
-    its neighbour's count: a spike there would decide alone.
+    After Migacz, "8-bit Inference with TensorRT" (GTC 2017): fewer bins clip more, more bins make each code coarser.
+    The first bin (exact zeros, as after a ReLU, and values that round to zero) takes its neighbour's count: zeros are
+    coded exactly at any scale, and so large a count would hide every other difference.
     """
     smoothed = counts.astype(np.float64)
     smoothed[0] = smoothed[1]
@@ -129,8 +129,10 @@ def _entropy_bins(counts: npt.NDArray[np.int64], levels: int) -> int:
 
 
 def _divergence(counts: npt.NDArray[np.float64], keep: int, levels: int) -> float:
+    """KL(P ‖ Q) of the first `keep` bins: P with the clipped mass in its last bin, Q as `levels` codes give it back."""
     reference = counts[:keep].copy()
     reference[-1] += counts[keep:].sum()
+    # Bins that share a code cannot be told apart any more: the code's mass is spread evenly over its nonempty bins.
     code = np.minimum(np.arange(keep) * levels // keep, levels - 1)
     present = counts[:keep] > 0
     mass = np.bincount(code, weights=counts[:keep], minlength=levels)
@@ -141,12 +143,12 @@ def _divergence(counts: npt.NDArray[np.float64], keep: int, levels: int) -> floa
     p, q = reference / reference.sum(), coded / coded.sum()
     both = (p > 0) & (q > 0)
     lost = float(p[(p > 0) & (q == 0)].sum())
-    # Mass that the codes cannot name at all counts as if it had one code in ten thousand.
+    # Where q is 0 the divergence is infinite; with q = p/10,000 there instead, ranges can still be compared.
     return float((p[both] * np.log(p[both] / q[both])).sum()) + lost * float(np.log(1e4))
 
 
 def observe(graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array) -> dict[str, Activations]:
-    """Run `graph` over `images` and gather every named tensor; memory is that of one batch."""
+    """The distribution of every named tensor while `graph` runs over `images`; memory is that of one batch."""
     found = {name: Activations() for name in tensors}
     for values in run_with_outputs(graph, tensors, images):
         for name, value in values.items():
@@ -155,52 +157,10 @@ def observe(graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array) 
 
 
 def require_finite(activations: Mapping[str, Activations], producers: Mapping[str, str]) -> None:
-    """Raise CheckFailed naming the first tensor that is not finite in float32 already."""
+    """Raise CheckFailed, naming it, for the first tensor that is not even finite in float32."""
     for name, activation in activations.items():
         if activation.not_finite:
             raise CheckFailed(
                 f"'{name}', made by {producers.get(name, 'the input')}, holds {activation.not_finite} values that are "
                 "not finite in float32 already: no lower precision can hold them"
             )
-
-
-def run_with_outputs(
-    graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array, batch: int = BATCH
-) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Yield the named tensors of each batch."""
-    watched = onnx.ModelProto()
-    watched.CopyFrom(graph)
-    present = {value.name for value in watched.graph.output}
-    watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors if name not in present)
-    session = open_session(watched)
-    (source,) = session.get_inputs()
-    for chunk in batches(images, batch):
-        yield dict(zip(tensors, session.run(list(tensors), {source.name: chunk}), strict=True))
-
-
-def logits_of(graph: onnx.ModelProto, images: UInt8Array, batch: int = 8, *, fused: bool = True) -> Float32Array:
-    """Logits float32 (n, C) in ONNX Runtime on the CPU."""
-    session = open_session(graph, fused=fused)
-    (source,) = session.get_inputs()
-    parts = [session.run(None, {source.name: chunk})[0] for chunk in batches(images, batch)]
-    return np.concatenate(parts).astype(np.float32)
-
-
-def batches(images: UInt8Array, size: int) -> Iterable[UInt8Array]:
-    return (images[start : start + size] for start in range(0, len(images), size))
-
-
-def open_session(graph: onnx.ModelProto, *, fused: bool = True) -> Any:
-    """A session on the CPU; raise CheckFailed with the runtime's words when it cannot run the graph.
-
-    Without `fused` Q and DQ run as they stand: ONNX Runtime fuses E4M3 into a kernel that then refuses the type.
-    """
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if not fused:
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
-    try:
-        return onnxruntime.InferenceSession(graph.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    # ONNX Runtime's errors share no base but this one; each is a verdict on the graph.
-    except Exception as error:  # noqa: BLE001
-        raise CheckFailed(f"ONNX Runtime cannot run the graph on the CPU: {error}") from None

@@ -1,7 +1,9 @@
-"""Lower precision, written into the graph: what the ONNX file says is what a strongly typed runtime does."""
+"""Lower precision, written into the graph: what the ONNX file says is what a strongly typed runtime does.
+
+int8 and fp8 are in quantization.py; this file chooses the float32 islands of fp16 and bf16.
+"""
 
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -13,24 +15,18 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.data.image_set import evenly_spaced
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.precision.acceptance import Bounds, Judge, Lowered, fewest_exceptions
-from vitx.export.precision.calibration import (
-    MIN_IMAGES,
-    Activations,
-    observe,
-    require_finite,
-    run_with_outputs,
-    split_images,
-)
+from vitx.export.graph.execution import run_with_outputs
+from vitx.export.options import Target
+from vitx.export.precision.acceptance import Bounds, Judge, Lowered, minimal_subset
+from vitx.export.precision.calibration import MIN_IMAGES, Activations, observe, require_finite, split_images
 from vitx.export.precision.half import HALVES, LARGEST, HalfGraph, cpu_twin
-from vitx.export.precision.qdq import Target
 from vitx.export.precision.quantization import quantize
 
 LowerPrecision = Literal["fp16", "bf16", "int8", "fp8"]
 HalfPrecision = Literal["fp16", "bf16"]
-# Islands need at least so many images. Overflow is looked for on at most so many: every tensor is handed out there.
+# fp16 and bf16 are judged on at least 32 images. Overflow is looked for on at most 128: every tensor is read there.
 MIN_HALF_IMAGES, OBSERVED_IMAGES = 32, 128
-# Images on which each node's own rounding is measured: it orders the nodes, it decides nothing.
+# Images on which the error that each node adds is measured: few, because it only orders the candidates for islands.
 SENSITIVITY_IMAGES = 8
 
 
@@ -48,15 +44,15 @@ def lower_precision(
     """Return a float32 graph in lower precision; its input stays uint8 (N, S, S, 3), its output float32 logits.
 
     graph: opset ≥ 13, the batch dynamic. It is not changed.
-    images: real images, uint8 (n, S, S, 3), prepared by the model's Preprocessing (`calibration_images` picks them from
+    images: real images, uint8 (n, S, S, 3), prepared by the model's Preprocessing (`sample_images` picks them from
     a set). fp16 and bf16 take n ≥ 32, int8 and fp8 n ≥ 320. Memory is that of the images and of one batch.
     target: what int8 is for: "cpu", the form that ONNX Runtime has fast kernels for, or "tensorrt".
-    bounds: what may differ from the float32 graph on these images; by default what a certificate allows.
-    accept: asked about a graph within the bounds; if it says no, the search goes on with more in float32.
-    allow_islands: without, everything must be lowered, or CheckFailed names what cannot be.
+    bounds: how far the result may differ from the float32 graph on these images; by default what a certificate allows.
+    accept: called with a graph within the bounds; if it returns False, the search goes on with more in float32.
+    allow_islands: if False, everything must be lowered, or CheckFailed names what cannot be.
 
-    Raises InputError for unusable images; CheckFailed for a frozen batch, weights or activations that are not finite
-    (naming them), and when nothing passes, with the numbers.
+    Raises InputError for unusable images; CheckFailed for a frozen batch, for weights or activations that are not
+    finite (naming them), and when nothing passes, with the numbers.
     """
     if precision not in get_args(LowerPrecision):
         raise unknown_name("precision", precision, get_args(LowerPrecision))
@@ -97,19 +93,20 @@ def _to_half(
     flow = Dataflow(graph)
     half = HalfGraph(flow, HALVES[precision])
     chosen = images[evenly_spaced(len(images), OBSERVED_IMAGES)]
+    # Half types need no calibration, so few images may all be judged; of many, the same half as for int8 is.
     judged = split_images(images)[1] if len(images) >= MIN_IMAGES else images
     log(f"{precision}: overflow looked for on {len(chosen)} images, islands judged on {len(judged)}", quiet=quiet)
     tensors = sorted({name for node in flow.nodes for name in node.output if flow.is_float(name)})
     activations = observe(graph, tensors, chosen)
     require_finite(activations, flow.producers())
-    too_large = {name: found for name, found in activations.items() if found.largest > LARGEST[half.half]}
+    too_large = {name: found for name, found in activations.items() if found.largest > LARGEST[half.element_type]}
     overflow = _overflowing(flow, half, too_large)
     if overflow and not allow_islands:
         raise CheckFailed(_overflow_text(precision, overflow, too_large, flow))
-    judge = Judge(graph, judged, bounds or Bounds(SHARE_OF_STD[precision]), accept, prepared=cpu_twin)
+    judge = Judge(graph, judged, bounds or Bounds(SHARE_OF_STD[precision]), accept, runnable=cpu_twin)
     with progress(f"{precision} islands", len(half.floating), quiet=quiet) as bar:
         judge.bar = bar
-        islands, growth = _islands(half, judge, overflow, chosen, allow_islands=allow_islands)
+        islands, added_error = _islands(half, judge, overflow, chosen, allow_islands=allow_islands)
     lowered = half.build(islands)
     onnx.checker.check_model(lowered, full_check=True)
     details: dict[str, Any] = {
@@ -117,11 +114,11 @@ def _to_half(
         "observed_images": len(chosen),
         "held_out_images": len(judged),
         "measured_on": "float32 twin with every tensor rounded where it is made",
-        "allowed": asdict(judge.bounds),
+        "allowed": judge.bounds.as_json(),
         "largest_activation": max((found.largest for found in activations.values()), default=0.0),
         "overflow": {name: found.largest for name, found in too_large.items()},
         "without_kernel": list(half.without_kernel),
-        "rounding": growth,
+        "rounding": added_error,
         "nodes": len(half.floating),
         "trials": judge.trials,
     }
@@ -129,8 +126,8 @@ def _to_half(
 
 
 def _overflowing(flow: Dataflow, half: HalfGraph, too_large: dict[str, Activations]) -> list[str]:
-    """The nodes that make or read what the half type cannot hold, constants included."""
-    limit = LARGEST[half.half]
+    """The nodes that produce or read a value beyond the half type's range, constants included."""
+    limit = LARGEST[half.element_type]
     constants = {
         name for name in flow.constants if flow.is_float(name) and np.abs(flow.array(name)).max(initial=0) > limit
     }
@@ -158,21 +155,21 @@ def _overflow_text(
 def _islands(
     half: HalfGraph, judge: Judge, overflow: list[str], images: UInt8Array, *, allow_islands: bool
 ) -> tuple[tuple[str, ...], dict[str, float]]:
-    """The fewest nodes in float32, and the rounding that each node adds (measured only if it was needed)."""
+    """The fewest nodes in float32, and the error that each node adds (measured only if islands are needed)."""
     if judge.passes(half.build(()), "no island"):
         return (), {}
-    growth = _rounding_by_node(half, overflow, images[:SENSITIVITY_IMAGES])
-    ordered = [*overflow, *sorted((name for name in growth if name not in overflow), key=lambda name: -growth[name])]
+    added = _added_error_by_node(half, overflow, images[:SENSITIVITY_IMAGES])
+    # Overflow first: one infinite value ruins the logits, which no number of rounding errors does.
+    ordered = [*overflow, *sorted((name for name in added if name not in overflow), key=lambda name: -added[name])]
     if not allow_islands:
         raise CheckFailed(
-            f"without islands: {_last(judge)}; '{ordered[0]}' adds most rounding, {growth[ordered[0]]:.3g} of its "
-            "result"
+            f"without islands: {_last(judge)}; '{ordered[0]}' adds most rounding, {added[ordered[0]]:.3g} of its result"
         )
     if overflow and judge.passes(half.build(overflow), f"{len(overflow)} islands, where it overflows"):
-        # What overflows may only be passing through: all but the few that decide go back.
+        # No other island is needed, and perhaps not all of these: a large value may be harmless (before a Softmax).
         ordered = list(overflow)
-    islands = fewest_exceptions(ordered, lambda names: judge.passes(half.build(names), f"{len(names)} islands"))
-    return islands, {name: growth.get(name, 0.0) for name in ordered[: max(20, len(islands))]}
+    islands = minimal_subset(ordered, lambda names: judge.passes(half.build(names), f"{len(names)} islands"))
+    return islands, {name: added.get(name, 0.0) for name in ordered[: max(20, len(islands))]}
 
 
 def _last(judge: Judge) -> str:
@@ -183,20 +180,22 @@ def _last(judge: Judge) -> str:
     )
 
 
-def _rounding_by_node(half: HalfGraph, islands: list[str], images: UInt8Array) -> dict[str, float]:
-    """How much relative error each node's result has beyond that of what it reads, in half precision.
+def _added_error_by_node(half: HalfGraph, islands: list[str], images: UInt8Array) -> dict[str, float]:
+    """The relative error ‖exact - rounded‖ / ‖exact‖ of each node's result less that of its inputs, in half precision.
 
-    Both graphs run side by side. Overflowing nodes are kept in float32, or all that follows would be NaN.
+    The float32 graph and the twin of the half graph run side by side. `islands`, the nodes that overflow, stay in
+    float32, or everything after them would be NaN.
     """
     flow = half.flow
     tensors = [name for node in flow.nodes for name in node.output if flow.is_float(name) and name not in flow.outputs]
     twin = cpu_twin(half.build(islands))
     made = {name for node in twin.graph.node for name in node.output}
     tensors = [name for name in tensors if name in made]
+    # Sums of squares over all images, from which each tensor's norms are taken at the end.
     error, size = dict.fromkeys(tensors, 0.0), dict.fromkeys(tensors, 0.0)
-    whole = flow.assemble(flow.nodes)
+    exact_graph = flow.assemble(flow.nodes)
     for exact, rounded in zip(
-        run_with_outputs(whole, tensors, images), run_with_outputs(twin, tensors, images), strict=True
+        run_with_outputs(exact_graph, tensors, images), run_with_outputs(twin, tensors, images), strict=True
     ):
         for name in tensors:
             error[name] += float(np.square(exact[name].astype(np.float64) - rounded[name]).sum())

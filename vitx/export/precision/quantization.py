@@ -1,7 +1,6 @@
 """int8 and fp8 as explicit Q/DQ: ranges from real images, and the fewest layers left in float32 that pass."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import onnx
@@ -11,7 +10,8 @@ from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.precision.acceptance import Agreement, Bounds, Judge, Lowered, fewest_exceptions
+from vitx.export.options import Target
+from vitx.export.precision.acceptance import Agreement, Bounds, Judge, Lowered, minimal_subset
 from vitx.export.precision.calibration import (
     METHODS,
     PERCENTILE,
@@ -21,11 +21,11 @@ from vitx.export.precision.calibration import (
     require_finite,
     split_images,
 )
-from vitx.export.precision.qdq import EightBit, QuantizedGraph, Target
+from vitx.export.precision.qdq import EightBit, QuantizedGraph
 
-# Entropy is of evenly spaced codes, which E4M3's are not.
+# The entropy method assumes evenly spaced codes, which E4M3's are not.
 METHODS_FOR: dict[EightBit, tuple[Method, ...]] = {"int8": METHODS, "fp8": ("max", "percentile")}
-# Held-out images on which one layer's own error is measured: it orders the layers, it decides nothing.
+# Held-out images on which the error of one layer is measured: few, because it only orders the layers.
 SENSITIVITY_IMAGES = 16
 
 
@@ -39,11 +39,12 @@ def quantize(
     accept: Callable[[onnx.ModelProto], bool] | None = None,
     quiet: bool = False,
 ) -> Lowered:
-    """Return `graph` with Q/DQ around every layer that the bounds, and then `accept`, allow.
+    """Return `graph` with Q/DQ around as many layers as the bounds, and then `accept`, allow.
 
     Up to half of `images` (uint8 (n, S, S, 3), n ≥ 320) is held out; the others give the ranges. The range methods are
-    compared on the held-out images with every layer quantised, and the one of the least mean logit error is taken. If
-    that fails, layers are left in float32, the most sensitive first, until it passes; then each is tried again.
+    compared on the held-out images with every layer quantised, and the one with the least mean logit error is taken. If
+    that graph fails, layers stay in float32, the most sensitive first, until it passes; then each is quantised again if
+    the graph passes with it.
     Raises InputError for too few images, CheckFailed for weights or activations that are not finite, or when nothing
     passes.
     """
@@ -54,9 +55,10 @@ def quantize(
     tensors = sorted({name for layer in quantized.layers.values() for name in layer.tensors()})
     ranges = observe(graph, tensors, calibration)
     require_finite(ranges, flow.producers())
+    # int8 is judged as ONNX Runtime will run it, in fused integer kernels; it has none for fp8.
     judge = Judge(graph, held_out, bounds or Bounds(SHARE_OF_STD[kind]), accept, fused=kind == "int8")
     search = _Search(quantized, ranges, judge)
-    compared = {method: search.compare(method) for method in METHODS_FOR[kind]}
+    compared = {method: search.fully_quantized(method) for method in METHODS_FOR[kind]}
     search.method = min(compared, key=lambda method: compared[method].mean_error)
     with progress(f"{kind} layers", 2 * len(quantized.layers), quiet=quiet) as bar:
         judge.bar = bar
@@ -68,7 +70,7 @@ def quantize(
         "target": target,
         "calibration_images": len(calibration),
         "held_out_images": len(held_out),
-        "allowed": asdict(judge.bounds),
+        "allowed": judge.bounds.as_json(),
         "methods": {method: agreement.as_json() for method, agreement in compared.items()},
         "method": search.method,
         "percentile": PERCENTILE,
@@ -82,13 +84,14 @@ def quantize(
 
 
 class _Search:
-    """Which layers stay in float32, for one graph and its ranges."""
+    """The search for the layers that stay in float32, for one graph and its ranges."""
 
     def __init__(self, quantized: QuantizedGraph, ranges: dict[str, Activations], judge: Judge) -> None:
         self.quantized, self.ranges, self.judge = quantized, ranges, judge
         self.method: Method = "max"
 
-    def compare(self, method: Method) -> Agreement:
+    def fully_quantized(self, method: Method) -> Agreement:
+        """The agreement with every layer quantised by `method`."""
         return self.judge.measure(self.quantized.build(list(self.quantized.layers), self.ranges, method))
 
     def without(self, left_out: Sequence[str]) -> onnx.ModelProto:
@@ -101,7 +104,7 @@ class _Search:
         return self.judge.passes(self.without(left_out), f"{len(left_out)} layers in float32")
 
     def fewest_in_float(self) -> tuple[tuple[str, ...], dict[str, float]]:
-        """The layers left in float32, and the mean error of each layer quantised alone (where that was needed)."""
+        """The layers left in float32, and the mean logit error of each layer quantised alone (if that was needed)."""
         if self.passes(()):
             return (), {}
         sensitivity = {
@@ -111,7 +114,7 @@ class _Search:
             for name in self.quantized.layers
         }
         ordered = sorted(sensitivity, key=lambda name: -sensitivity[name])
-        return fewest_exceptions(ordered, self.passes), sensitivity
+        return minimal_subset(ordered, self.passes), sensitivity
 
     def _nothing_passes(self) -> str:
         last = self.judge.trials[-1]

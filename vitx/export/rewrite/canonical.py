@@ -1,7 +1,7 @@
-"""The one form to which supported transformer blocks are brought before they are rewritten.
+"""The canonical form of transformer blocks: supported blocks are brought to it before they are rewritten.
 
 Queries, keys and values have their own projections, the residual scale and the head mixes are plain attributes, and
-nothing of training is left, so a rewrite is a few lines of arithmetic on parameters.
+nothing that only training needs is left, so a rewrite is a few lines of arithmetic on parameters.
 
 Shape letters: B batch, N tokens, M queries (N, or 1 in a class-token tail), D width, H heads, K head width, C = H·K.
 """
@@ -21,7 +21,10 @@ from vitx.models.head_mix import mix_heads
 
 
 class HeadMix(nn.Module):
-    """Maps (B, H, M, N) → Σ_g weight[h, g] · maps[:, g] + bias[h]."""
+    """A linear map over heads: (B, H, M, N) → Σ_g weight[h, g] · maps[:, g] + bias[h], the same shape.
+
+    Re-Attention (DeepViT, arXiv 2103.11886) has one after softmax, talking heads (arXiv 2003.02436) one on each side.
+    """
 
     weight_HH: Tensor
     bias_H: Tensor | None
@@ -50,9 +53,10 @@ class LayerNormOverHeads(nn.Module):
 class ExportAttention(nn.Module):
     """Self-attention in evaluation mode with separate projections and optional mixes over heads.
 
-    `A = after(softmax(before((scale · Q)Kᵀ)))`, out = `proj(value_scale · (A V + row_bias ⊗ Σ_j V_j))`.
-    With `one_query` it computes the first token's output only. `fused` makes a traced graph hold one `Attention` node
-    (opset 23) where nothing stands between softmax and V, instead of its products.
+    `A = after(softmax(before((scale · Q)Kᵀ)))`, out = `proj(value_scale · (A V + row_bias ⊗ Σ_j V_j))`, with A
+    (B, H, M, N), V (B, H, N, K) and row_bias (H,).
+    `one_query`: compute the first token's output only. `fused`: trace to one `Attention` node (opset 23) instead of
+    two products around a Softmax, where no mix comes before or after the softmax.
     """
 
     row_bias_H: Tensor | None
@@ -80,19 +84,21 @@ class ExportAttention(nn.Module):
 
     @property
     def is_fused(self) -> bool:
-        """A traced graph holds one `Attention` node for it: asked for, and nothing between softmax and V."""
+        """Whether it is traced to one `Attention` node: asked for, and without a mix, which that node cannot have."""
         return self.fused and not self.one_query and self.before is None and self.after is None
 
     def forward(self, x: Tensor, tokens: int) -> Tensor:
-        """(B, N, D) → (B, M, D), or the same with B and N in one axis; `tokens` is N."""
+        """(B, N, D) → (B, M, D), or (B·N, D) → (B·M, D) where blocks are joined; `tokens` is N."""
         out_BMC = self._first_token(x, tokens) if self.one_query else self._all_tokens(x, tokens)
         out: Tensor = self.proj(out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC)
         return out
 
     def _all_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        """(B, N, D) or (B·N, D) → (B, N, C), before the output projection."""
         width = self.num_heads * self.head_dim
         query, key, value = (part(x).view(-1, tokens, width) for part in (self.query, self.key, self.value))
         if self.is_fused and torch.compiler.is_exporting():
+            # Attention (ONNX opset 23) takes (B, N, C) and splits the heads itself, so that nothing is transposed.
             heads = {"q_num_heads": self.num_heads, "kv_num_heads": self.num_heads}
             out_BNC: Tensor = torch.onnx.ops.attention(query, key, value, scale=self.scale, **heads)[0]
         else:
@@ -100,15 +106,16 @@ class ExportAttention(nn.Module):
             out_BHNK = self._maps(query_BHNK @ key_BHNK.transpose(-2, -1)) @ value_BHNK
             out_BNC = out_BHNK.transpose(1, 2).flatten(2)
         if self.row_bias_H is not None:
+            # b_h · Σ_j V_j: a sum (B, 1, C), the same for every query, scaled for each head's K channels.
             bias_C = self.row_bias_H[:, None].expand(-1, self.head_dim).reshape(-1)
             out_BNC = out_BNC + bias_C * value.sum(dim=1, keepdim=True)
         return out_BNC if self.value_scale == 1.0 else out_BNC * self.value_scale
 
     def _first_token(self, x: Tensor, tokens: int) -> Tensor:
-        """The first token's output without keys or values.
+        """The first token's output (B, 1, C), without forming keys or values.
 
-        By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`. The key bias adds the
-        same to every score of a row, so softmax drops it.
+        By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`: for one query two products
+        of D·K a head instead of N·D·K. The key bias adds the same number to every score of a row, so softmax drops it.
         """
         H, K = self.num_heads, self.head_dim
         x_BND = x.view(-1, tokens, self.key.in_features)
@@ -116,12 +123,14 @@ class ExportAttention(nn.Module):
         query_BHD = (query_HBK @ self.key.weight.view(H, K, -1)).transpose(0, 1)
         maps_BHN = self._maps((query_BHD @ x_BND.transpose(1, 2)).unsqueeze(2)).squeeze(2)
         if self.row_bias_H is not None:
+            # Here the bias goes back into the map: one row of N is small, and Σ_j V_j is not at hand.
             maps_BHN = maps_BHN + self.row_bias_H[:, None]
         if self.value_scale != 1.0:
             maps_BHN = maps_BHN * self.value_scale
         values_HBD = (maps_BHN @ x_BND).transpose(0, 1)
         out_BHK = (values_HBD @ self.value.weight.view(H, K, -1).transpose(1, 2)).transpose(0, 1)
         if self.value.bias is not None:
+            # Σ_j a_j (W_v x_j + b_v): the bias counts as often as the row sums to, which after a mix is not 1.
             out_BHK = out_BHK + maps_BHN.sum(dim=2, keepdim=True) * self.value.bias.view(H, K)
         return out_BHK.reshape(-1, 1, H * K)
 
@@ -144,8 +153,8 @@ class ExportAttention(nn.Module):
 class ExportBlock(nn.Module):
     """`x + ls1(attn(norm1(s·x)))/s`, then `x + ls2(mlp(norm2(s·x)))/s`: (B, N, D) → (B, M, D).
 
-    M is N, or 1 where attention has one query. With `joined` the tokens of all images stand in one axis inside, so that
-    each Linear is one matrix product with its bias inside.
+    s is the residual scale, 1 in most networks. M is N, or 1 where attention has one query. With `joined` the tokens of
+    all images share one axis (B·N, D) inside the block, so that each Linear is one matrix product with its bias inside.
     """
 
     def __init__(self, trained: Any) -> None:
@@ -158,12 +167,13 @@ class ExportBlock(nn.Module):
         self.joined = False
 
     def forward(self, x_BND: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        # timm's forward passes these on to its blocks; image classifiers leave them at their defaults.
         assert attn_mask is None
         assert not is_causal
         tokens, s = x_BND.shape[1], self.residual_scale
         x = x_BND.flatten(0, 1) if self.joined else x_BND
         skip = x
-        if self.attn.one_query:
+        if self.attn.one_query:  # the shortcut of the class token alone
             skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
         x = skip + self._branch(self.ls1(self.attn(self.norm1(x if s == 1.0 else x * s), tokens)))
         x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
@@ -174,10 +184,10 @@ class ExportBlock(nn.Module):
 
 
 def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
-    """Bring every supported block under `root` to `ExportBlock`, in place; return them in order.
+    """Replace every supported block under `root` by an `ExportBlock`, in place; return all of them in order.
 
     Supported are vitx's blocks and timm's plain ones: self-attention without gates, masks or normalised queries, an
-    MLP of two linear layers, LayerScale or nothing after each branch. Others are left as they are.
+    MLP of two linear layers, LayerScale or nothing after each branch. Other blocks stay as they are.
     """
     for name, module in list(root.named_modules()):
         if _is_supported(module):
@@ -187,7 +197,10 @@ def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
 
 
 def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
-    """The vision transformer under `root` whose features, pooling and head are timm's own; None if there is none."""
+    """The vision transformer under `root` whose features, pooling and head are timm's own, or None.
+
+    A subclass with its own forward pass may use the blocks' outputs in other ways than the rewrites assume.
+    """
     own = ("forward", "forward_features", "pool", "forward_head")
     for module in root.modules():
         if isinstance(module, TimmVisionTransformer):
@@ -197,6 +210,7 @@ def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
 
 
 def _is_supported(module: nn.Module) -> bool:
+    # The exact type: a subclass may compute something else.
     if type(module) not in (Block, TimmBlock):
         return False
     block: Any = module
@@ -216,7 +230,7 @@ def _is_supported_attention(attention: Any) -> bool:
 
 
 def _split(linear: nn.Linear, parts: int) -> list[nn.Linear]:
-    """One Linear for each of `parts` equal slices of the outputs."""
+    """Split the outputs into `parts` equal slices: a Linear for each, of weights (out / parts, in)."""
     biases = [None] * parts if linear.bias is None else linear.bias.detach().chunk(parts)
     return [
         linear_of(weight.clone(), None if bias is None else bias.clone())
@@ -234,5 +248,4 @@ def linear_of(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def set_bias(linear: nn.Linear, bias: Tensor) -> None:
-    """Give `linear` this bias, whether it had one or not."""
     linear.bias = nn.Parameter(bias.to(linear.weight))

@@ -1,9 +1,10 @@
-"""Exact rewrites of transformer blocks (docs/maths.md §4): each changes the blocks under a module in place.
+"""Exact rewrites of transformer blocks (docs/maths.md §4, whose numbers they carry), in place.
 
-Each brings the blocks to their canonical form first and returns the number of places it changed. All are identities in
-exact arithmetic, for any parameters and statistics, in any order.
+Each brings the blocks under a module to their canonical form first and returns the number of places it changed. All are
+identities in exact arithmetic, for any parameters and statistics, in any order. The first line of a docstring is what
+`vitx export --explain` prints.
 
-Shape letters: H heads, K head width, D width.
+Shape letters: H heads, K head width, C = H·K, D width, N tokens.
 """
 
 import math
@@ -22,8 +23,9 @@ HEAD_DIM_MULTIPLE = 8
 def fold_head_norm(root: nn.Module) -> int:
     """1. BatchNorm over heads and `reatten_scale` into the head mix; return how many.
 
-    With s = γ/√(σ²+eps): `W' = r·s⊙W`, `b' = r·(s⊙(b−μ)+β)`. A LayerNorm over heads is not linear in the maps and
-    stays.
+    In evaluation BatchNorm is the affine map `s⊙(y − μ) + β`, s = γ/√(σ²+eps) (H,), and the values are scaled by r:
+    `r·(s⊙(W P + b − μ) + β) = W'P + b'` with `W' = r·s⊙W` (H, H), row h scaled by s_h, and `b' = r·(s⊙(b − μ) + β)`
+    (H,). A LayerNorm over heads is not linear in the maps P (H, N, N) and stays.
     """
     changed = 0
     for attention in _attentions(root):
@@ -31,7 +33,7 @@ def fold_head_norm(root: nn.Module) -> int:
         if mix is None or not (norm is None or isinstance(norm, nn.BatchNorm2d)):
             continue
         if norm is None and attention.value_scale == 1.0:
-            continue
+            continue  # nothing to fold
         scale_H, shift_H = _affine_of(norm, mix.weight_HH)
         bias_H = torch.zeros_like(shift_H) if mix.bias_H is None else mix.bias_H
         r = attention.value_scale
@@ -42,7 +44,11 @@ def fold_head_norm(root: nn.Module) -> int:
 
 
 def split_rank_one_bias(root: nn.Module) -> int:
-    """2. The bias of the last mix leaves the maps: `(W'P + b')V = (W'P)V + b'_h · 1·(Σ_j V_j)`; return how many."""
+    """2. The bias of the last mix leaves the maps: `(W'P + b')V = (W'P)V + b'_h · 1·(Σ_j V_j)`; return how many.
+
+    A constant added to a whole map (N, N) of head h is the rank-one matrix b'_h·1·1ᵀ; times V (N, K) it is the same row
+    (K,) for every query, so no map is read and written again for it. `ExportAttention` computes the right-hand side.
+    """
     changed = 0
     for attention in _attentions(root):
         mix = attention.after
@@ -53,9 +59,10 @@ def split_rank_one_bias(root: nn.Module) -> int:
 
 
 def drop_row_constants(root: nn.Module) -> int:
-    """What is constant along a softmax row leaves: the bias of the mix before it, and the keys' bias; return how many.
+    """10. Constants along a softmax row dropped: the bias of the mix before it and the keys' bias; return how many.
 
-    `softmax(s + c·1) = softmax(s)`; the key bias adds `q·b_k` to a whole row, before and after a mix over heads.
+    `softmax(s + c·1) = softmax(s)` for a row s (N,). The bias of a mix adds b_h to the row. The key bias adds `q_i·b_k`
+    to row i; a mix over heads adds such constants up to another one.
     """
     changed = 0
     for attention in _attentions(root):
@@ -67,7 +74,10 @@ def drop_row_constants(root: nn.Module) -> int:
 
 
 def fold_attention_scale(root: nn.Module) -> int:
-    """3. `1/√d` into W_q and b_q, a factor of the maps into W_v and b_v; return how many."""
+    """3. `1/√d` into W_q and b_q, a factor of the maps into W_v and b_v; return how many.
+
+    `(c·q)kᵀ = c·(q kᵀ)` and `(c·A)V = A(c·V)`; W_q and W_v are (C, D), so the factor is multiplied in once, at export.
+    """
     changed = 0
     for attention in _attentions(root):
         for linear, name in ((attention.query, "scale"), (attention.value, "value_scale")):
@@ -80,7 +90,10 @@ def fold_attention_scale(root: nn.Module) -> int:
 
 
 def fold_residual_scale(root: nn.Module) -> int:
-    """4. `1/s` and LayerScale's γ into proj and fc2, and `LN(s·x; eps) = LN(x; eps/s²)`; return how many."""
+    """4. `1/s` and LayerScale's γ into proj and fc2, and `LN(s·x; eps) = LN(x; eps/s²)`; return how many.
+
+    `(s·x − s·μ)/√(s²σ² + eps) = (x − μ)/√(σ² + eps/s²)` for s > 0. `γ⊙(Wx + b) = (γ⊙W)x + γ⊙b`, γ (D,), W (D, in).
+    """
     changed = 0
     for block in canonical_blocks(root):
         norms = (block.norm1, block.norm2)
@@ -104,8 +117,8 @@ def fold_residual_scale(root: nn.Module) -> int:
 def fold_layer_norm_affine(root: nn.Module) -> int:
     """5. γ and β of a LayerNorm into the Linear after it: `W(γ⊙x̂ + β) + b = (Wγ)x̂ + (Wβ + b)`; return how many.
 
-    Inside blocks always; the last norm into the classifier where pooling takes a token or an average of tokens, both of
-    which the affine map passes.
+    γ and β are (D,), W (out, D); Wγ scales column d by γ_d. Norms in blocks always. The last norm goes into the
+    classifier where pooling takes one token or the average of tokens: both commute with an affine map.
     """
     pairs: list[tuple[Any, list[nn.Linear]]] = []
     for block in canonical_blocks(root):
@@ -119,17 +132,18 @@ def fold_layer_norm_affine(root: nn.Module) -> int:
 
 
 def fold_value_bias(root: nn.Module) -> int:
-    """The values' bias into proj's: every row of a map sums to a known number; return how many.
+    """11. The values' bias into proj's: every row of a map sums to a known number; return how many.
 
-    Rows of softmax sum to 1, of the mixed maps to w_h = Σ_g W'[h, g], and the rank-1 bias meets the biases of N tokens:
-    `b_o + W_o((w_h + N·b'_h)·b_v)`. It needs a fixed number of tokens where a mix has a bias, and a linear mix.
+    `A(V + 1·b_vᵀ) = A V + (A·1)b_vᵀ`, and A·1 is known: rows of softmax sum to 1, those of the mixed maps to
+    w_h = Σ_g W'[h, g], and a bias b'_h on the map adds b'_h for each of the N tokens. So proj's bias (D,) becomes
+    `b_o + W_o((w_h + N·b'_h)·b_v)`. With such a bias the number of tokens must be fixed; the mix must be linear.
     """
     model = vision_transformer(root)
     changed = 0
     for attention in _attentions(root):
         bias, mix = attention.value.bias, attention.after
         if bias is None or not (mix is None or isinstance(mix, HeadMix)):
-            continue
+            continue  # already folded, or a norm over heads, whose rows sum to no constant
         row_sum_H = bias.new_ones(attention.num_heads) if mix is None else mix.weight_HH.sum(dim=1)
         biases = [b for b in (attention.row_bias_H, getattr(mix, "bias_H", None)) if b is not None]
         if biases:
@@ -148,13 +162,15 @@ def fold_value_bias(root: nn.Module) -> int:
 def compute_class_token_only(root: nn.Module) -> int:
     """7. With class-token pooling the last block computes one token; return 1 if it does.
 
-    Queries, projection and MLP for one token. Keys and values are not formed at all: by associativity the one query
-    is carried through W_k to the tokens, and their weighted sum through W_v.
+    No other token of the last block is read. Queries, projection and MLP are computed for one token; keys and values
+    are not formed at all, as `ExportAttention` describes: a block's 12·N·D² + 2·N²·D multiply-adds become
+    12·D² + 2·H·N·D.
     """
     model = vision_transformer(root)
     blocks = canonical_blocks(root)
     if model is None or not blocks or model.global_pool != "token" or model.blocks[-1] is not blocks[-1]:
         return 0
+    # A norm over each token alone does not see that the others are gone.
     if not isinstance(model.norm, nn.LayerNorm | nn.Identity) or blocks[-1].attn.one_query:
         return 0
     blocks[-1].attn.one_query = True
@@ -162,7 +178,10 @@ def compute_class_token_only(root: nn.Module) -> int:
 
 
 def join_tokens(root: nn.Module) -> int:
-    """The tokens of all images in one axis, so that each Linear is one `Gemm` with its bias inside; return how many."""
+    """12. The tokens of all images in one axis: each Linear is one `Gemm` with its bias inside; return how many.
+
+    On (B, N, D) a Linear is exported as MatMul and Add, on (B·N, D) as one Gemm; the numbers are the same.
+    """
     blocks = [block for block in canonical_blocks(root) if not block.joined]
     for block in blocks:
         block.joined = True
@@ -172,6 +191,7 @@ def join_tokens(root: nn.Module) -> int:
 def pad_head_dim(root: nn.Module) -> int:
     """8. Zero-pad the head width to a multiple of eight in W_q, W_k, W_v and W_o; return how many.
 
+    Channels that are zero in q and k add nothing to `q·k`, and channels that are zero in V meet zero columns of W_o.
     The softmax scale stays that of the true width.
     """
     changed = 0
@@ -181,14 +201,14 @@ def pad_head_dim(root: nn.Module) -> int:
             continue
         H, K = attention.num_heads, attention.head_dim
         for linear in (attention.query, attention.key, attention.value):
-            weight = linear.weight.new_zeros(H, width, linear.in_features)
+            weight = linear.weight.new_zeros(H, width, linear.in_features)  # outputs are head by head
             weight[:, :K] = linear.weight.view(H, K, -1)
             if linear.bias is not None:
                 bias = linear.bias.new_zeros(H, width)
                 bias[:, :K] = linear.bias.view(H, K)
                 linear.bias = nn.Parameter(bias.flatten())
             _set_weight(linear, weight.flatten(0, 1))
-        proj = attention.proj.weight
+        proj = attention.proj.weight  # (D, H·K): its inputs are head by head
         padded = proj.new_zeros(len(proj), H, width)
         padded[:, :, :K] = proj.view(-1, H, K)
         _set_weight(attention.proj, padded.flatten(1))
@@ -202,6 +222,7 @@ def _attentions(root: nn.Module) -> list[ExportAttention]:
 
 
 def _mix_and_norm(attention: ExportAttention) -> tuple[HeadMix | None, nn.Module | None]:
+    """The mix after softmax and the norm behind it, each None where there is none."""
     after = attention.after
     if isinstance(after, nn.Sequential):
         mix = after[0]
@@ -235,7 +256,7 @@ def _fold_affine(norm: nn.Module, linears: list[nn.Linear]) -> int:
 
 
 def _scale_outputs(linear: nn.Linear, factor: float | Tensor) -> None:
-    """Multiply the outputs by a number or by (out,)."""
+    """Multiply the outputs by a number, or each output by its own: (out,)."""
     linear.weight = nn.Parameter(linear.weight * (factor[:, None] if isinstance(factor, Tensor) else factor))
     if linear.bias is not None:
         linear.bias = nn.Parameter(linear.bias * factor)

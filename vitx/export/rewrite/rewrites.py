@@ -1,6 +1,6 @@
-"""Exact rewrites of a trained network before it is traced (docs/maths.md §4).
+"""Exact rewrites of a trained network before it is traced (docs/maths.md §4): their names, order and check.
 
-Each is an identity in exact arithmetic, changes a copy of the model in place, and can be left out by its name.
+Each is an identity in exact arithmetic, changes the network in place, and can be left out by its name.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 from timm.layers import DropPath
 from torch import Tensor, nn
 
-from vitx.core.errors import CheckFailed, unknown_name
+from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
 from vitx.export.rewrite.folds import (
     compute_class_token_only,
@@ -27,12 +27,12 @@ from vitx.export.rewrite.folds import (
 )
 from vitx.models import VisionTransformer
 
-# Of the largest logit: in float32 a rewrite reorders sums, and no more.
+# Relative to the largest logit: a rewrite may change the order of float32 sums, and nothing else.
 TOLERANCE = 1e-4
 
 
 class ImageClassifier(nn.Module):
-    """The graph that is exported: images uint8 (N, S, S, 3) → logits (N, C), normalisation inside."""
+    """What is exported: images uint8 (N, S, S, 3) → logits (N, C), the normalisation `(x/255 − mean)/std` inside."""
 
     mean: Tensor
     std: Tensor
@@ -43,11 +43,12 @@ class ImageClassifier(nn.Module):
         self.subtract_mean = self.divide_by_std = True
         reference = next(model.parameters())
         for name, values in (("mean", preprocessing.mean), ("std", preprocessing.std)):
+            # In units of pixel values: (x/255 − m)/s = (x − 255·m)/(255·s), which needs no division by 255.
             on_pixels = 255 * torch.tensor(values, dtype=torch.float64)
             self.register_buffer(name, on_pixels.to(reference).view(1, 3, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        # Contiguous, or the network is traced in channels-last strides and pooling becomes a gather.
+        # Contiguous: traced with the strides of channels-last images, pooling would become a gather.
         pixels = images.permute(0, 3, 1, 2).to(self.mean.dtype, memory_format=torch.contiguous_format)
         if self.subtract_mean:
             pixels = pixels - self.mean
@@ -60,8 +61,10 @@ class ImageClassifier(nn.Module):
 def fold_normalization(classifier: ImageClassifier) -> int:
     """6. Fold (x/255 − mean)/std into the first convolution: W' = W/(255·std), b' = b − Σ W·mean/std.
 
-    The mean goes in only where the convolution sees no padding: zeros are put in after normalisation, so a padded stem
-    keeps the subtraction (of 255·mean) and loses the division. Returns 1 if it folded something, 0 if not.
+    W (out, 3, h, w), std and mean for each input channel, the sum over channel, row and column. The mean goes in only
+    where the convolution has no padding: the zeros of a padded border stand for normalised pixels, and a bias would
+    subtract a mean from them too. A padded stem keeps the subtraction (of 255·mean) and loses the division.
+    Returns 1 if it folded something, 0 if not.
     """
     convolution = first_convolution(classifier.model)
     if convolution is None or convolution.groups != 1 or convolution.in_channels != 3 or not classifier.divide_by_std:
@@ -89,7 +92,7 @@ def remove_dead_outputs(classifier: ImageClassifier) -> int:
     return len(dead)
 
 
-# In the order in which they are applied: what a later one reads, an earlier one has simplified.
+# In the order in which they are applied: a later rewrite finds more where an earlier one has simplified.
 REWRITES: dict[str, Callable[[ImageClassifier], int]] = {
     "remove-dead-outputs": remove_dead_outputs,
     "fold-normalization": fold_normalization,
@@ -104,7 +107,19 @@ REWRITES: dict[str, Callable[[ImageClassifier], int]] = {
     "join-tokens": join_tokens,
     "pad-head-dim": pad_head_dim,
 }
+# pad-head-dim is slower on a CPU (docs/export.md).
 ALL = tuple(name for name in REWRITES if name != "pad-head-dim")
+
+
+def select_rewrites(added: Sequence[str] = (), without: Sequence[str] = ()) -> tuple[str, ...]:
+    """The rewrites that are on by default, with some added and some left out, in the order in which they apply.
+
+    Raises InputError for an unknown name, and for one that is added and left out.
+    """
+    require_known((*added, *without))
+    if both := sorted(set(added) & set(without)):
+        raise InputError(f"--with {both[0]} --without {both[0]}: choose one")
+    return tuple(name for name in REWRITES if (name in ALL or name in added) and name not in without)
 
 
 def rewrite_for_export(
@@ -114,12 +129,12 @@ def rewrite_for_export(
     rewrites: Sequence[str] = ALL,
     images: Literal["uint8", "float"] = "uint8",
 ) -> nn.Module:
-    """Return a rewritten copy of `model` in evaluation mode, same dtype, same function.
+    """Return a rewritten copy of `model` in evaluation mode: same dtype, same function.
 
-    With `images="uint8"` the copy takes uint8 (N, S, S, 3) and needs `preprocessing`; with "float" it takes what the
-    model takes, normalised (N, 3, S, S), and the normalisation fold does not apply.
-    Any classifier of timm's will do: blocks of its vision transformers are rewritten, and where a rewrite finds nothing
-    it changes nothing. Raises InputError for an unknown rewrite.
+    With `images="uint8"` the copy takes uint8 (N, S, S, 3) and needs `preprocessing`; with "float" it takes the model's
+    own input, normalised (N, 3, S, S), and the normalisation fold does not apply.
+    `model` may be any classifier of timm's: the blocks of vision transformers are rewritten, and a rewrite that finds
+    nothing changes nothing. Raises InputError for an unknown rewrite.
     """
     classifier = ImageClassifier(copy.deepcopy(model).eval(), preprocessing or Preprocessing(image_size=1)).eval()
     applied_rewrites(classifier, [name for name in rewrites if images == "uint8" or name != "fold-normalization"])
@@ -133,16 +148,17 @@ def rewrite_for_export(
 def rewrite_checked(
     classifier: ImageClassifier, rewrites: Sequence[str], image_size: int, *, rebuild: Callable[[], ImageClassifier]
 ) -> dict[str, int]:
-    """Apply the named rewrites and return how often each found something to do; `rebuild` makes the classifier anew.
+    """Apply the named rewrites and return in how many places each applied; `rebuild` builds the classifier anew.
 
-    Raises CheckFailed naming the first rewrite that changed the logits of noise: a network that uses one layer in two
-    places, or reads a weight on its own, breaks what the rewrites take for granted.
+    Raises CheckFailed naming the first rewrite that changed the logits of random images: the rewrites assume that a
+    layer is used in one place only, and that no code but the layer's reads its weights.
     """
     images = torch.randint(0, 256, (2, image_size, image_size, 3), dtype=torch.uint8, generator=_seeded())
     expected = _logits(classifier, images)
     applied = applied_rewrites(classifier, rewrites)
     if _change(expected, _logits(classifier, images)) <= TOLERANCE:
         return applied
+    # Rewritten weights cannot be restored, so the search for the culprit starts from a fresh network.
     classifier = rebuild()
     for name in REWRITES:
         if name in rewrites:
@@ -173,23 +189,28 @@ def _change(expected: Tensor, found: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
 
 
-def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> dict[str, int]:
-    """Apply the named rewrites in the order of REWRITES; return how often each found something to do."""
+def require_known(rewrites: Sequence[str]) -> None:
+    """Raise InputError for an unknown rewrite."""
     for name in rewrites:
         if name not in REWRITES:
             raise unknown_name("rewrite", name, REWRITES)
+
+
+def applied_rewrites(classifier: ImageClassifier, rewrites: Sequence[str]) -> dict[str, int]:
+    """Apply the named rewrites in the order of REWRITES; return in how many places each applied."""
+    require_known(rewrites)
     with torch.no_grad():
         return {name: REWRITES[name](classifier) for name in REWRITES if name in rewrites}
 
 
 def first_convolution(model: nn.Module) -> nn.Conv2d | None:
-    """The convolution that sees the pixels: the one timm's configuration names, if it is one."""
+    """The convolution that reads the pixels, by timm's configuration; None unless it is a plain Conv2d."""
     configuration: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     name = configuration.get("first_conv")
     if not isinstance(name, str):
         return None
     module = model.get_submodule(name)
-    # A subclass may pad on its own or standardise its weights, so only the plain layer is known.
+    # A subclass may pad or standardise its weights in its own forward pass.
     return module if type(module) is nn.Conv2d else None
 
 

@@ -1,8 +1,8 @@
-"""Attention with a mix over heads without ever writing an N×N map: `vitx::reattention`, and the plain path beside it.
+"""Attention with a mix over heads: the operator `vitx::reattention`, which writes no N×N map, and the plain path.
 
 Re-Attention in evaluation mode (or without BatchNorm) and talking heads are `O = (W softmax(W₀·scale·QKᵀ + b₀) + b) V`
-with mixes over heads W, W₀. The Triton kernels of kernels.py compute it tile by tile; everywhere else the maps
-are written out. `choose_impl` says which, and why.
+with H×H mixes over heads W and W₀. The Triton kernels of kernels.py compute it tile by tile; where they cannot run, the
+maps are written out. `choose_impl` says which of the two runs, and why. docs/models.md tells what is measured.
 
 Shape letters: B batch, H heads, N tokens, K head width.
 """
@@ -24,15 +24,16 @@ from vitx.core.errors import InputError
 Impl = Literal["auto", "flash", "plain"]
 # Triton's interpreter runs the kernels on a CPU, for tests; Triton reads the variable when it is imported.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-INSTALLED = importlib.util.find_spec("triton") is not None
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 DTYPES = (torch.float16, torch.bfloat16)
+# What the kernels were tested with: the queries of all heads lie in shared memory; 1,025 tokens are 512 px at patch 16.
 LARGEST_HEADS, LARGEST_WIDTH, LARGEST_TOKENS = 16, 64, 1025
-SMALLEST_TILE = 16  # of a product on tensor cores
-WIDTH_MULTIPLE = 8  # of half precision: 16 bytes
+SMALLEST_TILE = 16  # rows and columns of a product on tensor cores
+WIDTH_MULTIPLE = 8  # so many elements of half precision are the 16 bytes that one load reads
 
 
 class Mixes(NamedTuple):
-    """The mixes over heads: of the maps, weight (H, H) and bias (H,), and of the scores before softmax."""
+    """The mixes over heads: of the maps, weight W (H, H) and bias b (H,); of the scores before softmax, W₀ and b₀."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -41,10 +42,12 @@ class Mixes(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Rows, columns and heads of one program's outputs, and how a GPU runs it.
+    """What one program (a block of threads) computes, and how it is compiled.
 
-    With 64 rows and 4 warps Hopper's products are asynchronous (wgmma), otherwise those of every GPU since Ampere. With
-    one stage the next tile is not fetched ahead, and the weights of the mix are read from the cache.
+    queries: rows of the output. keys: columns of the maps that it holds at a time. heads: outputs it makes, at most.
+    warps: of 32 threads; 64 rows on 4 warps use Hopper's asynchronous products (wgmma), other shapes those of every GPU
+    since Ampere (mma). stages: tiles of keys in flight; with 1 nothing is fetched ahead, and the weights of the mix are
+    read from the cache for each tile instead of being held in registers.
     """
 
     queries: int = 64
@@ -54,7 +57,7 @@ class Tiles(NamedTuple):
     heads: int = 4
 
 
-# What a sweep on a GPU tries; `forward_tiles` is what runs.
+# What a sweep on a GPU tries (benchmarks/lease_steps/kernels.py); `forward_tiles` says what runs.
 CANDIDATES = (
     *(Tiles(), Tiles(heads=3), Tiles(heads=6), Tiles(stages=2), Tiles(heads=6, stages=2)),
     *(Tiles(32, 16, 2), Tiles(32, 16, 2, 2), Tiles(32, 16, 2, 2, 6), Tiles(64, 32, 4, 1, 3), Tiles(128, 16, 8)),
@@ -66,26 +69,25 @@ _forced: Tiles | None = None
 
 
 def forward_tiles(heads: int, width: int) -> Tiles:
-    """The tiles of the output: at the published shapes they spill no register on any GPU since Ampere.
-
-    benchmarks/flash_resources.py shows it.
+    """The tiles of the forward pass. At the published shapes they spill no register on any GPU since Ampere
+    (benchmarks/models/flash_resources.py).
     """
-    return _forced or _of_rows(heads, width, 4 if width <= 32 else 3)
+    return _forced or _fitting(heads, width, 4 if width <= 32 else 3)
 
 
 def backward_tiles(heads: int, width: int) -> Tiles:
-    """The same for the gradients of queries, keys and values."""
-    return _of_rows(heads, width, 2)
+    """The tiles of the gradients of queries, keys and values, which hold twice as much for each output."""
+    return _fitting(heads, width, 2)
 
 
-def _of_rows(heads: int, width: int, outputs: int) -> Tiles:
-    """The queries of all heads lie in shared memory, of which a block has 99 KiB on most GPUs: fewer of wide ones."""
+def _fitting(heads: int, width: int, outputs: int) -> Tiles:
+    """64 rows, or 32 of wide heads: the queries of all heads lie in shared memory, of which most GPUs give 99 KiB."""
     return Tiles(heads=outputs) if heads * width <= 512 else Tiles(32, 16, 2, 1, outputs)
 
 
 @contextmanager
-def using(tiles: Tiles) -> Iterator[None]:
-    """Make the outputs with these tiles; for measurements."""
+def forced_tiles(tiles: Tiles) -> Iterator[None]:
+    """Run the forward pass with these tiles; for measurements."""
     global _forced
     before, _forced = _forced, tiles
     try:
@@ -97,12 +99,12 @@ def using(tiles: Tiles) -> Iterator[None]:
 def reattention(
     q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float, *, impl: Impl = "auto"
 ) -> Tensor:
-    """Return `(W softmax(W₀·scale·QKᵀ + b₀) + b) V`: (B, H, N, K), of the dtype of Q.
+    """Return `(W softmax(W₀·scale·QKᵀ + b₀) + b) V`, (B, H, N, K) of the dtype of Q; Q, K, V are (B, H, N, K).
 
-    "auto" takes the kernels where they apply and the plain path elsewhere; the reason is said once where a GPU was
-    there. "flash" demands them: InputError with what stands against it. Under autocast Q, K and V are cast.
-    Differentiable in all tensors by either path; the gradient of a bias before softmax is zero, as it is constant along
-    a row.
+    impl: "auto" takes the kernels where they can run, else the plain path, with one warning on a GPU that says why;
+    "flash" raises InputError with the reason instead. Under autocast Q, K and V are cast to its dtype.
+    Either path is differentiable in all tensors. The gradient of b₀ is zero: it adds the same to a whole row of scores,
+    which softmax does not see.
     """
     if q_BHNK.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
@@ -113,9 +115,9 @@ def reattention(
 
 
 def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
-    """The same by the kernels, for a caller who has asked `choose_impl`.
+    """`reattention` by the kernels, for a caller that knows they can run (`why_not_flash`).
 
-    They read 16 bytes at once: heads whose width is no multiple of 8 are copied to one that is.
+    Heads whose width is no multiple of 8 are copied into wider ones; a layer avoids that by padding its weights.
     """
     width = q_BHNK.shape[-1]
     qkv = [_padded(part) for part in (q_BHNK, k_BHNK, v_BHNK)] if width % WIDTH_MULTIPLE else [q_BHNK, k_BHNK, v_BHNK]
@@ -125,50 +127,46 @@ def flash_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mix
 
 
 def padded_width(width: int) -> int:
-    """The head width in memory that the kernels read without a copy."""
-    return _tiles(width, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+    """The head width, rounded up to a multiple of 8, that the kernels read without a copy."""
+    return _ceil_div(width, WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def _padded(part_BHNK: Tensor) -> Tensor:
     width = part_BHNK.shape[-1]
+    # Padded as (B, N, H, K), so that the heads of a token stay side by side in memory.
     return F.pad(part_BHNK.transpose(1, 2), (0, padded_width(width) - width)).transpose(1, 2)
 
 
 def choose_impl(q_BHNK: Tensor, impl: Impl = "auto") -> Literal["flash", "plain"]:
-    """What `reattention` runs for queries like these; raise InputError where "flash" is demanded and cannot be."""
+    """What `reattention` runs for queries (B, H, N, K) like these; raise InputError where "flash" cannot run."""
     if impl not in ("auto", "flash", "plain"):
         raise InputError(f"impl '{impl}' of Re-Attention: expected auto, flash or plain")
     if impl == "plain":
         return "plain"
-    against = why_not_flash(q_BHNK)
-    if against is None:
+    reason = why_not_flash(q_BHNK.device.type, q_BHNK.dtype, *q_BHNK.shape[1:])
+    if reason is None:
         return "flash"
     if impl == "flash":
-        raise InputError(f"flash Re-Attention was demanded, but {against}: take impl='auto' or change that")
-    notice_plain(q_BHNK.device.type, against)
+        raise InputError(f"flash Re-Attention was demanded, but {reason}: take impl='auto' or change that")
+    warn_plain(q_BHNK.device.type, reason)
     return "plain"
 
 
-def notice_plain(device: str, against: str) -> None:
-    """Say once why maps are written out where a GPU was there."""
+def warn_plain(device: str, reason: str) -> None:
+    """Warn, once a reason, that a GPU writes the maps out; elsewhere nobody expects the kernels."""
     if device == "cuda":
-        _notice(against)
+        _warn_once(reason)
 
 
-def why_not_flash(q_BHNK: Tensor) -> str | None:
-    """What stands against the kernels for queries (B, H, N, K) like these; None when nothing does."""
-    return against_flash(q_BHNK.device.type, q_BHNK.dtype, *q_BHNK.shape[1:])
-
-
-def against_flash(device: str, dtype: torch.dtype, heads: int, tokens: int, width: int) -> str | None:
-    """The same for queries of these sizes."""
+def why_not_flash(device: str, dtype: torch.dtype, heads: int, tokens: int, width: int) -> str | None:
+    """Why the kernels cannot run on queries like these; None when they can."""
     if device != "cuda" and not INTERPRETED:
         return f"the tensors are on '{device}'"
     if dtype not in DTYPES:
         return f"the dtype is {str(dtype).removeprefix('torch.')}, not float16 or bfloat16"
     if (beyond := beyond_limits(heads, tokens, width)) is not None:
         return "{} is {}, above {}".format(*beyond)
-    return None if INSTALLED else "Triton is not installed"
+    return None if TRITON_INSTALLED else "Triton is not installed"
 
 
 def beyond_limits(heads: int, tokens: int, width: int) -> tuple[str, int, int] | None:
@@ -178,7 +176,7 @@ def beyond_limits(heads: int, tokens: int, width: int) -> tuple[str, int, int] |
 
 
 def plain_reattention(q_BHNK: Tensor, k_BHNK: Tensor, v_BHNK: Tensor, mixes: Mixes, scale: float) -> Tensor:
-    """The same with the maps written out, in the tensors' own dtype."""
+    """`reattention` with the maps written out, in the tensors' own dtype: what the kernels are tested against."""
     from vitx.models.head_mix import mix_heads
 
     scores_BHNN = (q_BHNK * scale) @ k_BHNK.transpose(-2, -1)
@@ -196,44 +194,48 @@ def _kernels() -> Any:
 
 
 @functools.cache
-def _notice(against: str) -> None:
-    warnings.warn(f"Re-Attention writes its maps out: {against}", stacklevel=2)
+def _warn_once(reason: str) -> None:
+    warnings.warn(f"Re-Attention writes its maps out: {reason}", stacklevel=2)
 
 
 def _like(maps: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return weight.to(maps.dtype), None if bias is None else bias.to(maps.dtype)
 
 
-def sizes(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict[str, Any]:
-    """The constants a kernel is compiled with.
+def kernel_constants(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict[str, Any]:
+    """The constants a kernel is compiled with, by the names that kernels.py explains.
 
-    The width is read as a power of two and, from 33 to 48, 16 columns more; the outputs' last columns are 8 or 16.
+    A tile's sides are powers of two, so a width of 33 to 48 is read as KA = 32 and KB = 16 columns rather than as 64,
+    which would multiply a third more. KO is what of KB is stored: 8 or 16.
     """
     first = max(SMALLEST_TILE, 1 << (width.bit_length() - 1))
     rest = max(0, width - first)
     if rest > SMALLEST_TILE:
         first, rest = 2 * first, 0
-    split = {"KA": first, "KB": SMALLEST_TILE if rest else 0, "KO": _tiles(rest, WIDTH_MULTIPLE) * WIDTH_MULTIPLE}
+    split = {"KA": first, "KB": SMALLEST_TILE if rest else 0, "KO": padded_width(rest)}
     tile = {"M": tiles.queries, "N": tiles.keys, "CACHED": tiles.stages == 1}
-    return {"H": heads, "G": group_of(heads, tiles), "K": width, **split, **tile, **flags}
+    return {"H": heads, "G": heads_per_program(heads, tiles), "K": width, **split, **tile, **flags}
 
 
-def group_of(heads: int, tiles: Tiles) -> int:
-    """How many heads' outputs a program makes: a divisor of `heads`."""
+def heads_per_program(heads: int, tiles: Tiles) -> int:
+    """How many heads' outputs a program makes: the largest divisor of `heads` that is at most `tiles.heads`."""
     return next(count for count in range(min(heads, tiles.heads), 0, -1) if heads % count == 0)
 
 
-def options_of(tiles: Tiles) -> dict[str, Any]:
-    """What the compiler is told besides."""
+def launch_options(tiles: Tiles) -> dict[str, Any]:
+    """Triton's options of a launch; fusing a·b + c into one rounding is what the kernels' own fma does too."""
     return {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
 
 
-def _tiles(length: int, tile: int) -> int:
+def _ceil_div(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def _one_layout(*tensors: Tensor) -> list[Tensor]:
-    """The tensors with the same strides, the heads of a token side by side and 16 bytes readable at once; or copies."""
+def _same_layout(*tensors: Tensor) -> list[Tensor]:
+    """The tensors (B, H, N, K), copied unless they lie as the kernels read them.
+
+    That is with the same strides, the heads of a token side by side (K apart), and each head at a multiple of 16 bytes.
+    """
     first, width = tensors[0].stride(), tensors[0].shape[-1]
     fits = first[1] == width and first[3] == 1 and first[0] % WIDTH_MULTIPLE == 0 and first[2] % WIDTH_MULTIPLE == 0
     if fits and all(tensor.stride() == first for tensor in tensors):
@@ -242,24 +244,24 @@ def _one_layout(*tensors: Tensor) -> list[Tensor]:
 
 
 def _empty(q: Tensor) -> Tensor:
-    """(B, H, N, K) in memory as (B, N, H, K): joining the heads afterwards copies nothing."""
+    """An empty (B, H, N, K) that lies as (B, N, H, K): joining the heads, (B, N, H·K), then copies nothing."""
     B, H, N, K = q.shape
     return q.new_empty(B, N, H, K).transpose(1, 2)
 
 
 def _strides(tensor: Tensor) -> tuple[int, int]:
-    """From image to image and from token to token, in units of 8 elements."""
+    """From image to image and from token to token, in units of 8 elements (see kernels.py)."""
     return tensor.stride(0) // WIDTH_MULTIPLE, tensor.stride(2) // WIDTH_MULTIPLE
 
 
-def _run(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) -> None:
-    """Launch a kernel for every tile and group of heads of every image of `q`."""
+def _launch(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) -> None:
+    """Launch a kernel with one program for each tile of queries, group of heads, and image of `q`."""
     B, H, N, _ = q.shape
     kernel = getattr(_kernels(), name)
     launch: Any = kernel if INTERPRETED else torch.library.wrap_triton(kernel)
-    grid = (_tiles(N, tiles.queries) * (H // group_of(H, tiles)), B)
-    options = options_of(tiles)
-    if type(q) is not Tensor:  # traced by torch.compile, which takes this option from elsewhere
+    grid = (_ceil_div(N, tiles.queries) * (H // heads_per_program(H, tiles)), B)
+    options = launch_options(tiles)
+    if type(q) is not Tensor:  # a FakeTensor of torch.compile, which sets this option itself and refuses it here
         del options["enable_fp_fusion"]
     launch[grid](*arguments, **constants, **options)
 
@@ -268,18 +270,20 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None,
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Out (B, H, N, K) and, for the backward pass, log2 of the sums of each softmax row, float32 (B, H, N)."""
-    q, k, v = _one_layout(q, k, v)
+    """Out (B, H, N, K) and, for the backward pass, log2 of the sum of each softmax row, float32 (B, H, N)."""
+    q, k, v = _same_layout(q, k, v)
     _, H, N, K = q.shape
-    given, tiles = before is not None, forward_tiles(H, K)
-    first_pass = tiles if given else SUMS_TILES
+    has_before, tiles = before is not None, forward_tiles(H, K)
+    # Without a mix before softmax a head's sums need that head alone, so a program takes one head and larger tiles.
+    sums_tiles = tiles if has_before else SUMS_TILES
+    # A kernel does not read a mix that is absent, but its pointer must be one: any tensor's.
     mixes = weight, weight if bias is None else bias, weight if before is None else before
     out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    constants = sizes(H, K, first_pass, BEFORE=given)
-    _run("sums_kernel", q, q, k, mixes[2], sums, *_strides(q), N, scale, tiles=first_pass, **constants)
-    constants = sizes(H, K, tiles, BEFORE=given, BIAS=bias is not None, BY_COLUMN=False)
-    places = *_strides(q), *_strides(v), *_strides(out), N, scale
-    _run("mix_kernel", q, q, k, v, *mixes, sums, out, *places, tiles=tiles, **constants)
+    constants = kernel_constants(H, K, sums_tiles, BEFORE=has_before)
+    _launch("sums_kernel", q, q, k, mixes[2], sums, *_strides(q), N, scale, tiles=sums_tiles, **constants)
+    constants = kernel_constants(H, K, tiles, BEFORE=has_before, BIAS=bias is not None, BY_COLUMN=False)
+    strides = *_strides(q), *_strides(v), *_strides(out), N, scale
+    _launch("mix_kernel", q, q, k, v, *mixes, sums, out, *strides, tiles=tiles, **constants)
     return out, sums
 
 
@@ -293,30 +297,35 @@ def _fake(
 def _backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, and that of the mix in float32: (H, H)."""
-    q, k, v = _one_layout(q, k, v)
-    (out_grad,) = _one_layout(out_grad)
+    """Gradients of q, k and v (B, H, N, K), and that of the mix after softmax, float32 (H, H); see kernels.py."""
+    q, k, v = _same_layout(q, k, v)
+    (out_grad,) = _same_layout(out_grad)
     B, H, N, K = q.shape
-    qkv, given = _strides(q), _strides(out_grad)
+    qkv, outer = _strides(q), _strides(out_grad)
     q_grad, k_grad, v_grad = (_empty(q) for _ in range(3))
-    made = _strides(q_grad)
+    inner = _strides(q_grad)
 
+    # First dW and D = Σ_j P ⊙ dP of each row, which dQ and dK need.
     row_sums, tiles = torch.empty_like(sums), WEIGHT_GRAD_TILES
-    shares = torch.empty(B * _tiles(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
-    constants = sizes(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
-    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *given, N, scale
-    _run("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
+    # Each program writes its share of dW, summed at the end: no atomics, so the result does not depend on their order.
+    shares = torch.empty(B * _ceil_div(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
+    constants = kernel_constants(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
+    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *outer, N, scale
+    _launch("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
+    # dV = Aᵀ dO: the forward kernel with queries and keys exchanged, and dO in the place of V.
     tiles = backward_tiles(H, K)
-    constants = sizes(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
+    constants = kernel_constants(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
     arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad
-    _run("mix_kernel", q, *arguments, *qkv, *given, *made, N, scale, tiles=tiles, **constants)
+    _launch("mix_kernel", q, *arguments, *qkv, *outer, *inner, N, scale, tiles=tiles, **constants)
 
-    constants = sizes(H, K, tiles)
-    arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, *qkv, *given, *qkv, *made, N, scale
-    _run("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=False)
-    arguments = k, q, v, out_grad, weight, sums, row_sums, k_grad, *qkv, *qkv, *given, *made, N, scale
-    _run("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=True)
+    # dQ = scale·dS K, then dK = scale·dSᵀ Q by the same kernel with queries and keys exchanged.
+    constants = kernel_constants(H, K, tiles)
+    arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, *qkv, *outer, *qkv, *inner, N, scale
+    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=False)
+    arguments = k, q, v, out_grad, weight, sums, row_sums, k_grad, *qkv, *qkv, *outer, *inner, N, scale
+    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=True)
+    # shares[g, h·K + c] summed over programs and the K columns of head h is dW[h, g].
     return q_grad, k_grad, v_grad, shares.sum(0).view(H, H, K).sum(-1).t()
 
 
@@ -326,7 +335,7 @@ def _fake_backward(
     return _empty(q), _empty(q), _empty(q), torch.empty_like(weight)
 
 
-# torch.compile reads a triton_op and sees the kernels; the interpreter's are no kernels to it.
+# torch.compile traces into a triton_op and sees the kernels. Those of the interpreter are Python to it: a custom_op.
 _operator: Any = torch.library.custom_op if INTERPRETED else torch.library.triton_op
 _reattention = _operator("vitx::reattention", mutates_args=())(_forward)
 _reattention_backward = _operator("vitx::reattention_backward", mutates_args=())(_backward)
@@ -335,13 +344,13 @@ if INTERPRETED:
     _reattention_backward.register_fake(_fake_backward)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, out_grad: Tensor | None, _sums_grad: None) -> tuple[Tensor | None, ...]:
+def _autograd(ctx: Any, out_grad: Tensor | None, _sums_grad: None) -> tuple[Tensor | None, ...]:
     if out_grad is None:
         return (None,) * 8
     q, k, v, weight, bias, before, before_bias, sums = ctx.saved_tensors
@@ -355,24 +364,26 @@ def _gradients(ctx: Any, out_grad: Tensor | None, _sums_grad: None) -> tuple[Ten
 
 
 def _bias_gradient(out_grad: Tensor, v: Tensor) -> Tensor:
-    """Σ dA of each head, from the sums over its rows and columns."""
+    """Σ dA of each head, (H,): as dA = dO Vᵀ, it is the product of the sums of dO and of V over their tokens."""
     return (out_grad.float().sum(2) * v.float().sum(2)).sum((0, 2))
 
 
 def _plain_gradients(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mixes: Mixes, scale: float
 ) -> tuple[Tensor | None, ...]:
-    """Gradients with a mix of the scores, with the maps of this layer written out: q, k, v, weight, bias, before.
+    """Gradients of q, k, v, weight, bias and before_weight where scores are mixed too, with the maps written out.
 
-    Both mixes need all heads at once in both directions, which takes more registers than a thread has.
+    No kernel does this: both mixes need all heads at once in both directions, which is more than a thread's registers.
     """
     from vitx.models.head_mix import mix_heads
 
     assert mixes.before_weight is not None
     weight, before = mixes.weight.to(q.dtype), mixes.before_weight.to(q.dtype)
+    # The forward pass again: scores, P = maps and A = mixed, each (B, H, N, N).
     scores = (q * scale) @ k.transpose(-2, -1)
     maps = mix_heads(scores, before).softmax(dim=-1)
     mixed = mix_heads(maps, *_like(maps, mixes.weight, mixes.bias))
+    # Then backwards: dA, dP, d(W₀S) by the softmax's rule, and dS; a mix's transpose carries a gradient through it.
     mixed_grad = out_grad @ v.transpose(-2, -1)
     maps_grad = mix_heads(mixed_grad, weight.t())
     score_grad = maps * (maps_grad - (maps * maps_grad).sum(dim=-1, keepdim=True))
@@ -381,16 +392,16 @@ def _plain_gradients(
         raw_grad @ k,
         raw_grad.transpose(-2, -1) @ q,
         mixed.transpose(-2, -1) @ out_grad,
-        _over_pixels(mixed_grad, maps),
+        _head_products(mixed_grad, maps),
         None if mixes.bias is None else _bias_gradient(out_grad, v),
-        _over_pixels(score_grad, scores),
+        _head_products(score_grad, scores),
     )
 
 
-def _over_pixels(left: Tensor, right: Tensor) -> Tensor:
-    """Σ left[h] ⊙ right[g] over images and pixels, float32 (H, H)."""
+def _head_products(left: Tensor, right: Tensor) -> Tensor:
+    """Σ left[h] ⊙ right[g] over images and map entries, float32 (H, H), of maps (B, H, N, N): a mix's gradient."""
     first, second = (part.transpose(0, 1).flatten(1).float() for part in (left, right))
     return first @ second.t()
 
 
-_reattention.register_autograd(_gradients, setup_context=_keep)
+_reattention.register_autograd(_autograd, setup_context=_setup_context)

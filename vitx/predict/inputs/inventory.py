@@ -1,4 +1,7 @@
-"""What is to be predicted, cut into shards: ranges of a list of images, tar files, row groups of Parquet files."""
+"""The input, cut into shards: ranges of a list of image files, tar files, or row groups of Parquet files.
+
+A shard here is the unit of work. WebDataset calls its tar files shards; here each tar file is one shard too.
+"""
 
 import glob
 import hashlib
@@ -14,9 +17,9 @@ from typing import Any, Literal, NamedTuple
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.listing import Range, read_range, sort_paths, write_list
+from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
 from vitx.predict.inputs.stores import (
-    MAX_BYTES,
+    check_size,
     exists,
     expand,
     is_folder,
@@ -28,30 +31,31 @@ from vitx.predict.inputs.stores import (
     walk_images,
 )
 
-Kind = Literal["images", "tar", "parquet"]
+ShardKind = Literal["images", "tar", "parquet"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
-# Where a Parquet file has several columns that may hold images, one of these is taken.
+# If several columns of a Parquet file may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
-# Images of a Parquet file that are in memory at once.
-PARQUET_ROWS = 64
+# Rows of a Parquet file that are in memory at once.
+PARQUET_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of work. `images`: `count` records of the list from byte `start`; `parquet`: row group `start`.
+    """The unit of work, by kind.
 
-    count is None where it takes reading the whole shard to know it.
+    images: `count` records of the list, from byte `start` on; location is empty. tar: the file at `location`. parquet:
+    row group `start` of the file at `location`. count: the number of images, None if only reading the shard can tell.
     """
 
-    kind: Kind
+    kind: ShardKind
     location: str
     start: int = 0
     count: int | None = None
 
 
 class Item(NamedTuple):
-    """One image: its key in the output, and where it lies, or its bytes, or why there are none."""
+    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read."""
 
     key: str
     source: str | bytes | ImageError
@@ -59,7 +63,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """All shards of an input. base: where the records of the list lie; digest: changes when the listing does."""
+    """All shards of an input. base: the folder or URL that names are relative to. digest: identifies the listing."""
 
     base: str
     shards: tuple[Shard, ...]
@@ -67,28 +71,28 @@ class Inventory:
 
 
 def take_inventory(source: str, listing: Path, shard_size: int) -> Inventory:
-    """List `source`, and write the paths of its images to `listing`, in sorted order.
+    """List `source`, and write the paths of its single images to the file `listing`, sorted.
 
-    source: a folder of images (or, when it holds none, of tar or Parquet files), a glob pattern, one tar or Parquet
-    file or image, a text file with one path or URL a line (relative to the file's folder), or any of these by URL.
-    Memory does not grow with the number of images. Raises InputError when there is nothing to predict.
+    source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
+    image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
+    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
-    base, containers, images = _listed(source, listing.parent)
+    base, containers, images = _list_input(source, listing.parent)
     ranges, digest = write_list(listing, images, shard_size)
     shards = [Shard("images", "", part.start, part.count) for part in ranges]
     for name in containers:
-        shards += _container(base, name)
+        shards += _container_shards(base, name)
     if not shards:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if is_folder(source) else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    told = f"{digest} {base} {[shard for shard in shards if shard.kind != 'images']}"
-    return Inventory(base, tuple(shards), hashlib.sha256(told.encode("utf-8", "backslashreplace")).hexdigest())
+    listed = f"{digest} {base} {[shard for shard in shards if shard.kind != 'images']}"
+    return Inventory(base, tuple(shards), hashlib.sha256(listed.encode("utf-8", "backslashreplace")).hexdigest())
 
 
-def _listed(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:
-    """(base, tar and Parquet files, images) of an input; names are relative to the base."""
+def _list_input(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:
+    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base."""
     if is_folder(source):
         images = sort_paths(walk_images(source), scratch)
         first = next(images, None)
@@ -100,10 +104,10 @@ def _listed(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:
         return source, sorted(path[prefix:] for path in found), ()
     if not exists(source):
         if glob.has_magic(source):
-            # Two passes, so that neither kind is held in memory for the other.
+            # Two passes over the matches, so that the images need not be kept in memory.
             containers = sorted(path for path in expand(source) if _is_container(path))
             return "", containers, sort_paths((path for path in expand(source) if is_image_name(path)), scratch)
-        raise InputError(f"no folder at '{source}': expected a folder of images, a file, a pattern or a URL")
+        raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
@@ -115,7 +119,7 @@ def _listed(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:
     if is_image_name(name):
         return base, [], [name]
     raise InputError(
-        f"'{source}' is no known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
+        f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
     )
 
@@ -131,7 +135,7 @@ def _lines(source: str) -> Iterator[str]:
                 yield path
 
 
-def _container(base: str, name: str) -> list[Shard]:
+def _container_shards(base: str, name: str) -> list[Shard]:
     if not name.lower().endswith(".parquet"):
         return [Shard("tar", name)]
     import pyarrow as pa
@@ -142,18 +146,18 @@ def _container(base: str, name: str) -> list[Shard]:
             metadata = pq.ParquetFile(file).metadata
             rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     except (OSError, pa.ArrowException):
-        return [Shard("parquet", name)]  # a row with the reason, when it is read
+        return [Shard("parquet", name)]  # reading it gives a row with the reason
     return [Shard("parquet", name, index, count) for index, count in enumerate(rows)]
 
 
 def read_shard(shard: Shard, base: str, listing: Path, image_column: str | None) -> Generator[Item, None, None]:
-    """Yield the images of a shard, always in the same order. What cannot be read of it is one Item with the error.
+    """Yield the images of a shard, always in the same order. An unreadable rest of a shard is one Item with the error.
 
-    Raises InputError when `image_column` is not there, or none was given and there is a choice.
+    Raises InputError if a Parquet file has no column `image_column`, or if that is None and the choice is not clear.
     """
     match shard.kind:
         case "images":
-            part = Range(shard.start, shard.count or 0)
+            part = RecordRange(shard.start, shard.count or 0)
             yield from (Item(name, join(base, name)) for name in read_range(listing, part))
         case "tar":
             yield from _tar_items(shard, base)
@@ -162,7 +166,7 @@ def read_shard(shard: Shard, base: str, listing: Path, image_column: str | None)
 
 
 def read_item(item: Item) -> Item:
-    """The same image with its bytes, or with the reason why they cannot be read."""
+    """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
     try:
@@ -175,22 +179,24 @@ def _tar_items(shard: Shard, base: str) -> Iterator[Item]:
     try:
         with open_stream(join(base, shard.location)) as file, tarfile.open(fileobj=file, mode="r|*") as archive:
             for member in archive:
-                # An archive remembers all its members, which a stream cannot go back to anyway.
-                archive.members = []  # type: ignore[attr-defined]  # documented nowhere, there since Python 2.3
-                if not member.isdir() and _is_shown_image(member.name):
+                # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
+                archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
+                if not member.isdir() and _is_visible_image(member.name):
                     yield Item(f"{shard.location}/{member.name}", _tar_member(archive, member))
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         yield Item(shard.location, ImageError(f"cannot read the tar file to its end: {error}"))
 
 
-def _is_shown_image(name: str) -> bool:
-    """By its last suffix, as of a file: a tar need not be of WebDataset samples, whose names end at their first dot."""
+def _is_visible_image(name: str) -> bool:
+    """By the last suffix, as for a file. (WebDataset goes by the first dot of a name, but any tar may come here.)"""
     return is_image_name(name) and not name.rpartition("/")[2].startswith(".")
 
 
 def _tar_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | ImageError:
-    if member.size > MAX_BYTES:
-        return ImageError(f"file of {member.size} bytes: more than the {MAX_BYTES:,} that an image may have")
+    try:
+        check_size(member.size)
+    except ImageError as error:
+        return error
     content = archive.extractfile(member) if member.isfile() else None
     return ImageError("not a regular file") if content is None else content.read()
 
@@ -208,7 +214,7 @@ def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterato
             column = _image_column(parquet.schema_arrow, image_column, shard.location)
             if not parquet.metadata.num_row_groups:
                 return
-            for batch in parquet.iter_batches(PARQUET_ROWS, row_groups=[shard.start], columns=[column]):
+            for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=[shard.start], columns=[column]):
                 for value in batch.column(0).to_pylist():
                     yield Item(f"{shard.location}/{first + row:07d}", _parquet_value(value, folder))
                     row += 1
@@ -218,7 +224,7 @@ def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterato
 
 
 def _parquet_value(value: Any, folder: str) -> str | bytes | ImageError:
-    """bytes, or Hugging Face's struct of bytes and path, one of which may be missing; relative to the file."""
+    """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
     if isinstance(value, dict):
         path = value.get("path")
         value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
@@ -237,9 +243,9 @@ def _image_column(schema: Any, given: str | None, location: str) -> str:
         return given
     preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found][:1]
     if given is not None or not preferred:
-        wanted = f"'{given}'" if given is not None else f"one of bytes, or one of them named {', '.join(IMAGE_COLUMNS)}"
+        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
         raise InputError(
-            f"{location} has the columns {', '.join(schema.names)}, of bytes: {', '.join(found) or 'none'}: "
-            f"expected {wanted}; name it with --image-column"
+            f"{location} has the columns {', '.join(schema.names)}, of which {', '.join(found) or 'none'} may hold "
+            f"images: expected {wanted}; name it with --image-column"
         )
     return preferred[0]

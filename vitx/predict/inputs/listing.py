@@ -1,6 +1,6 @@
-"""A sorted list of any number of paths in flat memory: sorted runs on the disk, merged into one file.
+"""A sorted list of any number of paths in flat memory, by external merge sort: sorted runs on the disk, then one merge.
 
-The file holds NUL-terminated records, because a file name may hold a line break.
+The list is a file of NUL-terminated records, because a file name may have a line break in it but no NUL.
 """
 
 import hashlib
@@ -14,39 +14,42 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
-# Records sorted in memory at once.
+from vitx.core.files import sync, sync_open
+
+# Records of a run, which is sorted in memory.
 RUN_SIZE = 50_000
-# Bytes read at once; small, because each run that is merged holds the records of one block.
-BLOCK = 1 << 12
+# Bytes read at once. Small, because the merge has one block of every run in memory.
+BLOCK_BYTES = 1 << 12
 
 
 @dataclass(frozen=True)
-class Range:
-    """`count` records of a list, from byte `start` on."""
+class RecordRange:
+    """`count` records of a list file, from byte `start` on."""
 
     start: int
     count: int
 
 
-def write_list(path: Path, records: Iterable[str], shard_size: int) -> tuple[list[Range], str]:
-    """Write records in the order given; return the ranges of `shard_size` records each, and the file's sha256."""
-    ranges: list[Range] = []
+def write_list(path: Path, records: Iterable[str], shard_size: int) -> tuple[list[RecordRange], str]:
+    """Write records in their order; return ranges of `shard_size` records (the last may be shorter), and the sha256."""
+    ranges: list[RecordRange] = []
     hasher = hashlib.sha256()
     remaining = iter(records)
     position = 0
     with path.open("wb") as file:
         while shard := list(islice(remaining, shard_size)):
-            encoded = os.fsencode("\0".join(shard)) + b"\0"  # one call a record would take longer than all else here
+            # Joined first: one call for each record would take longer than all else here.
+            encoded = os.fsencode("\0".join(shard)) + b"\0"
             file.write(encoded)
             hasher.update(encoded)
-            ranges.append(Range(position, len(shard)))
+            ranges.append(RecordRange(position, len(shard)))
             position += len(encoded)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_open(file)
+    sync(path.parent)  # name and content are on the disk before the ledger refers to them
     return ranges, hasher.hexdigest()
 
 
-def read_range(path: Path, part: Range) -> Iterator[str]:
+def read_range(path: Path, part: RecordRange) -> Iterator[str]:
     """Yield the records of one range."""
     with path.open("rb") as file:
         file.seek(part.start)
@@ -55,24 +58,25 @@ def read_range(path: Path, part: Range) -> Iterator[str]:
 
 
 def sort_paths(paths: Iterable[str], folder: Path) -> Iterator[str]:
-    """Yield paths in the order of their parts, as `sorted` of `Path`s would; temporary files lie in `folder`."""
+    """Yield paths sorted by their parts, as `sorted` sorts `Path`s. Temporary files are made in `folder`."""
     encoded = map(os.fsencode, paths)
     with ExitStack() as open_files:
         runs: list[Iterator[bytes]] = []
         while True:
             run = sorted(islice(encoded, RUN_SIZE), key=_by_parts)
-            if len(run) < RUN_SIZE:  # the last one stays in memory
+            if len(run) < RUN_SIZE:  # the last run stays in memory
                 runs.append(iter(run))
                 break
             file = open_files.enter_context(tempfile.TemporaryFile(dir=folder))
             file.writelines(record + b"\0" for record in run)
             file.seek(0)
             runs.append(_records(file))
-            del run  # before the next takes as much again
+            del run  # free it before the next run is built
         yield from map(os.fsdecode, heapq.merge(*runs, key=_by_parts))
 
 
 def _by_parts(path: bytes) -> bytes:
+    """A sort key with / before every other byte: "a/b" before "a-b", as the part "a" is before "a-b"."""
     return path.replace(b"/", b"\0")
 
 
@@ -81,9 +85,9 @@ def _records(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _blocks(file: IO[bytes]) -> Iterator[list[bytes]]:
-    """Yield the records that end in each block."""
+    """Yield, for each block that is read, the records that end in it."""
     rest = b""
-    while block := file.read(BLOCK):
+    while block := file.read(BLOCK_BYTES):
         *whole, rest = (rest + block).split(b"\0")
         if whole:
             yield whole

@@ -1,6 +1,7 @@
-"""Where images lie: files of this machine, and object stores by URL through fsspec. Everything is read as a stream.
+"""Reading from local files, and from object stores by URL through fsspec.
 
-A location is a path or a URL. Paths are `str` as Python decodes file names, so names that are not UTF-8 pass through.
+A location is a path or a URL. Paths are `str` as Python decodes file names (surrogateescape), so that names which are
+not UTF-8 work too.
 """
 
 import errno
@@ -17,9 +18,9 @@ from vitx.core.errors import InputError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.data.image_set import EXTENSIONS
 
-# An image of MAX_PIXELS stored plainly, with four bytes a pixel; more is not read into memory.
-MAX_BYTES = 4 * MAX_PIXELS
-# Attempts at a remote object, with the seconds between them: a network fails for a moment.
+# The size of an uncompressed image of MAX_PIXELS with four bytes a pixel. Larger files are not read into memory.
+MAX_IMAGE_BYTES = 4 * MAX_PIXELS
+# Seconds to wait before the second and the third attempt at a remote object.
 REMOTE_WAITS = (0.2, 1.0)
 
 
@@ -28,8 +29,8 @@ def is_url(location: str) -> bool:
 
 
 def join(base: str, name: str) -> str:
-    """The location of `name`: as it is when absolute or a URL, else under `base`."""
-    # os.path.isabs for every name would take longer than reading the list.
+    """Return the location of `name`: unchanged if it is absolute or a URL, else below `base`."""
+    # os.path.isabs would take longer than reading the list, so only Windows calls it.
     if not base or is_url(name) or name.startswith("/") or (os.name == "nt" and os.path.isabs(name)):
         return name
     return f"{base.rstrip('/')}/{name}"
@@ -40,8 +41,8 @@ def is_image_name(name: str) -> bool:
 
 
 def read_bytes(location: str) -> bytes:
-    """The content of an image file or object; raise ImageError with the reason when it cannot be had."""
-    if location.endswith("/"):
+    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
+    if location.endswith("/"):  # a folder that `walk_images` could not enter
         raise ImageError(_folder_problem(location))
     try:
         return _read_remote(location) if is_url(location) else _read_file(location)
@@ -50,84 +51,85 @@ def read_bytes(location: str) -> bytes:
 
 
 def open_stream(location: str) -> BinaryIO:
-    """A container (tar, Parquet, list) opened for reading; OSError when it cannot be."""
+    """Open a tar, Parquet or list file for reading; raise OSError if it cannot be opened."""
     if not is_url(location):
         return Path(location).open("rb")
-    system, path = remote(location)
+    system, path = remote_filesystem(location)
     return cast(BinaryIO, system.open(path, "rb"))
 
 
 def walk_images(root: str) -> Iterator[str]:
-    """Yield the images under a folder, relative to it, in no order; hidden names are left out.
+    """Yield the paths of the images below a folder, relative to it and unsorted; hidden names are left out.
 
-    Links to folders are followed. A folder that cannot be listed, or that a link leads back to, is yielded with a
-    slash at its end, so that it is reported instead of left out; reading it raises ImageError.
+    Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
+    yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     return _walk_remote(root) if is_url(root) else _walk_local(root)
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """The locations that a glob pattern (*, ?, [], **) matches, in no order."""
+    """Yield the locations that a glob pattern (*, ?, [], **) matches, unsorted."""
     if not is_url(pattern):
         yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
         return
-    system, path = remote(pattern)
+    system, path = remote_filesystem(pattern)
     yield from (str(system.unstrip_protocol(match)) for match in system.glob(path))
 
 
 def is_folder(location: str) -> bool:
     if not is_url(location):
         return os.path.isdir(location)
-    system, path = remote(location)
+    system, path = remote_filesystem(location)
     return bool(system.isdir(path))
 
 
 def exists(location: str) -> bool:
     if not is_url(location):
         return os.path.exists(location)
-    system, path = remote(location)
+    system, path = remote_filesystem(location)
     return bool(system.exists(path))
 
 
-def remote(location: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL and the path in it; it keeps one instance for each store."""
+def remote_filesystem(location: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL and the path in it. fsspec caches the file system of each store."""
     if importlib.util.find_spec("fsspec") is None:
         raise missing_package("fsspec", "serve")
     from fsspec.core import url_to_fs
 
     try:
         system, path = url_to_fs(location)
-    except (ImportError, ValueError) as error:  # a protocol that is unknown, or whose package is missing
+    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or whose package is missing
         raise InputError(f"cannot open '{location}': {error}") from None
     return system, str(path)
 
 
 def _read_file(path: str) -> bytes:
-    # A pipe or a device named .jpg would block for ever.
+    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer for ever.
     with open(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
         found = os.fstat(file.fileno())
         if stat.S_ISDIR(found.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(found.st_mode):
             raise ImageError("not a regular file")
-        _check_size(found.st_size)
+        check_size(found.st_size)
         return file.read()
 
 
-def _check_size(size: int | None) -> None:
-    if size is not None and size > MAX_BYTES:
-        raise ImageError(f"file of {size} bytes: more than the {MAX_BYTES:,} that an image may have")
+def check_size(size: int | None) -> None:
+    """Raise ImageError for more bytes than MAX_IMAGE_BYTES. None: the store does not tell the size."""
+    if size is not None and size > MAX_IMAGE_BYTES:
+        raise ImageError(f"file of {size} bytes: more than the {MAX_IMAGE_BYTES:,} that an image may have")
 
 
 def _read_remote(location: str) -> bytes:
-    system, path = remote(location)
+    system, path = remote_filesystem(location)
     for wait in (*REMOTE_WAITS, None):
         try:
-            _check_size(system.info(path).get("size"))
+            check_size(system.info(path).get("size"))
             return bytes(system.cat_file(path))
         except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError):
             raise
-        # Each store raises errors of its own library; whatever it was, the row says it.
+        # Each store raises its own library's errors. Whatever it is, it becomes the text of a row.
         except Exception as error:  # noqa: BLE001
             if wait is None:
                 raise ImageError(f"cannot read the object: {type(error).__name__}: {error}") from None
@@ -136,6 +138,7 @@ def _read_remote(location: str) -> bytes:
 
 
 def _walk_local(root: str) -> Iterator[str]:
+    # Folders to list, each with (device, inode) of the folders above it: a folder among them is a circle of links.
     todo: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while todo:
         prefix, above = todo.pop()
@@ -170,13 +173,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def _folder_problem(location: str) -> str:
     try:
         with os.scandir(location):
-            return "a link to a folder that it lies in: not followed"
+            return "a link to one of its own parent folders: not followed"
     except OSError as error:
         return f"cannot list the folder: {error.strerror}"
 
 
 def _walk_remote(root: str) -> Iterator[str]:
-    system, top = remote(root)
+    system, top = remote_filesystem(root)
     top = top.rstrip("/")
     for folder, _, names in system.walk(top):
         inside = str(folder).rstrip("/")[len(top) :].strip("/")

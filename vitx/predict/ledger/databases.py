@@ -1,8 +1,10 @@
-"""Where a ledger lies: a SQLite file for the processes of one machine, PostgreSQL for those of many.
+"""The databases of a ledger: a SQLite file for the processes of one machine, PostgreSQL for several machines.
 
-Both run the ledger's own statements (with `?` for a value). Here is what differs: connections, clocks, locks, waiting.
+The SQL of the ledger is the same for both, with `?` for a value. This file has what differs: connections, clocks, locks
+and what happens when a database is busy or lost.
 """
 
+import copy
 import logging
 import sqlite3
 import threading
@@ -20,16 +22,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
-# Longer than any transaction but the one that lists the input; for that one is waited without limit.
+# How long a SQLite lock is waited for: longer than any transaction takes, except the one that lists the input, which is
+# waited for without limit.
 BUSY_SECONDS = 60.0
-# A failover of a managed server takes one to two minutes.
-LOST_SECONDS = 180.0
-LONGEST_WAIT = 5.0
-# A worker that sleeps in a transaction holds its shard no longer than this: then the server ends the transaction.
-IDLE_SECONDS = 60
+# How long a lost server is tried again: a failover of a managed server takes one to two minutes.
+RECONNECT_SECONDS = 180.0
+MAX_WAIT_SECONDS = 5.0
+# A worker that is stopped in a transaction holds its row's lock no longer than this: the server then ends the
+# transaction.
+IDLE_TRANSACTION_SECONDS = 60
 SCHEMES = ("postgresql://", "postgres://")
-# Unless the URL says otherwise. A server that vanished without a word is noticed within a minute.
-_DEFAULTS = {
+# Where the URL does not set them. Keepalives notice a server that vanished without closing the connection in a minute.
+_CONNECTION_DEFAULTS = {
     "connect_timeout": "10",
     "keepalives_idle": "30",
     "keepalives_interval": "10",
@@ -38,15 +42,16 @@ _DEFAULTS = {
     "target_session_attrs": "read-write",
     "application_name": "vitx predict",
 }
-# A transaction that may be idle for hours, while the input is listed, ends when its process vanishes.
-_PATIENT = (
+# For the transaction that lists the input, which may be idle for hours. The server's keepalives end it when its process
+# vanishes, so that another process can list.
+_LONG_TRANSACTION = (
     "SET LOCAL idle_in_transaction_session_timeout = 0; SET LOCAL tcp_keepalives_idle = 30; "
     "SET LOCAL tcp_keepalives_interval = 10; SET LOCAL tcp_keepalives_count = 3"
 )
 
 
 class Cursor(Protocol):
-    """What a statement returned."""
+    """The result of a statement."""
 
     @property
     def rowcount(self) -> int: ...
@@ -54,83 +59,90 @@ class Cursor(Protocol):
     def fetchall(self) -> list[Any]: ...
 
 
-class Statements(Protocol):
-    """Runs the statements of one transaction."""
+class Transaction(Protocol):
+    """Runs statements; all of them take effect or none does."""
 
     def execute(self, sql: str, values: Sequence[Any] = (), /) -> Cursor: ...
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]], /) -> Cursor: ...
 
 
 class Database(Protocol):
-    """One thread's way to the tables of a ledger."""
+    """One thread's access to the tables of a ledger."""
 
-    # As shown to the user: no password.
+    # Shown to the user, without the password.
     name: str
-    # SQL: seconds since 1970, by the clock that leases are measured with.
+    # SQL expression: seconds since 1970, by the one clock that all leases of this database are measured with.
     now: str
-    # SQL, at the end of a SELECT: the row is this transaction's until it ends.
-    locked: str
-    # The same, passing over rows that are another's.
-    unlocked_only: str
-    # SQL: a row if the ledger's tables are there.
+    # SQL suffix of a SELECT: lock the row until the end of the transaction.
+    for_update: str
+    # SQL suffix of a SELECT: the same, leaving out rows that another transaction has locked.
+    skip_locked: str
+    # SQL query: returns a row if the ledger's tables exist.
     has_tables: str
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         """Run one SELECT."""
         ...
 
-    def write(self, work: Callable[[Statements], T], *, alone: str | None = None) -> T:
-        """Run `work` in a transaction: all of it is done, or nothing when it raises.
+    def write(self, work: Callable[[Transaction], T], *, advisory_lock: str | None = None) -> T:
+        """Run `work` in a transaction, which is rolled back when it raises.
 
-        It may run a second time, when it cannot be known whether the first was done. alone: wait, however long, until
-        no other such transaction of this name is open.
+        `work` runs again after a lost connection, and then the first attempt may have been committed. advisory_lock: a
+        name of which one transaction at a time may be open; the others wait for it without limit.
         """
         ...
 
-    def another(self, stopped: threading.Event) -> "Database":
-        """The same for another thread; once `stopped` is set, nothing is waited for."""
+    def for_thread(self, stopped: threading.Event) -> "Database":
+        """The same database for another thread; once `stopped` is set, a lost server is not waited for."""
         ...
 
     def close(self) -> None: ...
 
 
 class SqliteDatabase:
-    """A file. Needs a local file system: its write-ahead log is shared memory, which network file systems lack."""
+    """A file on a local file system: the index of its write-ahead log is shared memory, which network ones lack."""
 
     now = "((julianday('now') - 2440587.5) * 86400.0)"
-    # A transaction that writes is alone.
-    locked = unlocked_only = ""
+    # Nothing to lock: SQLite lets one transaction write at a time.
+    for_update = skip_locked = ""
     has_tables = "SELECT 1 FROM sqlite_master WHERE name = 'vitx_shard'"
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
+        # isolation_level None: no implicit BEGIN. Each thread has its own object, but one thread makes and closes them.
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-        self._start(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
-        # A lost commit after a power cut is a shard done again; the log stays consistent.
+        self._retry_busy(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
+        # Without a flush at each commit, a power cut may lose the last commits, but not the file's consistency: those
+        # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
 
     def close(self) -> None:
         self._connection.close()
 
-    def another(self, stopped: threading.Event) -> "SqliteDatabase":
+    def for_thread(self, stopped: threading.Event) -> "SqliteDatabase":
         return SqliteDatabase(self.path)
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
         return self._connection.execute(sql, values).fetchall()
 
-    def write(self, work: Callable[[Statements], T], *, alone: str | None = None) -> T:
-        self._start(lambda: self._connection.execute("BEGIN IMMEDIATE"), patient=alone is not None)
+    def write(self, work: Callable[[Transaction], T], *, advisory_lock: str | None = None) -> T:
+        # IMMEDIATE takes the write lock here, where waiting is possible: a transaction that has read first and then
+        # writes fails at once if another has written in between.
+        self._retry_busy(lambda: self._connection.execute("BEGIN IMMEDIATE"), no_limit=advisory_lock is not None)
         try:
             result = work(self._connection)
             self._connection.execute("COMMIT")
         except BaseException:
-            if self._connection.in_transaction:  # SQLite itself rolls back when the disk is full
+            if self._connection.in_transaction:  # SQLite has rolled back by itself if the disk is full
                 self._connection.execute("ROLLBACK")
             raise
         return result
 
-    def _start(self, statement: Callable[[], object], *, patient: bool = False) -> None:
-        """Run what needs a lock. SQLite waits for it by itself, but not where two processes open a new file."""
+    def _retry_busy(self, statement: Callable[[], object], *, no_limit: bool = False) -> None:
+        """Run a statement that needs a lock, again while the file is busy.
+
+        SQLite waits for BUSY_SECONDS itself, except when two processes change the journal mode of a new file.
+        """
         deadline = time.monotonic() + BUSY_SECONDS
         while True:
             try:
@@ -139,7 +151,7 @@ class SqliteDatabase:
             except sqlite3.OperationalError as error:
                 if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
                     raise
-                if not patient and time.monotonic() > deadline:
+                if not no_limit and time.monotonic() > deadline:
                     raise EnvironmentMissing(
                         f"the ledger {self.path} was locked for {BUSY_SECONDS:.0f} s: is it on a network file system? "
                         "SQLite needs a local one; --ledger takes a PostgreSQL database instead"
@@ -150,83 +162,87 @@ class SqliteDatabase:
 class PostgresDatabase:
     """Tables in a PostgreSQL database (13 or newer), shared by any number of runs.
 
-    A process has one connection, whatever its threads; none of its state outlives a transaction, so a pooler may pool
-    transactions. A lost connection is made again for `LOST_SECONDS`; then EnvironmentMissing. A server that cannot be
-    reached at the beginning is an error at once.
+    A process has one connection, which its threads share. No session state outlives a transaction, so a pooler such as
+    PgBouncer may pool transactions. A lost connection is tried again for RECONNECT_SECONDS, then EnvironmentMissing is
+    raised; a server that cannot be reached at the start raises it at once.
     """
 
-    # The server's: the clocks of machines differ.
+    # The server's clock, because the clocks of the machines differ.
     now = "CAST(extract(epoch FROM statement_timestamp()) AS DOUBLE PRECISION)"
-    locked = " FOR UPDATE"
-    unlocked_only = " FOR UPDATE SKIP LOCKED"
+    for_update = " FOR UPDATE"
+    skip_locked = " FOR UPDATE SKIP LOCKED"
     has_tables = "SELECT 1 WHERE to_regclass('vitx_shard') IS NOT NULL"
 
     def __init__(self, url: str) -> None:
-        """Raise InputError for what is no such URL, EnvironmentMissing without psycopg or when nobody answers."""
-        self._link = _Link(url)
+        """Raise InputError for a wrong URL, EnvironmentMissing without psycopg or without a server that answers."""
+        self._shared = _SharedConnection(url)
         self._stopped: threading.Event | None = None
-        self.name = self._link.name
+        self.name = self._shared.name
         import psycopg
 
-        logging.getLogger("psycopg").setLevel(logging.ERROR)  # a lost connection, of which it warns, is handled here
+        logging.getLogger("psycopg").setLevel(logging.ERROR)  # it warns of lost connections, which are handled here
         try:
-            self._link.connection()
+            self._shared.connection()
         except psycopg.Error as error:
-            raise EnvironmentMissing(f"cannot open the ledger {self.name}: {self._link.reason(error)}") from None
+            raise EnvironmentMissing(f"cannot open the ledger {self.name}: {self._shared.reason(error)}") from None
 
     def close(self) -> None:
-        if self._stopped is None:  # else the connection is another's
-            self._link.drop()
+        if self._stopped is None:  # made by `for_thread` otherwise: the connection belongs to the first object
+            self._shared.drop()
 
-    def another(self, stopped: threading.Event) -> "PostgresDatabase":
-        made = object.__new__(PostgresDatabase)
-        made._link, made._stopped, made.name = self._link, stopped, self.name
-        return made
+    def for_thread(self, stopped: threading.Event) -> "PostgresDatabase":
+        copied = copy.copy(self)
+        copied._stopped = stopped
+        return copied
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[Row]:
-        return self._retried(lambda connection: _Translated(connection).execute(sql, values).fetchall())
+        return self._retry_lost(lambda connection: _PostgresTransaction(connection).execute(sql, values).fetchall())
 
-    def write(self, work: Callable[[Statements], T], *, alone: str | None = None) -> T:
-        return self._retried(lambda connection: _transaction(connection, work, alone))
+    def write(self, work: Callable[[Transaction], T], *, advisory_lock: str | None = None) -> T:
+        return self._retry_lost(lambda connection: _run_transaction(connection, work, advisory_lock))
 
-    def _retried(self, attempt: Callable[["psycopg.Connection"], T]) -> T:
-        """The result of `attempt`; after a lost connection of another one, first at once, then with growing waits."""
+    def _retry_lost(self, attempt: Callable[["psycopg.Connection"], T]) -> T:
+        """Return the result of `attempt`. After a lost connection it runs again: at once, then after growing waits."""
         import psycopg
 
         wait = 0.0
         while True:
             try:
-                with self._link.turn:
-                    result = attempt(self._link.connection())
-                    self._link.lost_since = None
+                with self._shared.lock:
+                    result = attempt(self._shared.connection())
+                    self._shared.lost_since = None
                     return result
             except psycopg.Error as error:
-                self._link.drop()
+                self._shared.drop()
                 self._give_up_or_wait(error, wait)
-            wait = min(2 * wait, LONGEST_WAIT) or 0.1
+            wait = min(2 * wait, MAX_WAIT_SECONDS) or 0.1
 
     def _give_up_or_wait(self, error: "psycopg.Error", wait: float) -> None:
         import psycopg
 
-        passing = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
+        # Read-only: the connection went to a standby during a failover.
+        transient = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.errors.ReadOnlySqlTransaction)
         idle = psycopg.errors.IdleInTransactionSessionTimeout
-        if not isinstance(error, (*passing, idle)):
-            raise EnvironmentMissing(f"the ledger {self.name} refused: {self._link.reason(error)}") from None
+        if not isinstance(error, (*transient, idle)):
+            raise EnvironmentMissing(f"the ledger {self.name} refused: {self._shared.reason(error)}") from None
         now = time.monotonic()
-        since = self._link.lost_since = now if self._link.lost_since is None else self._link.lost_since
-        if wait and (now - since >= LOST_SECONDS or (self._stopped or threading.Event()).wait(wait)):
+        since = self._shared.lost_since = now if self._shared.lost_since is None else self._shared.lost_since
+        if wait and (now - since >= RECONNECT_SECONDS or (self._stopped or threading.Event()).wait(wait)):
             raise EnvironmentMissing(
-                f"the ledger {self.name} was lost for {now - since:.0f} s ({self._link.reason(error)}): run the same "
-                "command again when it is back; what is finished stays"
+                f"the ledger {self.name} could not be reached for {now - since:.0f} s ({self._shared.reason(error)}): "
+                "run the same command again when it is back; finished shards are kept"
             ) from None
 
 
-class _Link:
-    """The connection of a process to its server, made again when it was lost; `turn` is the thread's that uses it."""
+class _SharedConnection:
+    """The connection of a process to its server; a thread holds `lock` while it uses it.
+
+    lost_since: the time.monotonic() of the first failure since the last success, for all threads together.
+    """
 
     def __init__(self, url: str) -> None:
-        self._parameters, self.name = _parsed(url)
-        self.turn = threading.RLock()
+        self._parameters, self.name = _parse_url(url)
+        self.lock = threading.RLock()
         self.lost_since: float | None = None
         self._connection: psycopg.Connection | None = None
 
@@ -234,51 +250,54 @@ class _Link:
         import psycopg
 
         if self._connection is None or self._connection.closed:
-            # Prepared statements belong to one server connection, which a pooler may change.
+            # No prepared statements: they belong to one server connection, and a pooler may change that.
             self._connection = psycopg.connect(**self._parameters, autocommit=True, prepare_threshold=None)
         return self._connection
 
     def drop(self) -> None:
-        with self.turn:
+        with self.lock:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
 
     def reason(self, error: Exception) -> str:
-        """One line, without the password."""
+        """The error's text as one line, without the password."""
         text = " ".join(str(error).split())
         password = self._parameters.get("password")
         return text.replace(str(password), "…") if password else text
 
 
-class _Translated:
-    """PostgreSQL's placeholders for SQLite's."""
+class _PostgresTransaction:
+    """A Transaction whose placeholders `?` are PostgreSQL's `%s`."""
 
     def __init__(self, connection: "psycopg.Connection") -> None:
         self._connection = connection
 
     def execute(self, sql: str, values: Sequence[Any] = (), /) -> Cursor:
-        return self._connection.execute(_translated(sql), values)
+        return self._connection.execute(_with_percent_s(sql), values)
 
     def executemany(self, sql: str, rows: Iterable[Sequence[Any]], /) -> Cursor:
         cursor = self._connection.cursor()
-        cursor.executemany(_translated(sql), rows)
+        cursor.executemany(_with_percent_s(sql), rows)
         return cursor
 
 
-def _translated(sql: str) -> bytes:
+def _with_percent_s(sql: str) -> bytes:
     return sql.replace("?", "%s").encode()
 
 
-def _transaction(connection: "psycopg.Connection", work: Callable[[Statements], T], alone: str | None) -> T:
+def _run_transaction(
+    connection: "psycopg.Connection", work: Callable[[Transaction], T], advisory_lock: str | None
+) -> T:
     import psycopg
 
-    settings = _PATIENT if alone else f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'"
+    idle = f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TRANSACTION_SECONDS}s'"
     try:
-        connection.execute(f"BEGIN; {settings}".encode())
-        if alone:
-            connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (alone,))
-        result = work(_Translated(connection))
+        # SET LOCAL and the advisory lock end with the transaction: nothing is left on a connection that is pooled.
+        connection.execute(f"BEGIN; {_LONG_TRANSACTION if advisory_lock else idle}".encode())
+        if advisory_lock:
+            connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (advisory_lock,))
+        result = work(_PostgresTransaction(connection))
         connection.execute("COMMIT")
     except BaseException:
         with suppress(psycopg.Error):
@@ -287,8 +306,8 @@ def _transaction(connection: "psycopg.Connection", work: Callable[[Statements], 
     return result
 
 
-def _parsed(url: str) -> tuple[dict[str, Any], str]:
-    """(what to connect with, a name without the password) of a URL, which is never shown: it may hold a password."""
+def _parse_url(url: str) -> tuple[dict[str, Any], str]:
+    """Return (arguments of psycopg.connect, name to show). No message quotes the URL: it may hold a password."""
     try:
         from psycopg import ProgrammingError
         from psycopg.conninfo import conninfo_to_dict
@@ -300,15 +319,17 @@ def _parsed(url: str) -> tuple[dict[str, Any], str]:
         raise InputError(
             f"--ledger: {expected}, not {f'{scheme}://…' if '://' in url and scheme else 'what was given'}"
         )
+    unreadable = InputError(f"--ledger: cannot read the URL: {expected}; write @ / : and spaces of a password as %40 …")
     try:
         given = conninfo_to_dict(url)
     except ProgrammingError:
-        given = {"host": "@"}
+        raise unreadable from None
+    # A password with an unescaped @ or / is still parsed, with a part of it as the host, the port or the database.
     places = (str(given.get("host", "")), str(given.get("dbname", "")))
     ports = str(given.get("port", "")).replace(",", "")
     if any("@" in place for place in places) or (ports and not ports.isdigit()):
-        raise InputError(f"--ledger: cannot read the URL: {expected}; write @ / : and spaces of a password as %40 …")
+        raise unreadable
     service = given.get("service")
     host, database = (place or default for place, default in zip(places, ("PGHOST", "PGDATABASE"), strict=True))
     port = f":{given['port']}" if given.get("port") else ""
-    return _DEFAULTS | given, f"service {service}" if service else f"{host}{port}/{database}"
+    return _CONNECTION_DEFAULTS | given, f"service {service}" if service else f"{host}{port}/{database}"

@@ -1,10 +1,13 @@
-"""Predictions as Parquet: the columns, the ranking of the classes, and files that appear whole or not at all.
+"""Predictions as Parquet, one file a shard: its columns, the ranking of the classes, and how a file appears whole.
+
+A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and where asked for logits and embeddings (lists of float16).
+top_k_scores (list of float32), error (string), and on request logits and embeddings (lists of float16).
+
+Shape letters: N images, M of them with a prediction, C classes, K best classes, D width of the features.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.files import sha256_file, sync
-from vitx.core.probabilities import softmax
-from vitx.predict.ledger.ledger import Done
+from vitx.core.files import rename, sha256_file, sync
+from vitx.core.probabilities import softmax, top_k
+from vitx.predict.ledger.ledger import ShardRecord
 from vitx.runtimes.session import FeatureArray
 
 PREDICTIONS = "predictions.parquet"
-# Rows held until they are written as one row group.
+# Rows that are collected before they are written as one row group.
 ROW_GROUP = 8192
 
 Float32Array = npt.NDArray[np.float32]
@@ -28,21 +31,22 @@ Int32Array = npt.NDArray[np.int32]
 
 
 def part_path(out: Path, shard: int) -> Path:
+    """Sorted by name, the files have the order of the shards, and so of the input."""
     return out / PREDICTIONS / f"part-{shard:08d}.parquet"
 
 
-def readable(name: str) -> str:
-    """A file name as valid Unicode: bytes that are not UTF-8 become \\xNN, because Parquet strings are UTF-8."""
-    if name.isascii():
+def escape_invalid_utf8(name: str) -> str:
+    """A file name as Python decodes it, with bytes that are not UTF-8 as \\xNN: strings in Parquet are UTF-8."""
+    if name.isascii():  # most names, a million times
         return name
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True)
 class Rows:
-    """N images, of which M have a prediction: those whose error is None, in order.
+    """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
-    indices and scores: (M, K), best first; logits (M, C) and embeddings (M, D), or None where nobody asked.
+    indices and scores: (M, K), best first; logits (M, C) and embeddings (M, D), or None where not requested.
     """
 
     keys: Sequence[str]
@@ -53,50 +57,45 @@ class Rows:
     embeddings: FeatureArray | None = None
 
 
-def rank(logits: Float32Array, top_k: int) -> tuple[Int32Array, Float32Array]:
+def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
     """Class indices and softmax scores (N, K) of logits (N, C), best first; equal scores in the classes' order."""
     scores = softmax(logits)
-    count = min(top_k, scores.shape[1])
-    # Of many classes only the best are sorted, unless one of them ties with one that is not among them.
-    best = scores >= np.partition(scores, -count, axis=1)[:, -count, None]
-    rows = np.arange(len(scores))[:, None]
-    if np.count_nonzero(best) == best.shape[0] * count:
-        columns = np.nonzero(best)[1].reshape(-1, count)
-        indices = columns[rows, np.argsort(-scores[rows, columns], axis=1, kind="stable")]
-    else:
-        indices = np.argsort(-scores, axis=1, kind="stable")[:, :count]
-    return indices.astype(np.int32), scores[rows, indices].astype(np.float32)
+    indices = top_k(scores, count)
+    return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A shard's complete file under its temporary name."""
+    """A shard's complete file, still under its temporary name, and what the ledger is to record of it."""
 
     path: Path
     temporary: Path
-    done: Done
+    record: ShardRecord
 
     def publish(self) -> None:
-        """Put the file in its place; a second call does nothing. Raises FileNotFoundError if it is in neither place."""
+        """Rename the file into place; a second call does nothing. Raises FileNotFoundError if it is in neither place.
+
+        The folder is flushed too: the ledger must not outlive a rename that a power cut undoes.
+        """
         try:
-            os.replace(self.temporary, self.path)
+            rename(self.temporary, self.path)
         except FileNotFoundError:
             if not self.path.exists():
                 raise
-        sync(self.path.parent)
+            sync(self.path.parent)
 
     def abandon(self) -> None:
         self.temporary.unlink(missing_ok=True)
 
 
 class PartWriter:
-    """Writes one shard's rows under a temporary name."""
+    """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard."""
 
     def __init__(
         self,
         out: Path,
         shard: int,
-        worker: str,
+        suffix: str,
         labels: Sequence[str],
         *,
         logits: bool = False,
@@ -106,8 +105,8 @@ class PartWriter:
         import pyarrow.parquet as pq
 
         self.path = part_path(out, shard)
-        # pyarrow and Spark leave out names that begin with a dot.
-        self._temporary = self.path.with_name(f".{self.path.name}.{worker}")
+        # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
+        self._temporary = self.path.with_name(f".{self.path.name}.{suffix}")
         self._labels = pa.array(labels, pa.string())
         columns = {
             "path": pa.string(),
@@ -118,8 +117,8 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        asked = [name for name, wanted in (("logits", logits), ("embeddings", embeddings)) if wanted]
-        self._schema = pa.schema(columns | dict.fromkeys(asked, pa.list_(pa.float16())))
+        requested = [name for name, wanted in (("logits", logits), ("embeddings", embeddings)) if wanted]
+        self._schema = pa.schema(columns | dict.fromkeys(requested, pa.list_(pa.float16())))
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
@@ -130,26 +129,25 @@ class PartWriter:
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
         if self._row_count >= ROW_GROUP:
-            self._flush()
+            self._write_group()
 
     def finish(self) -> Part:
-        """Flush to the disk."""
-        self._flush()
+        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut."""
+        self._write_group()
         self._writer.close()
-        self._temporary.chmod(0o644)
         sync(self._temporary)
-        done = Done(sha256_file(self._temporary), self.images, self.errors, self.classes)
-        return Part(self.path, self._temporary, done)
+        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes)
+        return Part(self.path, self._temporary, record)
 
     def abandon(self) -> None:
-        with suppress(OSError):  # closing writes a footer, for which there may be no room
+        with suppress(OSError):  # closing writes a footer, and the disk may be full
             self._writer.close()
         self._temporary.unlink(missing_ok=True)
 
-    def _flush(self) -> None:
+    def _write_group(self) -> None:
         if not self._waiting:
             return
-        rows = _joined(self._waiting)
+        rows = _concatenated(self._waiting)
         self._waiting.clear()
         self._row_count = 0
         self.images += len(rows.keys)
@@ -160,27 +158,27 @@ class PartWriter:
 
 
 def warm_up() -> None:
-    """Import pyarrow, and what its first conversion imports (pandas, half a second): neither is the writing's time."""
+    """Import pyarrow, and pandas, which its first conversion imports (half a second): not to be counted as writing."""
     import pyarrow as pa
     import pyarrow.parquet
 
     pa.array(np.zeros(1))
 
 
-def remove_leftovers(out: Path, worker: str = "*") -> None:
-    """Remove the temporary files of workers that died, or of one worker."""
-    for path in (out / PREDICTIONS).glob(f".part-*.parquet.{worker}"):
+def remove_leftovers(out: Path, suffix: str = "*") -> None:
+    """Remove the temporary files that killed workers left. suffix: a pattern for those of some workers only."""
+    for path in (out / PREDICTIONS).glob(f".part-*.parquet.{suffix}"):
         path.unlink(missing_ok=True)
 
 
-def _joined(several: Sequence[Rows]) -> Rows:
-    logits = [rows.logits for rows in several if rows.logits is not None]
-    embeddings = [rows.embeddings for rows in several if rows.embeddings is not None]
+def _concatenated(batches: Sequence[Rows]) -> Rows:
+    logits = [rows.logits for rows in batches if rows.logits is not None]
+    embeddings = [rows.embeddings for rows in batches if rows.embeddings is not None]
     return Rows(
-        keys=[key for rows in several for key in rows.keys],
-        errors=[error for rows in several for error in rows.errors],
-        indices=np.concatenate([rows.indices for rows in several]),
-        scores=np.concatenate([rows.scores for rows in several]),
+        keys=[key for rows in batches for key in rows.keys],
+        errors=[error for rows in batches for error in rows.errors],
+        indices=np.concatenate([rows.indices for rows in batches]),
+        scores=np.concatenate([rows.scores for rows in batches]),
         logits=np.concatenate(logits) if logits else None,
         embeddings=np.concatenate(embeddings) if embeddings else None,
     )
@@ -189,6 +187,7 @@ def _joined(several: Sequence[Rows]) -> Rows:
 def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
     import pyarrow as pa
 
+    # (N,) from (M,): rows without a prediction are null in all columns but path and error.
     missing = np.array([error is not None for error in rows.errors], dtype=bool)
     best = np.zeros(len(missing), dtype=np.int32)
     score = np.zeros(len(missing), dtype=np.float32)
@@ -196,23 +195,24 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
     class_index = pa.array(best, mask=missing)
 
     def lists(values: Any, width: int) -> Any:
+        """A column of N lists from M·width values: a list has `width` of them, or is null."""
         offsets = np.concatenate([[0], np.cumsum(~missing * width)]).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
 
     width = rows.indices.shape[1]
     columns = [
-        pa.array([readable(key) for key in rows.keys], pa.string()),
+        pa.array([escape_invalid_utf8(key) for key in rows.keys], pa.string()),
         labels.take(class_index),
         class_index,
         pa.array(score, mask=missing),
         lists(labels.take(pa.array(rows.indices.reshape(-1))), width),
         lists(pa.array(rows.scores.reshape(-1)), width),
-        pa.array([None if error is None else readable(error) for error in rows.errors], pa.string()),
+        pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
     ]
     for name, values in (("logits", rows.logits), ("embeddings", rows.embeddings)):
         if name in schema.names:
-            found = np.zeros((0, 1)) if values is None else values
-            # Beyond ±65504 float16 has no number.
+            found = np.zeros((0, 1)) if values is None else values  # None: a group without a readable image
+            # ±65504 is the largest float16; beyond it a logit would become infinite.
             halves = np.clip(found, -65504, 65504).astype(np.float16)
             columns.append(lists(pa.array(halves.reshape(-1), pa.float16()), found.shape[1]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -1,4 +1,4 @@
-"""`--draft` before it is used: a sample of the input, decoded both ways, and the model's answers compared."""
+"""The check before `--draft` is used: a sample of the input is decoded both ways and the logits are compared."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -15,15 +15,16 @@ from vitx.parity.verdict import MAX_FLIP_RATE
 from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
 from vitx.runtimes.session import Session
 
-# One of so many may change its class where the certificate allows a flip rate of 0.01.
-SAMPLE = 512
+# Images that are compared. At 512, one flip still keeps the 95 % bound below a flip rate of 0.01.
+SAMPLE_IMAGES = 512
 
 
 class DraftCheck(Record):
-    """Full against draft decoding on `images` readable images of the input, evenly spaced.
+    """Full decoding compared with draft decoding, on `images` readable images spread evenly over the input.
 
-    drafted: those whose pixels differ. flip_rate_bound: one-sided 95 % Clopper–Pearson upper bound on the share of
-    images whose best class changes; max_flip_rate: the certificate's.
+    drafted: images whose pixels differ. flips: images whose best class differs. flip_rate_bound: one-sided 95 %
+    Clopper–Pearson upper bound on the share of flips in the whole input; max_flip_rate: the largest bound that the
+    bundle's certificate allows. max_grey_difference: in steps of 1/255.
     """
 
     images: int
@@ -38,7 +39,7 @@ class DraftCheck(Record):
 def check_draft(
     bundle: Bundle, session: Session, inventory: Inventory, listing: Path, image_column: str | None, *, batch_size: int
 ) -> DraftCheck:
-    """Compare; raise CheckFailed unless the bound on the flip rate is at most what the bundle's certificate allows."""
+    """Compare both ways of decoding; raise CheckFailed if the bound on the flip rate is above the certificate's."""
     certificate = bundle.certificate()
     allowed = MAX_FLIP_RATE if certificate is None else certificate.max_flip_rate
     items = _sample(inventory, listing, image_column)
@@ -46,8 +47,10 @@ def check_draft(
     images = drafted = flips = grey = 0
     logit = 0.0
     while batch := list(islice(pairs, batch_size)):
+        # Both uint8 (N, S, S, 3).
         full, draft = (np.stack(pixels) for pixels in zip(*batch, strict=True))
         expected, found = session.infer(full), session.infer(draft)
+        # The largest difference within each image; int16 because a difference of uint8 would wrap around.
         steps = np.abs(full.astype(np.int16) - draft).max(axis=(1, 2, 3))
         images += len(batch)
         drafted += int((steps > 0).sum())
@@ -55,10 +58,10 @@ def check_draft(
         grey = max(grey, int(steps.max()))
         logit = max(logit, float(np.abs(expected - found).max()))
     bound = clopper_pearson_upper(flips, images) if images else 1.0
-    if not bound <= allowed:
+    if bound > allowed:
         raise CheckFailed(
             f"--draft changes the class of {flips} of {images} images of the input: flip rate at most {bound:.4f} "
-            f"(95 %), allowed {allowed:g}, for which {images_needed(allowed)} without a flip are enough: leave it out"
+            f"(95 %), allowed {allowed:g}, which takes {images_needed(allowed)} images without a flip: leave it out"
         )
     return DraftCheck(
         images=images,
@@ -72,17 +75,26 @@ def check_draft(
 
 
 def _sample(inventory: Inventory, listing: Path, image_column: str | None) -> Iterator[Item]:
-    """Up to SAMPLE images, evenly spaced; of a shard that does not know its size, its first ones."""
-    count = min(SAMPLE, len(inventory.shards))
+    """Yield SAMPLE_IMAGES images, or as many as there are, evenly spaced.
+
+    Of a shard whose size is not known they are the first ones. Where SAMPLE_IMAGES cannot be divided equally among the
+    shards, each gives the next whole number.
+    """
+    count = min(SAMPLE_IMAGES, len(inventory.shards))
     shards = [inventory.shards[index * len(inventory.shards) // count] for index in range(count)]
-    each = -(-SAMPLE // count)
+    each = -(-SAMPLE_IMAGES // count)
     for shard in shards:
-        step = max(1, (shard.count or 0) // each)
-        yield from islice(read_shard(shard, inventory.base, listing, image_column), 0, step * each, step)
+        size = max(each, shard.count or 0)
+        chosen = {index * size // each for index in range(each)}
+        items = islice(read_shard(shard, inventory.base, listing, image_column), max(chosen) + 1)
+        yield from (item for index, item in enumerate(items) if index in chosen)
 
 
 def _pairs(items: Iterator[Item], preprocessing: Preprocessing) -> Iterator[tuple[UInt8Array, UInt8Array]]:
-    """The pixels of each image, in full and as a draft; those that cannot be read are rows with an error either way."""
+    """Yield each image's pixels uint8 (S, S, 3), decoded in full and as a draft.
+
+    Unreadable images are left out: they become rows with an error either way.
+    """
     for item in items:
         data = read_item(item).source
         if not isinstance(data, bytes):

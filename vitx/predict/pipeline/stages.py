@@ -1,4 +1,4 @@
-"""Stages of a pipeline: each works ahead of the next by a bounded number of steps, and measures how busy it was."""
+"""Parts of a pipeline of threads: bounded read-ahead, a consumer thread, and how busy each stage was."""
 
 import threading
 import time
@@ -12,8 +12,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Clock:
-    """Seconds that each stage worked, over all its threads."""
+class StageTimer:
+    """Adds up the seconds that each stage's threads worked. threads: their number, by stage."""
 
     def __init__(self, threads: dict[str, int]) -> None:
         self.threads = threads
@@ -30,40 +30,42 @@ class Clock:
                 self._busy[stage] += time.perf_counter() - start
 
     def shares(self, seconds: float) -> dict[str, float]:
-        """The part of `seconds` that each stage's threads worked, 0 to 1."""
+        """The share of `seconds` that each stage's threads worked, 0 to 1."""
         with self._lock:
             return {stage: busy / (seconds * self.threads[stage]) for stage, busy in self._busy.items()}
 
 
 def busiest(shares: dict[str, float]) -> str:
-    """The stage that was busy for the largest part of the time: what the others wait for."""
+    """The stage with the largest share: the one that the others wait for."""
     return max(shares, key=lambda stage: shares[stage])
 
 
 def submitted(
     pool: ThreadPoolExecutor, function: Callable[[T], R], values: Iterable[T]
 ) -> Generator[Future[R], None, None]:
-    """Yield the call function(value) of each value, begun in the pool. In a Background, its depth bounds their number.
+    """Yield a future of function(value) for each value; a BackgroundGenerator around it bounds how many are running.
 
-    Nothing waits here for more values: results that are there must be had while the next value is long in coming.
+    `Executor.map` would not do: it takes all values before it returns the first result. Here a result is passed on even
+    while the next value is slow to come.
     """
     for value in values:
         yield pool.submit(function, value)
 
 
-def results(calls: Iterable[Future[R]]) -> Iterator[R]:
-    for call in calls:
-        yield call.result()
+def results(futures: Iterable[Future[R]]) -> Iterator[R]:
+    for future in futures:
+        yield future.result()
 
 
-class Background(Generic[T]):
-    """Iterates over a generator in a thread, at most `depth` values ahead; its error is raised here.
+class BackgroundGenerator(Generic[T]):
+    """Runs a generator in a thread, at most `depth` values ahead; its error is raised to whoever iterates.
 
-    `close` ends the thread and closes the generator, in the thread that ran it.
+    `close` ends the thread, which closes the generator: a generator must be closed by the thread that runs it.
     """
 
     def __init__(self, values: Generator[T, None, None], depth: int, name: str) -> None:
         self._values = values
+        # A value in a tuple of one, since T may be None or an exception; None ends the queue.
         self._queue: Queue[tuple[T] | BaseException | None] = Queue(depth)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -78,7 +80,7 @@ class Background(Generic[T]):
     def close(self) -> None:
         self._closed = True
         while self._thread.is_alive():
-            try:  # room for the value that the thread may be waiting to put
+            try:  # the thread may be waiting for room in the queue
                 self._queue.get(timeout=0.05)
             except Empty:
                 continue
@@ -91,14 +93,14 @@ class Background(Generic[T]):
                     self._queue.put((value,))
                     if self._closed:
                         break
-        # Whatever it was, it belongs to the thread that reads.
+        # Any error is raised again by __iter__, in the consumer's thread.
         except BaseException as error:  # noqa: BLE001
             end = error
         self._queue.put(end)
 
 
 class Sink(Generic[T]):
-    """Calls `consume` in a thread of its own, with at most `depth` values waiting; its error is raised by `put`."""
+    """Calls `consume` for each value in a thread; at most `depth` values wait. `put` and `finish` raise its error."""
 
     def __init__(self, consume: Callable[[T], None], depth: int, name: str) -> None:
         self._consume = consume
@@ -120,7 +122,7 @@ class Sink(Generic[T]):
             raise self._error
 
     def abandon(self) -> None:
-        """Drop what waits, and end the thread."""
+        """End the thread without consuming the values that wait."""
         self._consume = lambda _: None
         self._queue.put(None)
         self._thread.join()
@@ -128,9 +130,9 @@ class Sink(Generic[T]):
     def _run(self) -> None:
         while (got := self._queue.get()) is not None:
             if self._error is not None:
-                continue  # `put` must never wait for a thread that has ended
+                continue  # keep emptying the queue: `put` must not wait for ever
             try:
                 self._consume(got[0])
-            # Whatever it was, it belongs to the thread that writes.
+            # Any error is raised again by `put` or `finish`, in the producer's thread.
             except BaseException as error:  # noqa: BLE001
                 self._error = error

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,23 +15,29 @@ from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.ledger.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
-from vitx.predict.pipeline.disk import Patience, is_full
-from vitx.predict.pipeline.stages import Background, Clock, Sink, results, submitted
-from vitx.runtimes.session import FeatureArray, FeatureSession, Float32Array, Session
+from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
+from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
+from vitx.runtimes.session import FeatureArray, Float32Array, Session
 
 STAGES = ("read", "decode", "infer", "write")
-# Batches that are decoded, or being decoded, ahead of the one in the model; and that wait to be written.
+# Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
 BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
-    """Images that one thread decodes at a time: a call for each would cost as much as a tiny image."""
+    """Images that a thread decodes in one call: the overhead of a call is as much as decoding a tiny image.
+
+    Half a thread's share of a batch, so that the threads end a batch at about the same time.
+    """
     return max(1, batch_size // (2 * decode_threads))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker of a ledger does alike, and how this one does it."""
+    """What is predicted and how. What decides about the rows is the same for all workers of a ledger.
+
+    listing: the file with the paths of single images; base: the folder or URL that they are relative to.
+    """
 
     out: Path
     listing: Path
@@ -45,56 +51,51 @@ class Job:
     strict: bool
     read_threads: int
     decode_threads: int
-    # Whether some shards are ranges of single files.
-    has_lists: bool = True
-    # A column of features; the session is a FeatureSession then.
+    # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
+    has_single_files: bool = True
+    # Write a column of features; the session must have features.
     embeddings: bool = False
     # See Preprocessing.from_bytes.
     draft: bool = False
 
-    @property
-    def slice_size(self) -> int:
-        """See `slice_size`."""
-        return slice_size(self.batch_size, self.decode_threads)
-
 
 class Shards(Protocol):
-    """Where a worker's shards come from and where they go. `claimed` and `commit` run in threads of their own."""
+    """Where a worker's shards come from and go to. `claims` runs in the reading thread, `commit` in the writing one."""
 
-    def suffix(self) -> str:
-        """Of the next file's temporary name, which no file of the same shard that others write may have."""
+    def temporary_suffix(self) -> str:
+        """Return a suffix for the next temporary file, different from those of all other writers of the same shard."""
         ...
 
-    def claimed(self) -> Iterator[Claim]:
-        """Yield shards until there will be no more."""
+    def claims(self) -> Iterator[Claim]:
+        """Yield shards to work on; ends when there will be no more."""
         ...
 
     def commit(self, claim: Claim, part: Part) -> bool:
-        """A shard is complete; return False, and remove its file, if it was no longer this worker's."""
+        """Take a shard's finished file; return False, and remove the file, if this worker no longer holds the shard."""
         ...
 
     def release(self, claim: Claim) -> None:
-        """The rows of a shard were lost: it is to be done again."""
+        """Give a shard back whose rows were lost: it has to be done again."""
         ...
 
     def stop(self) -> None:
-        """End `claimed`."""
+        """End `claims`."""
         ...
 
     def close(self) -> None:
-        """Stop, and give back the shards that are not complete."""
+        """Stop, and give back all shards that are not committed."""
         ...
 
 
-class Prepared(NamedTuple):
-    """An image's key and its pixels uint8 (S, S, 3), or why there are none."""
+class PreparedImage(NamedTuple):
+    """An image's key in the output, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
 
     key: str
     pixels: UInt8Array | ImageError
 
 
-class Outputs(NamedTuple):
-    """What the model said of a batch: logits (M, C) and features (M, D) of those whose error is None."""
+class BatchOutputs(NamedTuple):
+    """A batch of N images: keys and errors of all; logits (M, C) and features (M, D) of the M without an error."""
 
     keys: list[str]
     errors: list[str | None]
@@ -103,33 +104,41 @@ class Outputs(NamedTuple):
 
 
 class Worker:
-    """Works until there are no more shards."""
+    """Runs the pipeline over shards until there are no more.
 
-    def __init__(self, job: Job, session: Session, shards: Shards, patience: Patience) -> None:
-        if job.embeddings and not hasattr(session, "infer_features"):
-            raise InputError("embeddings need a session that gives features: load_session(…, features=True)")
-        self.job, self.session, self.shards, self.patience = job, session, shards, patience
+    Four kinds of threads work at once: readers, decoders, the caller's thread for the model, and a writer. The queues
+    between them are bounded, so memory does not grow with the input.
+    """
+
+    def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
+        if job.embeddings and not session.has_features:
+            raise InputError("embeddings need a session that returns features: load_session(…, features=True)")
+        self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
         self.images = self.committed = 0
-        # Reading from a container is one thread's work, whatever the number of readers.
-        readers = job.read_threads if job.has_lists else 1
-        self.clock = Clock(dict(zip(STAGES, (readers, job.decode_threads, 1, 1), strict=True)))
+        self._slice_size = slice_size(job.batch_size, job.decode_threads)
+        # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
+        readers = job.read_threads if job.has_single_files else 1
+        self.timer = StageTimer(dict(zip(STAGES, (readers, job.decode_threads, 1, 1), strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
-        self._part: PartWriter | None = None
+        self._writer: PartWriter | None = None
+        # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
 
     def run(self) -> None:
-        """Raise CheckFailed for an unreadable image of a strict job, EnvironmentMissing when the disk stays full.
+        """Work until there are no more shards.
 
-        Whatever ends the work, the shards that were begun are given back.
+        However it ends, shards that are not committed are given back. Raises CheckFailed for an unreadable image of a
+        strict job, EnvironmentMissing if the disk stays full or the ledger is lost.
         """
         sink = Sink(self._write, BATCHES_TO_WRITE, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
-        per_batch = -(-self.job.batch_size // self.job.slice_size)
+        per_batch = -(-self.job.batch_size // self._slice_size)
         depth = max(per_batch, self.job.read_threads)
-        read = Background(submitted(readers, self._read, self._slices()), depth, "read-ahead")
-        calls = submitted(decoders, self._decode, results(read))
-        decoded = Background(calls, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
+        read = BackgroundGenerator(submitted(readers, self._read, self._slices()), depth, "read-ahead")
+        decoding = submitted(decoders, self._decode, results(read))
+        # One less: the thread itself holds a slice while the queue is full.
+        decoded = BackgroundGenerator(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
         try:
             self._infer_all(results(decoded), sink)
             sink.finish()
@@ -138,60 +147,65 @@ class Worker:
             raise
         finally:
             self.shards.stop()
-            decoded.close()  # first: it reads from the other to the end
+            decoded.close()  # before `read`, whose last values it may be waiting for
             read.close()
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
-            if self._part is not None:
-                self._part.abandon()
+            if self._writer is not None:
+                self._writer.abandon()
             self.shards.close()
 
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
-        """Yield the images of each shard, a few at a time, and an empty list after the last of it."""
-        for claim in self.shards.claimed():
+        """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
+        for claim in self.shards.claims():
             items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column)
             with closing(items):
                 while True:
-                    with self.clock.busy("read"):
-                        part = list(islice(items, self.job.slice_size))
-                    yield claim, part
-                    if not part:
+                    with self.timer.busy("read"):
+                        images = list(islice(items, self._slice_size))
+                    yield claim, images
+                    if not images:
                         break
 
-    def _read(self, part: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
-        with self.clock.busy("read"):
-            return part[0], [read_item(item) for item in part[1]]
+    def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
+        with self.timer.busy("read"):
+            return images[0], [read_item(item) for item in images[1]]
 
-    def _decode(self, part: tuple[Claim, list[Item]]) -> tuple[Claim, list[Prepared]]:
-        with self.clock.busy("decode"):
-            return part[0], [self._prepare(item) for item in part[1]]
+    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
+        with self.timer.busy("decode"):
+            return images[0], [self._prepare(item) for item in images[1]]
 
-    def _prepare(self, item: Item) -> Prepared:
+    def _prepare(self, item: Item) -> PreparedImage:
         try:
             if isinstance(item.source, bytes):
-                return Prepared(item.key, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
+                return PreparedImage(item.key, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
         except ImageError as error:
-            return Prepared(item.key, error)
-        assert isinstance(item.source, ImageError)  # read_item left no location
-        return Prepared(item.key, item.source)
+            return PreparedImage(item.key, error)
+        assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
+        return PreparedImage(item.key, item.source)
 
     def _infer_all(
-        self, decoded: Iterator[tuple[Claim, list[Prepared]]], sink: Sink[tuple[Claim, Outputs | None]]
+        self, decoded: Iterator[tuple[Claim, list[PreparedImage]]], sink: Sink[tuple[Claim, BatchOutputs | None]]
     ) -> None:
-        """Batch what comes decoded; a batch is of one shard, so that its rows do not depend on who did the others."""
-        waiting: list[Prepared] = []
+        """Form batches and run the model.
+
+        A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
+        must be the same whichever worker makes it, after whichever other shard.
+        """
+        waiting: list[PreparedImage] = []
         size = self.job.batch_size
-        for claim, part in decoded:
-            waiting += part
-            while len(waiting) >= size or (waiting and not part):
+        for claim, images in decoded:
+            waiting += images
+            # A full batch, or at the end of the shard what is left.
+            while len(waiting) >= size or (waiting and not images):
                 sink.put((claim, self._infer(waiting[:size])))
                 self.images += len(waiting[:size])
                 del waiting[:size]
                 self.on_progress()
-            if not part:
+            if not images:
                 sink.put((claim, None))
 
-    def _infer(self, batch: Sequence[Prepared]) -> Outputs:
+    def _infer(self, batch: Sequence[PreparedImage]) -> BatchOutputs:
         errors = [str(item.pixels) if isinstance(item.pixels, ImageError) else None for item in batch]
         if self.job.strict:
             refuse_unreadable((item.key for item in batch), errors)
@@ -200,17 +214,20 @@ class Worker:
         features: FeatureArray | None = None
         pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
         if pixels:
-            with self.clock.busy("infer"):
+            with self.timer.busy("infer"):
                 logits, features = self._run(np.stack(pixels))
-        return Outputs([item.key for item in batch], errors, logits, features)
+        return BatchOutputs([item.key for item in batch], errors, logits, features)
 
     def _run(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray | None]:
         if self.job.embeddings:
-            return cast(FeatureSession, self.session).infer_features(images)
+            return self.session.infer_features(images)
         return self.session.infer(images), None
 
-    def _rows(self, outputs: Outputs) -> Rows:
-        """Runs in the thread of the sink: the model waits for none of it."""
+    def _rows(self, outputs: BatchOutputs) -> Rows:
+        """Rank the classes; an image whose logits are not finite becomes one with an error.
+
+        Called in the writing thread, so that the model does not wait for it.
+        """
         keys, errors, logits, features = outputs
         finite = np.isfinite(logits).all(axis=1)
         if not finite.all():
@@ -222,17 +239,19 @@ class Worker:
         indices, scores = rank(logits, self.job.top_k)
         return Rows(keys, errors, indices, scores, logits if self.job.logits else None, features)
 
-    def _write(self, message: tuple[Claim, Outputs | None]) -> None:
-        """Runs in the thread of the sink. Without outputs: the shard is complete."""
+    def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
+        """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
         claim, outputs = message
         if self._dropped == claim:
-            self._dropped = None if outputs is None else claim
+            self._dropped = None if outputs is None else claim  # at its end: this worker may claim it again
             return
         try:
-            with self.clock.busy("write"):
+            with self.timer.busy("write"):
                 self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
         except BaseException:
-            self.shards.stop()  # or the readers would wait for a shard that this worker itself holds
+            # Or `claims` would wait for others to finish the shard that this worker itself holds, and the model's
+            # thread, which must raise the error, would wait for `claims`.
+            self.shards.stop()
             raise
 
     def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
@@ -242,32 +261,32 @@ class Worker:
             if not is_full(error):
                 raise
             self._drop(claim, complete=rows is None)
-            self.patience.wait(error)
+            self.backoff.wait(error)
 
     def _put(self, claim: Claim, rows: Rows | None) -> None:
-        if self._part is None:
-            job = self.job
-            self._part = PartWriter(
-                *(job.out, claim.id, self.shards.suffix(), job.labels), logits=job.logits, embeddings=job.embeddings
+        if self._writer is None:
+            job, suffix = self.job, self.shards.temporary_suffix()
+            self._writer = PartWriter(
+                *(job.out, claim.id, suffix, job.labels), logits=job.logits, embeddings=job.embeddings
             )
         if rows is not None:
-            self._part.add(rows)
+            self._writer.add(rows)
             return
         try:
-            part = self._part.finish()
-        except FileNotFoundError:  # removed as a leftover by who did the last shard: others have done this one
+            part = self._writer.finish()
+        except FileNotFoundError:  # another worker finished this shard and the last one, then removed leftover files
             self._drop(claim, complete=True)
             return
         held = self.shards.commit(claim, part)
-        self._part = None
+        self._writer = None
         if held:
-            self.committed += part.done.images
+            self.committed += part.record.images
 
     def _drop(self, claim: Claim, *, complete: bool) -> None:
-        """The rows of a shard are lost, to a full disk: give it back, to be done again if others have not done it."""
-        if self._part is not None:
-            self._part.abandon()
-        self._part, self._dropped = None, None if complete else claim
+        """Give a shard back whose rows are lost. complete: all its rows have come, so there are none to ignore."""
+        if self._writer is not None:
+            self._writer.abandon()
+        self._writer, self._dropped = None, None if complete else claim
         self.shards.release(claim)
 
 

@@ -1,4 +1,4 @@
-"""What runs on the nodes of a Ray cluster: a worker in an actor. It writes files; the driver puts them in place."""
+"""The actor that runs on the nodes of a Ray cluster: a worker that writes temporary files, which the driver renames."""
 
 import json
 import os
@@ -18,28 +18,30 @@ import numpy.typing as npt
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
+from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger.ledger import Claim, Done
+from vitx.predict.ledger.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path, warm_up
-from vitx.predict.pipeline.disk import Patience
+from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
 
+# Errors that travel to the driver as text and are raised there again.
 ERRORS = (CheckFailed, EnvironmentMissing, InputError)
-# So many actors may die with a shard in hand. Ray would go on for ever with one that ends its process.
+# Actors that may die while working on the same shard. Ray itself would restart them for ever.
 ATTEMPTS = 10
-# A column of JSON: what the driver sends of each shard, and what it gets.
-CLAIM, ANSWER = "claim", "answer"
+# Columns of Ray's blocks, with one JSON text a shard: what the driver sends, and what it gets back.
+CLAIM, RESULT = "claim", "result"
 Column = dict[str, npt.NDArray[np.object_] | list[str]]
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """What an actor needs to do shards of a job.
+    """What an actor needs to work on shards of a job.
 
-    token: a file in the output folder that the driver wrote for this run, with its name inside. sample: a local file of
-    the input that the driver sees, or None.
+    token: a file that the driver wrote beside the ledger, with its own name as content: an actor that reads it shares
+    the output folder. sample: a local file of the input that the driver sees, to be seen by the actor too, or None.
     """
 
     job: Job
@@ -52,18 +54,19 @@ class Assignment:
     sample: str | None
 
 
-class HandedShards:
-    """Shards that come one by one from elsewhere; each is answered by its finished file."""
+class QueuedShards:
+    """Shards that the calls of an actor submit one by one; each call gets a future of the finished file."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
         self._queue: Queue[Claim | None] = Queue()
+        # Shards that are submitted and not finished, by id.
         self._parts: dict[int, Future[Part]] = {}
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def hand(self, claim: Claim) -> Future[Part]:
-        """The file of a shard, when it is complete. A shard that is already being done is not begun again."""
+    def submit(self, claim: Claim) -> Future[Part]:
+        """Queue a shard. One that is queued already is not begun again: Ray may repeat a call."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -73,16 +76,16 @@ class HandedShards:
             return self._parts[claim.id]
 
     def fail(self, error: BaseException) -> None:
-        """Answer all that waits, and all that comes, with an error."""
+        """Give this error to all that wait, and raise it to all that come later."""
         with self._lock:
             self._error = error
             for part in self._parts.values():
                 part.set_exception(error)
 
-    def suffix(self) -> str:
+    def temporary_suffix(self) -> str:
         return f"{self._prefix}.{uuid.uuid4().hex}"
 
-    def claimed(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[Claim]:
         while (claim := self._queue.get()) is not None:
             yield claim
 
@@ -102,25 +105,30 @@ class HandedShards:
 
 
 class PredictionActor:
-    """A pipeline that stays full from one shard to the next: calls run at the same time, and each waits for its own."""
+    """A worker whose pipeline stays full from one shard to the next.
+
+    Ray makes several calls at the same time; each submits its shard and waits for it, so that the worker reads the next
+    shard while it writes the last one.
+    """
 
     def __init__(self, assignment: Assignment) -> None:
         self._name = uuid.uuid4().hex
         self._failure: VitxError | None = None
+        ignore_bomb_warnings()
         try:
             self._start(assignment)
-        except VitxError as error:  # it is the driver's to tell, in one line
+        except VitxError as error:  # returned by the first call: Ray would wrap what is raised here in a traceback
             self._failure = error
 
     def __call__(self, claims: Column) -> Column:
-        """Do the shards of a batch; errors of the user's are answers, so that no traceback goes with them."""
+        """Do the shards of a batch. Errors of vitx are returned as results, so that Ray adds no traceback to them."""
         try:
             if self._failure is not None:
                 raise self._failure
-            return {ANSWER: [self._do(claim_from_text(str(text))) for text in claims[CLAIM]]}
+            return {RESULT: [self._do(claim_from_text(str(text))) for text in claims[CLAIM]]}
         except ERRORS as error:
             failed = {"error": type(error).__name__, "message": str(error)}
-            return {ANSWER: [json.dumps(failed)] * len(claims[CLAIM])}
+            return {RESULT: [json.dumps(failed)] * len(claims[CLAIM])}
 
     def _start(self, assignment: Assignment) -> None:
         self._token = assignment.token
@@ -134,43 +142,45 @@ class PredictionActor:
         )
         warm_up()
         job = assignment.job
-        self._shards = HandedShards(assignment.token.name)
-        self._worker = Worker(job, session, self._shards, Patience(job.out))
+        self._shards = QueuedShards(assignment.token.name)
+        self._worker = Worker(job, session, self._shards, DiskFullBackoff(job.out))
         self._runtime = session.describe()
         self._started: float | None = None
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._worker.run()
-        # Whatever it was, it belongs to those who wait.
+            with self._worker.session:
+                self._worker.run()
+        # Any error is raised again in the calls that wait for a shard.
         except BaseException as error:  # noqa: BLE001
             self._shards.fail(error)
 
     def _do(self, claim: Claim) -> str:
         self._started = self._started or time.perf_counter()
+        # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
         attempts = self._token.with_name(f"{self._token.name}.{claim.id}")
-        with attempts.open("ab") as file:  # a byte for each actor that had this shard in hand
+        with attempts.open("ab") as file:
             file.write(b".")
             if file.tell() > ATTEMPTS:
                 raise EnvironmentMissing(
-                    f"{ATTEMPTS} actors died with shard {claim.id} ({claim.shard}) in hand: the nodes' logs of Ray say "
-                    "why, for example for want of memory; what is finished stays"
+                    f"{ATTEMPTS} actors died while working on shard {claim.id} ({claim.shard}): Ray's logs on the "
+                    "nodes say why, for example that memory ran out; finished shards are kept"
                 )
-        part = self._shards.hand(claim).result()
+        part = self._shards.submit(claim).result()
         attempts.unlink(missing_ok=True)
-        return self._answer(claim, part)
+        return self._result_text(claim, part)
 
-    def _answer(self, claim: Claim, part: Part) -> str:
+    def _result_text(self, claim: Claim, part: Part) -> str:
         import ray
 
         assert self._started is not None
-        shares = self._worker.clock.shares(time.perf_counter() - self._started)
+        shares = self._worker.timer.shares(time.perf_counter() - self._started)
         return json.dumps(
             {
                 "id": claim.id,
                 "file": part.temporary.name,
-                "done": part.done,
+                "record": part.record,
                 "actor": self._name,
                 "node": ray.get_runtime_context().get_node_id(),
                 "stages": shares,
@@ -189,14 +199,15 @@ def claim_from_text(text: str) -> Claim:
     return Claim(number, Shard(*shard))
 
 
-def part_from_answer(answer: dict[str, Any], out: Path) -> Part:
-    """The file that an answer tells of; raise the error if it tells of one."""
-    if "error" in answer:
-        raise next(kind for kind in ERRORS if kind.__name__ == answer["error"])(answer["message"])
-    digest, images, errors, classes = answer["done"]
-    done = Done(digest, images, errors, {int(index): count for index, count in classes.items()})
-    path = part_path(out, answer["id"])
-    return Part(path, path.with_name(answer["file"]), done)
+def part_from_result(result: dict[str, Any], out: Path) -> Part:
+    """The finished file of an actor's result; raises the error that the actor returned instead, if it did."""
+    if "error" in result:
+        raise next(kind for kind in ERRORS if kind.__name__ == result["error"])(result["message"])
+    digest, images, errors, classes = result["record"]
+    # JSON has made the classes' indices text.
+    record = ShardRecord(digest, images, errors, {int(index): count for index, count in classes.items()})
+    path = part_path(out, result["id"])
+    return Part(path, path.with_name(result["file"]), record)
 
 
 def _check_storage(assignment: Assignment) -> None:
@@ -214,7 +225,7 @@ def _check_storage(assignment: Assignment) -> None:
         raise _unseen(node, "the bundle", assignment.bundle) from None
     if digest != assignment.bundle_sha256:
         raise InputError(
-            f"the bundle '{assignment.bundle}' is another one on the node {node}: give every node the same"
+            f"the bundle '{assignment.bundle}' on the node {node} differs from this machine's: give every node the same"
         )
     if assignment.sample is not None and not os.path.lexists(assignment.sample):
         raise _unseen(node, "the input", assignment.sample)

@@ -1,4 +1,4 @@
-"""A job's shards through Ray Data: a pool of actors on a cluster does them; this process, the driver, commits them."""
+"""Shards through Ray Data: a pool of actors on a cluster works on them; this process, the driver, commits them."""
 
 import importlib.util
 import json
@@ -18,15 +18,15 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
-from vitx.predict.inputs.listing import Range, read_range
+from vitx.predict.inputs.listing import RecordRange, read_range
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger.ledger import Claim, Ledger
 from vitx.predict.outputs.parts import Part, remove_leftovers
-from vitx.predict.pipeline.disk import Patience
-from vitx.predict.pipeline.executor import Performance, Told
+from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.pipeline.leases import LeasedShards
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
-from vitx.predict.ray.actor import ANSWER, CLAIM, Assignment, PredictionActor, claim_to_text, part_from_answer
+from vitx.predict.ray.actor import CLAIM, RESULT, Assignment, PredictionActor, claim_to_text, part_from_result
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
@@ -34,28 +34,29 @@ from vitx.runtimes.session import device_name
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-# Shards that are claimed at once; between two such rounds the actors are begun anew.
-ROUND = 10_000
-# Of a cluster that we start: only claims and answers lie in it.
+# Shards that are claimed for one dataset. Each dataset starts its actors anew, so this is large.
+SHARDS_PER_DATASET = 10_000
+# For a cluster that is started here: its object store holds only claims and results.
 OBJECT_STORE_BYTES = 100 << 20
 
 
-class Size(NamedTuple):
-    """Of the pool: CPUs and GPUs that are reserved for an actor; actors at least, at first, and at most."""
+class PoolSize(NamedTuple):
+    """cpus and gpus: reserved for each actor; the others: numbers of actors."""
 
     cpus: int
     gpus: int
-    least: int
-    first: int
-    most: int
+    min_actors: int
+    initial_actors: int
+    max_actors: int
 
 
 class RayPool:
     """An Executor on a Ray cluster.
 
-    address: "local" starts a cluster of this machine and ends it; another one is joined as `ray.init` does. actors:
-    (least, most); by default one a GPU or, on CPUs, as many as fit the nodes. threads (of a session) and
-    decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest node.
+    address: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`.
+    actors: (minimum, maximum); by default one for each GPU or, on CPUs, as many as fit on the nodes. threads (of the
+    session) and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest
+    node.
 
     Raises EnvironmentMissing without ray, InputError for an unknown device or the address of a Ray client (ray://).
     """
@@ -82,29 +83,32 @@ class RayPool:
         self._runtime, self._device = runtime, device_name(device)
         self._threads, self._decode_threads = threads, decode_threads
 
-    def execute(self, job: Job, ledger: Ledger, patience: Patience, bar: Progress) -> Performance:
-        """See `Executor`. Raises EnvironmentMissing when the cluster cannot be joined or has too little, InputError
-        when a node does not see the input, the bundle or the output of this machine."""
-        told = Told(ledger, bar)
-        shards = LeasedShards(ledger, patience)
+    def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+        """See `Executor.execute`.
+
+        Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, InputError if a
+        node does not see this machine's input, bundle or output.
+        """
+        reporter = ProgressReporter(ledger, bar)
+        shards = LeasedShards(ledger, backoff)
         try:
-            claims = shards.take(ROUND)
+            claims = shards.claim_free(SHARDS_PER_DATASET)
             if not claims:
-                return Performance(0, told.seconds(), dict.fromkeys(STAGES, 0.0), {})
-            # Ray writes to standard output what happens to its actors; that is for our result.
-            with redirect_stdout(sys.stderr), _token(job) as token, _driving(self._address):
-                size = self._size()
+                return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
+            # Ray prints what happens to its actors on standard output, which is for the result of the command.
+            with redirect_stdout(sys.stderr), _run_token(job) as token, _connected(self._address):
+                size = self._pool_size()
                 assignment = self._assignment(job, token, size, claims[0])
-                done = _Answers(shards, job, told)
+                committer = _Committer(shards, job, reporter)
                 while claims:
-                    done.commit(claims, _dataset(claims, assignment, size))
-                    claims = shards.take(ROUND)
-                return done.performance()
+                    committer.commit(claims, _dataset(claims, assignment, size))
+                    claims = shards.claim_free(SHARDS_PER_DATASET)
+                return committer.performance()
         finally:
             shards.close()
 
-    def _size(self) -> Size:
-        """Of the pool, from what the nodes have now."""
+    def _pool_size(self) -> PoolSize:
+        """From the CPUs and GPUs that the nodes have now."""
         nodes = [node["Resources"] for node in cluster_nodes()]
         cpus = max(self._threads or 0, self._decode_threads or 0)
         if self._wants_gpu(any("GPU" in node for node in nodes)):
@@ -116,21 +120,23 @@ class RayPool:
             nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
             cpus = cpus or min((int(node["CPU"]) for node in nodes), default=1)
             gpus, fit = 0, sum(int(node["CPU"] // cpus) for node in nodes)
-        if not fit and (nodes or not self._actors):  # an empty cluster may grow
-            most = max((node.get("CPU", 0) for node in nodes), default=0)
+        # A cluster without nodes may be one that an autoscaler is to fill: with --ray-actors that is no error.
+        if not fit and (nodes or not self._actors):
+            largest = max((node.get("CPU", 0) for node in nodes), default=0)
             raise EnvironmentMissing(
-                f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest such node of the cluster "
-                f"has {most:.0f} CPUs: lower --threads and --decode-threads, or choose another --device"
+                f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest node"
+                f"{' with a GPU' if gpus else ''} of the cluster has {largest:.0f} CPUs: lower --threads and "
+                "--decode-threads, or choose another --device"
             )
-        least, most = self._actors or (1, fit)
-        return Size(cpus, gpus, least, least if self._actors else fit, most)
+        min_actors, max_actors = self._actors or (1, fit)
+        return PoolSize(cpus, gpus, min_actors, min_actors if self._actors else fit, max_actors)
 
     def _wants_gpu(self, has_gpu: bool) -> bool:
         runtime = RUNTIMES.get(self._runtime)
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
-    def _assignment(self, job: Job, token: Path, size: Size, first: Claim) -> Assignment:
+    def _assignment(self, job: Job, token: Path, size: PoolSize, first: Claim) -> Assignment:
         return Assignment(
             replace(
                 job,
@@ -144,16 +150,17 @@ class RayPool:
             "cuda" if size.gpus else "cpu",
             self._threads or (None if size.gpus else size.cpus),
             token.absolute(),
-            _sample(job, first),
+            _sample_path(job, first),
         )
 
 
-class _Answers:
-    """Commits what the actors have finished, and adds up how they did."""
+class _Committer:
+    """Commits the shards that the actors have finished, and adds up their performance."""
 
-    def __init__(self, shards: LeasedShards, job: Job, told: Told) -> None:
-        self._shards, self._job, self._told = shards, job, told
+    def __init__(self, shards: LeasedShards, job: Job, reporter: ProgressReporter) -> None:
+        self._shards, self._job, self._reporter = shards, job, reporter
         self._images = 0
+        # The last result of each actor; its busy shares are since the actor's start.
         self._latest: dict[str, dict[str, Any]] = {}
 
     def commit(self, claims: list[Claim], dataset: "Dataset") -> None:
@@ -161,15 +168,15 @@ class _Answers:
         batches = cast(
             "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
         )
-        with closing(batches):  # ends the actors
+        with closing(batches):  # closing ends the actors, also after an error
             for batch in batches:
-                for text in batch[ANSWER]:
-                    answer = json.loads(text)
-                    part = part_from_answer(answer, self._job.out)
-                    self._latest[answer["actor"]] = answer
-                    if self._publish(by_id[answer["id"]], part):
-                        self._images += part.done.images
-                    self._told.update(0, self._shares)
+                for text in batch[RESULT]:
+                    result = json.loads(text)
+                    part = part_from_result(result, self._job.out)
+                    self._latest[result["actor"]] = result
+                    if self._publish(by_id[result["id"]], part):
+                        self._images += part.record.images
+                    self._reporter.update(0, self._shares)
 
     def _publish(self, claim: Claim, part: Part) -> bool:
         try:
@@ -177,45 +184,46 @@ class _Answers:
         except FileNotFoundError:
             raise InputError(
                 f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage "
-                "that all of them share"
+                "that all machines share"
             ) from None
 
     def performance(self) -> Performance:
         import ray
 
-        seconds = self._told.seconds()
-        answers = list(self._latest.values())
-        nodes = {answer["node"] for answer in answers}
-        runtime = answers[0]["runtime"] | {"ray": ray.__version__, "actors": len(answers), "nodes": len(nodes)}
+        seconds = self._reporter.seconds()
+        results = list(self._latest.values())
+        nodes = {result["node"] for result in results}
+        runtime = results[0]["runtime"] | {"ray": ray.__version__, "actors": len(results), "nodes": len(nodes)}
         return Performance(self._images, seconds, self._shares(seconds), runtime)
 
     def _shares(self, _: float) -> dict[str, float]:
-        """The mean over the actors, each over its own time."""
-        answers = self._latest.values()
-        return {stage: sum(answer["stages"][stage] for answer in answers) / len(answers) for stage in STAGES}
+        """The mean of the actors' busy shares, each measured over the actor's own time."""
+        results = self._latest.values()
+        return {stage: sum(result["stages"][stage] for result in results) / len(results) for stage in STAGES}
 
 
-def _dataset(claims: list[Claim], assignment: Assignment, size: Size) -> "Dataset":
-    """The claims, a block each, through the actors."""
+def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Dataset":
+    """A lazy dataset of one row for each claim, mapped by the actors to results."""
     import ray.data
 
     job = assignment.job
     shortest = min(claim.shard.count or job.batch_size for claim in claims)
-    # The next shard is read while the last batches of one are in the model.
-    at_once = 1 + -(-BATCHES_AHEAD * job.batch_size // max(shortest, job.batch_size))
-    most = min(size.most, len(claims))
+    # Calls at once of an actor: the shard in the model, and enough more of them to fill the batches decoded ahead.
+    concurrent_calls = 1 + -(-BATCHES_AHEAD * job.batch_size // max(shortest, job.batch_size))
+    max_actors = min(size.max_actors, len(claims))
     pool = ray.data.ActorPoolStrategy(
-        min_size=min(size.least, most),
-        max_size=most,
-        initial_size=min(size.first, most),
-        max_tasks_in_flight_per_actor=2 * at_once,
-        max_concurrent_calls_per_actor=at_once,
+        min_size=min(size.min_actors, max_actors),
+        max_size=max_actors,
+        initial_size=min(size.initial_actors, max_actors),
+        max_tasks_in_flight_per_actor=2 * concurrent_calls,
+        max_concurrent_calls_per_actor=concurrent_calls,
         enable_true_multi_threading=True,
     )
+    # A block is the unit that Ray gives to an actor: one claim.
     rows = [{CLAIM: claim_to_text(claim)} for claim in claims]
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
     dataset.context.enable_progress_bars = False
-    dataset.context.execution_no_progress_timeout_s = -1  # a large shard may take a slow model long
+    dataset.context.execution_no_progress_timeout_s = -1  # no limit: one large shard may take hours
     return dataset.map_batches(
         PredictionActor,
         fn_constructor_args=(assignment,),
@@ -227,8 +235,8 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: Size) -> "Datase
 
 
 @contextmanager
-def _driving(address: str) -> Iterator[None]:
-    """Inside, this process is the driver of the cluster at `address`, unless it is one already."""
+def _connected(address: str) -> Iterator[None]:
+    """Within the block this process is a driver of the cluster at `address`, unless it is connected to one already."""
     import ray
     import ray.data
 
@@ -239,13 +247,16 @@ def _driving(address: str) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     with joined(address, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES):
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # which Ray has replaced by an exit
+            signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by one that exits at once
         yield
 
 
 @contextmanager
-def _token(job: Job) -> Iterator[Path]:
-    """A file beside the ledger whose content is its name. At the end what the actors did not finish is removed."""
+def _run_token(job: Job) -> Iterator[Path]:
+    """Yield a file beside the ledger whose content is its name; see `Assignment`.
+
+    The actors' files begin with that name, so that at the end those of unfinished shards can be removed.
+    """
     token = job.listing.parent / f"ray-{uuid.uuid4().hex}"
     token.write_text(token.name)
     try:
@@ -256,10 +267,10 @@ def _token(job: Job) -> Iterator[Path]:
             path.unlink(missing_ok=True)
 
 
-def _sample(job: Job, claim: Claim) -> str | None:
-    """A file of the input that this machine has."""
+def _sample_path(job: Job, claim: Claim) -> str | None:
+    """The first file of a shard, or None if it is a URL or not there."""
     name = claim.shard.location
     if claim.shard.kind == "images":
-        name = next(read_range(job.listing, Range(claim.shard.start, 1)))
+        name = next(read_range(job.listing, RecordRange(claim.shard.start, 1)))
     location = join(job.base, name)
     return location if not is_url(location) and os.path.lexists(location) else None

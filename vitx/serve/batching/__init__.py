@@ -1,1 +1,1 @@
-"""Requests of one model become batches. Semantics: docs/serving.md."""
+"""Dynamic batching: the requests of one model run in batches. Semantics: docs/serving.md."""

@@ -1,25 +1,24 @@
-"""Dynamic batching: one collector a model, driven by arrivals, completions and one timer. Nothing polls.
+"""Dynamic batching: one batcher a model. It acts on arrivals, on completions and on one timer; it never polls.
 
-When a batch leaves
--------------------
-* A full batch leaves at once, even while every instance is busy: each instance has one full batch standing by, so it
-  never waits for the event loop between two batches. Full is the smallest size up to `max_batch` with nearly the most
-  images a second by the latency curve: on a CPU 8 images are often as fast, each, as 32, and answered sooner.
-* Where several instances are idle each gets its share of what is queued, the rows of one request included.
-* A part-filled batch leaves only to an idle instance, and there as soon as waiting longer would gain nothing: when
-  it holds its share of the rows that have lately been in the server together. A lone client is served without any
-  delay; eight clients that answer each reply with the next request travel as one batch of eight.
-* It leaves at the latest `max_delay` after its oldest request arrived, if an instance is idle, and early enough for
-  the first deadline among its requests.
-
-"Lately together" is the peak of rows queued and running, forgotten by a quarter with every batch.
+When a batch is sent
+--------------------
+* A full batch is sent at once, even while every instance is busy: each instance has one full batch standing by, so that
+  it need not wait for the event loop between two batches. "Full" is the smallest size up to `max_batch` whose images a
+  second are nearly the best of the latency curve: on a CPU a batch of 8 is often as fast for each image as one of 32,
+  and answered sooner.
+* When several instances are idle, each gets its share of the queue; a request may then be split.
+* A partial batch is sent only to an idle instance, once it holds its share of the recent concurrency: the peak of rows
+  queued and running, which decays by a quarter with every batch. So a single client never waits, and the requests of
+  eight clients that each send the next one after a reply form one batch of eight.
+* While an instance is idle, a partial batch waits at most until `max_delay` after its oldest request arrived, and less
+  where a deadline in it needs that.
 
 Deadlines
 ---------
-A request whose deadline the curve says cannot be met is refused when it arrives; one that waits until it cannot be
-computed in time any more is refused then, and never runs. A batch is cut where a larger one would miss the first
-deadline in it. All of this is planned with a twentieth of the time less than there is: what a request spends before it
-is read and after its answer is written is not seen here.
+A request is refused when it arrives if, by the latency curve, it cannot meet its deadline; it is refused later, and
+never runs, once its batch could no longer end in time. A batch is made smaller when a larger one would miss the
+earliest deadline in it. Planning uses 95 % of the time to a deadline: the rest is for reading the request and writing
+the answer, which is not measured here.
 """
 
 import asyncio
@@ -32,28 +31,29 @@ import numpy as np
 
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
+from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
+from vitx.serve.batching.instance_threads import Infer as Infer
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch, RequestQueue, Ticket, priority_level
-from vitx.serve.batching.workers import Infer as Infer
-from vitx.serve.batching.workers import Outcome, Workers
+from vitx.serve.batching.request_queue import Batch, RequestPart, RequestQueue, priority_level
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
-from vitx.serve.observe.request_record import CURRENT, RequestRecord
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.options import ServeOptions
 
-_LAG_RATE = 0.1  # how fast the mean time from a batch's end to its replies forgets
-_WAKE_UP_SECONDS = 0.005  # what a timer, a thread and a reply may take together on a busy machine
-_TIMER_GRAIN = 0.001  # of the event loop: a timer fires up to this much early
-_UNSEEN_SHARE = 0.05  # of the time until a deadline, for the network and the sockets
+_LAG_RATE = 0.1  # weight of the newest batch in the mean time from a batch's end to its replies
+_WAKE_UP_SECONDS = 0.005  # of a timer, a thread and a reply together, on a busy machine
+_TIMER_GRAIN = 0.001  # seconds: the event loop's timers fire up to this much early
+_UNSEEN_SHARE = 0.05  # of the time to a deadline, for the network and the sockets
 
 _log = logging.getLogger("vitx.serve")
 
-# Gets the logits (N, C), or the error.
-Answer = Callable[[Float32Array | Exception], None]
+# Called with the logits (N, C) or with the error.
+OnLogits = Callable[[Float32Array | Exception], None]
 
 
 class Batcher:
-    """Collects the requests of one model into batches. Create it, and call its methods, on a running event loop."""
+    """Forms batches of the requests of one model. Create it, and call its methods, on a running event loop."""
 
     def __init__(
         self,
@@ -63,80 +63,80 @@ class Batcher:
         curve: LatencyCurve | None = None,
         on_batch: Callable[[BatchTimes], None] | None = None,
     ) -> None:
-        """`curve` is what is known of the model's speed; it follows what is measured live, and is made so if None."""
-        self.batching = batching or Batching()
+        """`curve`: the model's measured speed, by default empty; it learns from every batch that runs."""
+        self.batching = batching or ServeOptions().batching
         self.statistics = ModelStatistics()
         self.curve = curve or LatencyCurve()
         self._on_batch = on_batch
         self._loop = asyncio.get_running_loop()
         self._queue = RequestQueue()
-        self._running: list[Batch] = []  # in the order in which they were handed over
+        self._running: list[Batch] = []  # handed to the threads, in this order
         self._running_rows = 0
-        self._together = 1.0
-        self._lag = 0.0
+        self._concurrent_rows = 1.0
+        self._reply_lag = 0.0
         self._rows_per_second = 0.0
         self._full = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0  # uvloop's handle of a timer below a millisecond does not know
+        self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
         self._drained = asyncio.Event()
-        self._workers = Workers(infer, self.batching.instances, self.batching.max_batch, self._finish)
+        self._threads = InstanceThreads(infer, self.batching.instances, self.batching.max_batch, self._finish)
 
     @property
     def queued(self) -> int:
-        """Rows that wait for a batch."""
+        """Rows in the queue."""
         return self._queue.rows
 
     @property
     def running(self) -> int:
-        """Rows in batches that were handed to an instance."""
+        """Rows in batches that were handed to the threads."""
         return self._running_rows
 
     @property
     def full_batch(self) -> int:
-        """Rows of a batch that leaves at once."""
+        """Rows of a batch that is sent at once."""
         return self._full
 
     @property
     def replaced_instances(self) -> int:
-        """Instances that died and were replaced."""
-        return self._workers.replaced
+        """How many instances died and were replaced."""
+        return self._threads.replaced
 
     async def submit(self, images: UInt8Array, *, priority: int = 0, deadline: float | None = None) -> Float32Array:
         """Return logits float32 (N, C) of images uint8 (N, S, S, 3), N ≥ 1.
 
-        priority: 1 is the highest, 0 the default. deadline: in seconds by time.monotonic(); by default
-        `Batching.timeout` from now, if there is one.
+        priority: 1 (highest) to 3, 0 for the default. deadline: time.monotonic() seconds; by default
+        `Batching.timeout` from now, if that is set.
 
-        The rows stay together, unless they are more than a full batch. Cancelling the caller takes rows that do not run
-        yet out of the queue. Raises QueueFull, DeadlineMissed, InferenceFailed, or RequestError: 400 for a priority
-        that there is not, 503 once closed.
+        The images run in one batch unless they are more than a full one, or several instances are idle. Cancelling the
+        caller removes images from the queue that do not run yet. Raises QueueFull, DeadlineMissed, InferenceFailed, or
+        RequestError: 400 for an unknown priority, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
 
-        def answer(logits: Float32Array | Exception) -> None:
+        def on_logits(logits: Float32Array | Exception) -> None:
             if isinstance(logits, Exception):
                 reply.set_exception(logits)
             else:
                 reply.set_result(logits)
 
-        submission = self.begin(images, answer, priority=priority, deadline=deadline)
+        submission = self.enqueue(images, on_logits, priority=priority, deadline=deadline)
         try:
             answered = await reply
         except asyncio.CancelledError:
             if reply.cancelled():
-                submission.take_back()
+                submission.cancel()
             else:
-                reply.exception()  # asyncio reports a failure that nobody looked at
+                reply.exception()  # marks it as retrieved; asyncio would log it otherwise
             raise
-        if (record := CURRENT.get()) is not None:
-            _note(record, submission.tickets)
+        if (record := CURRENT_RECORD.get()) is not None:
+            _record_times(record, submission.parts)
         return answered
 
-    def begin(
-        self, images: UInt8Array, answer: Answer, *, priority: int = 0, deadline: float | None = None
+    def enqueue(
+        self, images: UInt8Array, on_logits: OnLogits, *, priority: int = 0, deadline: float | None = None
     ) -> "Submission":
-        """`submit` without a task: `answer` is called on the event loop. Raises what is known at once."""
+        """`submit` with a callback, which runs on the event loop. Raises QueueFull, DeadlineMissed or RequestError."""
         now = time.monotonic()
         try:
             level = priority_level(priority)
@@ -145,24 +145,24 @@ class Batcher:
             self.statistics.add_failure(time.monotonic() - now)
             raise
         rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
-        parts = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
-        submission = Submission(self, answer, now)
-        submission.tickets = [Ticket(part, submission.on_ticket, level, deadline, now) for part in parts]
-        for ticket in submission.tickets:
-            self._enqueue(ticket)
-        self._collect()
+        pieces = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
+        submission = Submission(self, on_logits, now)
+        submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
+        for part in submission.parts:
+            self._push(part)
+        self._send_due_batches()
         return submission
 
     async def close(self) -> None:
-        """Finish what was accepted, refuse the rest, and end the worker threads."""
+        """Refuse new requests, finish the accepted ones, and end the threads."""
         self._closed = True
-        self._collect()
+        self._send_due_batches()
         self._note_drained()
         await self._drained.wait()
-        await self._workers.close()
+        await self._threads.close()
 
     def _admit(self, rows: int, level: int, deadline: float | None, now: float) -> float | None:
-        """Return the deadline to plan with; raise if the request cannot be queued, or not be answered in time."""
+        """Return the deadline to plan with; raise if the queue is full or the request could not be answered in time."""
         if deadline is None and self.batching.timeout is not None:
             deadline = now + self.batching.timeout
         if deadline is not None:
@@ -176,66 +176,74 @@ class Batcher:
         return deadline
 
     def _expected_answer(self, rows: int, level: int, now: float) -> float:
-        """When a request that arrives now would have its answer, with allowance for the spread of batch times."""
+        """When (time.monotonic()) a request that arrives now would be answered, by pessimistic batch times."""
         rows += self._queue.rows_before(level)
-        return now + self._wait((rows - 1) // self._full, now) + self._own_batch(rows)
+        return now + self._wait_seconds((rows - 1) // self._full, now) + self._last_batch_seconds(rows)
 
-    def _own_batch(self, rows: int) -> float:
-        """Seconds from the start of its batch to the answer of the last of so many rows; others may join it."""
-        return self.curve.at_most(min(self._full, rows)) + self._lag
+    def _last_batch_seconds(self, rows: int) -> float:
+        """Seconds from the start of the batch with the last of `rows` rows to its answer; others may join the batch."""
+        return self.curve.at_most(min(self._full, rows)) + self._reply_lag
 
-    def _wait(self, full_batches: int, now: float) -> float:
-        """Seconds until an instance is free for what comes behind so many full batches; a machine slows all of them."""
+    def _wait_seconds(self, full_batches: int, now: float) -> float:
+        """Seconds until an instance is free for a batch behind `full_batches` others."""
         if len(self._running) + full_batches < self.batching.instances:
             return 0.0
-        busy = sum(self._left(batch, now) for batch in self._running) + full_batches * self.curve.at_most(self._full)
+        busy = full_batches * self.curve.at_most(self._full)
+        busy += sum(self._remaining(batch, now) for batch in self._running)
         return busy / self.batching.instances
 
-    def _left(self, batch: Batch, now: float) -> float:
-        """Seconds that a batch handed over still needs."""
+    def _remaining(self, batch: Batch, now: float) -> float:
+        """Seconds until a batch that was handed over has been computed."""
         seconds = self.curve.at_most(batch.rows)
         return seconds if batch.started is None else max(0.0, batch.started + seconds - now)
 
-    def _enqueue(self, ticket: Ticket) -> None:
-        self._queue.push(ticket)
-        if ticket.deadline is not None:
-            left = ticket.deadline - time.monotonic() - self._own_batch(self._queue.rows)
-            ticket.timer = self._loop.call_later(max(0.0, left), self._expire, ticket)
+    def _push(self, part: RequestPart) -> None:
+        """Queue a part, and set the timer at which it can no longer be computed in time."""
+        self._queue.push(part)
+        self._refuse_later(part, self._queue.rows_before(part.level))
 
-    def _expire(self, ticket: Ticket) -> None:
-        """A ticket cannot be answered in time any more: tell it so, unless an instance has it already."""
-        batch = ticket.batch
-        if ticket.done or (batch is not None and self._has_instance(batch)):
+    def _refuse_later(self, part: RequestPart, rows: int) -> None:
+        """Set the timer of a part that ends the first `rows` rows to be taken, with its own."""
+        if part.timer is not None:
+            part.timer.cancel()
+        if part.deadline is not None:
+            left = part.deadline - time.monotonic() - self._last_batch_seconds(rows)
+            part.timer = self._loop.call_later(max(0.0, left), self._expire, part)
+
+    def _expire(self, part: RequestPart) -> None:
+        """Refuse a part that can no longer be answered in time, unless an instance already has it."""
+        batch = part.batch
+        if part.done or (batch is not None and self._has_instance(batch)):
             return
-        assert ticket.deadline is not None
+        assert part.deadline is not None
         now = time.monotonic()
-        left = ticket.deadline - now
+        left = part.deadline - now
         if left < _TIMER_GRAIN:
-            refusal = DeadlineMissed(now - ticket.arrived, None, self._retry_after())
+            refusal = DeadlineMissed(now - part.arrived, None, self._retry_after())
         else:
-            refusal = DeadlineMissed(left, max(left, self._own_batch(ticket.rows)), self._retry_after())
+            refusal = DeadlineMissed(left, max(left, self._last_batch_seconds(part.rows)), self._retry_after())
         if batch is None:
-            self._queue.remove(ticket)
-        ticket.settle(error=refusal)
+            self._queue.remove(part)
+        part.settle(error=refusal)
         self._note_drained()
 
     def _has_instance(self, batch: Batch) -> bool:
-        """Whether a batch that was handed over runs, or begins to; if not it stands by."""
+        """Whether a batch that was handed over runs or is about to; otherwise it stands by."""
         return batch.started is not None or batch in self._running[: self.batching.instances]
 
-    def drop(self, tickets: Sequence[Ticket]) -> None:
-        """Forget what was given up, or belongs to a request of which another part failed."""
-        for ticket in tickets:
-            if ticket.timer is not None:
-                ticket.timer.cancel()
-            if ticket.batch is None:
-                self._queue.remove(ticket)
-            ticket.forget()
-        self._collect()
+    def drop(self, parts: Sequence[RequestPart]) -> None:
+        """Remove the parts of a request that was cancelled, or of which another part failed."""
+        for part in parts:
+            if part.timer is not None:
+                part.timer.cancel()
+            if part.batch is None:
+                self._queue.remove(part)
+            part.release()
+        self._send_due_batches()
         self._note_drained()
 
-    def _collect(self, *, timer_fired: bool = False) -> None:
-        """Send every batch that is due; else see to it that the oldest request does not wait too long."""
+    def _send_due_batches(self, *, timer_fired: bool = False) -> None:
+        """Send every batch that is due; set the timer for a partial batch that may still wait."""
         while self._queue.rows and len(self._running) < 2 * self.batching.instances:
             idle = len(self._running) < self.batching.instances
             if self._queue.rows < self._full:
@@ -249,25 +257,25 @@ class Batcher:
             timer_fired = False
 
     def _worth_sending(self) -> bool:
-        """Whether a part-filled batch holds its share of the rows that are likely to come."""
-        share = math.ceil(self._together / self.batching.instances)
-        return self._closed or self._queue.rows >= min(share, round(self._together) - self._running_rows)
+        """Whether a partial batch holds its share of the recent concurrency, so that waiting would gain nothing."""
+        share = math.ceil(self._concurrent_rows / self.batching.instances)
+        return self._closed or self._queue.rows >= min(share, round(self._concurrent_rows) - self._running_rows)
 
     def _latest_start(self) -> float:
-        """Until when a part-filled batch may wait for company beside an idle instance."""
+        """Until when (time.monotonic()) a partial batch may wait for more requests while an instance is idle."""
         start = self._queue.oldest_arrival() + self.batching.max_delay
         deadline = self._queue.earliest_deadline()
         if deadline is None:
             return start
-        return min(start, deadline - self.curve.at_most(self._queue.rows + 1) - self._lag - _WAKE_UP_SECONDS)
+        return min(start, deadline - self.curve.at_most(self._queue.rows + 1) - self._reply_lag - _WAKE_UP_SECONDS)
 
     def _share(self, rows: int) -> int:
-        """What of so many rows goes into one batch: a full one, or less where several instances are idle."""
+        """Rows of one batch when `rows` are queued: a full batch, or an equal share for each idle instance."""
         idle = max(1, self.batching.instances - len(self._running))
         return min(self._full, math.ceil(rows / idle))
 
     def _set_timer(self, seconds: float) -> None:
-        """Look again in `seconds`; a timer that is set stays, for later requests only bring the moment forward."""
+        """Wake up in `seconds`; a timer that is set to an earlier moment stays."""
         due = self._loop.time() + seconds
         if self._timer is not None:
             if self._timer_due <= due:
@@ -277,101 +285,112 @@ class Batcher:
 
     def _on_timer(self) -> None:
         self._timer = None
-        waits = self._queue.rows and self._latest_start() > time.monotonic() + _TIMER_GRAIN
-        self._collect(timer_fired=not waits)
+        too_early = self._queue.rows and self._latest_start() > time.monotonic() + _TIMER_GRAIN
+        self._send_due_batches(timer_fired=not too_early)
 
     def _send_batch(self) -> None:
-        """Hand the next requests to the workers: a full batch, or less where a deadline asks for it."""
+        """Hand the next batch to the threads: a full one, or a smaller one where a deadline needs it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         now = time.monotonic()
-        seen = float(self._queue.rows + self._running_rows)
-        self._together = seen if seen > self._together else self._together + (seen - self._together) / 4
-        tickets = self._queue.take(self._size(now), now)
-        batch = Batch(tickets, sum(ticket.rows for ticket in tickets))
-        for ticket in tickets:
-            ticket.batch = batch
+        rows_now = float(self._queue.rows + self._running_rows)
+        decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4
+        self._concurrent_rows = max(rows_now, decayed)
+        parts = self._queue.take(self._size(now), now)
+        batch = Batch(parts, sum(part.rows for part in parts))
+        for part in parts:
+            part.batch = batch
         self._running_rows += batch.rows
         self._running.append(batch)
-        self._workers.put(batch)
+        self._threads.put(batch)
 
     def _size(self, now: float) -> int:
-        """The rows of the next batch: the best size, or the largest that keeps the first deadline."""
+        """Rows of the next batch: the best size, halved until it meets the earliest deadline if any size does."""
         whole = size = self._share(self._queue.rows)
         deadline = self._queue.earliest_deadline()
         if deadline is None:
             return size
-        left = deadline - now - self._wait(0, now) - self._lag
+        left = deadline - now - self._wait_seconds(0, now) - self._reply_lag
         while size > 1 and self.curve.at_most(size) > left:
             size //= 2
         return size if self.curve.at_most(size) <= left else whole
 
-    def _finish(self, outcome: Outcome) -> None:
-        """Back on the event loop: first the next batch, then the replies."""
-        self._running.remove(outcome.batch)
-        self._running_rows -= outcome.batch.rows
-        if outcome.died:
-            _log.error("an instance ended with %r and was replaced", outcome.error)
-            self._retry(outcome)
-        elif outcome.logits is not None:
-            self._learn(outcome)
-        self._collect()
-        self._answer(outcome)
-        outcome.batch.tickets.clear()  # they refer to it
+    def _finish(self, result: BatchResult) -> None:
+        """Take a result on the event loop: first send the next batch, then answer the requests of this one."""
+        self._running.remove(result.batch)
+        self._running_rows -= result.batch.rows
+        if result.died:
+            _log.error("an instance ended with %r and was replaced", result.error)
+            self._retry(result)
+        elif result.logits is not None:
+            self._learn(result)
+        self._send_due_batches()
+        self._answer(result)
+        result.batch.parts.clear()  # breaks the reference cycle: each part refers to its batch
         self._note_drained()
 
-    def _learn(self, outcome: Outcome) -> None:
-        rows, seconds = len(outcome.logits) if outcome.logits is not None else 0, outcome.computed - outcome.gathered
+    def _learn(self, result: BatchResult) -> None:
+        rows, seconds = len(result.logits) if result.logits is not None else 0, result.computed - result.gathered
         self.curve.observe(rows, seconds)
         rate = rows / max(seconds, 1e-6) * self.batching.instances
         self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
 
-    def _retry(self, outcome: Outcome) -> None:
-        """Put what a dead instance held back in front; what is there for the second time fails."""
-        for ticket in reversed(outcome.live):
-            if ticket.done:
-                continue
-            if ticket.retried or (ticket.deadline is not None and ticket.deadline < time.monotonic()):
-                ticket.settle(error=InferenceFailed(f"inference failed: the instance ended: {outcome.error!r}"))
-            else:
-                ticket.retried, ticket.batch = True, None
-                self._queue.push(ticket, first=True)
+    def _retry(self, result: BatchResult) -> None:
+        """Put the parts of a dead instance back at the front.
 
-    def _answer(self, outcome: Outcome) -> None:
-        if outcome.died:
+        A part fails when a second instance dies of it, or when it can no longer be computed in time.
+        """
+        now, failed = time.monotonic(), []
+        for part in reversed(result.live):
+            if part.done:
+                continue
+            if part.retried or (
+                part.deadline is not None and part.deadline < now + self._last_batch_seconds(part.rows)
+            ):
+                failed.append(part)
+            else:
+                part.retried, part.batch = True, None
+                self._queue.push(part, first=True)
+                self._refuse_later(part, part.rows)
+        for part in failed:  # only now, because this sends batches: the parts above must all be in the queue
+            if not part.done:
+                part.settle(error=InferenceFailed(f"inference failed: the instance ended: {result.error!r}"))
+
+    def _answer(self, result: BatchResult) -> None:
+        if result.died:
             return
         start = 0
-        for ticket in outcome.live:
-            stop = start + ticket.rows
-            if ticket.timer is not None:
-                ticket.timer.cancel()
-            if ticket.done:
-                pass  # given up while it ran
-            elif outcome.logits is None:
-                ticket.settle(error=InferenceFailed(f"inference failed: {outcome.error}"))
+        for part in result.live:
+            stop = start + part.rows
+            if part.timer is not None:
+                part.timer.cancel()
+            if part.done:
+                pass  # cancelled while it ran
+            elif result.logits is None:
+                part.settle(error=InferenceFailed(f"inference failed: {result.error}"))
             else:
-                ticket.settle(outcome.logits[start:stop])
+                part.settle(result.logits[start:stop])
             start = stop
-        if outcome.logits is not None:
-            self._measure(outcome)
+        if result.logits is not None:
+            self._measure(result)
 
-    def _measure(self, outcome: Outcome) -> None:
-        now, started = time.monotonic(), outcome.batch.started or outcome.gathered
-        self._lag += _LAG_RATE * (now - outcome.computed - self._lag)
+    def _measure(self, result: BatchResult) -> None:
+        now, started = time.monotonic(), result.batch.started or result.gathered
+        self._reply_lag += _LAG_RATE * (now - result.computed - self._reply_lag)
         times = BatchTimes(
-            rows=sum(ticket.rows for ticket in outcome.live),
-            gather=outcome.gathered - started,
-            compute=outcome.computed - outcome.gathered,
-            output=now - outcome.computed,
-            queue=tuple(started - ticket.arrived for ticket in outcome.live),
+            rows=sum(part.rows for part in result.live),
+            gather=result.gathered - started,
+            compute=result.computed - result.gathered,
+            output=now - result.computed,
+            queue=tuple(started - part.arrived for part in result.live),
         )
         self.statistics.add_batch(times)
         if self._on_batch is not None:
             self._on_batch(times)
 
     def _retry_after(self) -> int:
-        """Seconds until the queue of now will have been served, at the pace of late."""
+        """Whole seconds until the present queue is served, at the recent rate."""
         return max(1, math.ceil(self._queue.rows / self._rows_per_second)) if self._rows_per_second else 1
 
     def _note_drained(self) -> None:
@@ -380,40 +399,40 @@ class Batcher:
 
 
 class Submission:
-    """A request that waits for its logits, in one ticket or several."""
+    """A request in the batcher, in one part or several."""
 
-    __slots__ = ("_answer", "_arrived", "_batcher", "tickets")
+    __slots__ = ("_arrived", "_batcher", "_on_logits", "parts")
 
-    def __init__(self, batcher: Batcher, answer: Answer, arrived: float) -> None:
-        self._batcher, self._answer, self._arrived = batcher, answer, arrived
-        self.tickets: Sequence[Ticket] = ()
+    def __init__(self, batcher: Batcher, on_logits: OnLogits, arrived: float) -> None:
+        self._batcher, self._on_logits, self._arrived = batcher, on_logits, arrived
+        self.parts: Sequence[RequestPart] = ()
 
-    def on_ticket(self, ticket: Ticket) -> None:
-        """One of the tickets was answered; the first that fails ends the others."""
-        if ticket.error is not None:
-            self.take_back()
-            self._answer(ticket.error)
-        elif (logits := self._together()) is not None:
+    def on_part(self, part: RequestPart) -> None:
+        """Called when a part is done: the first error ends the request, the last logits answer it."""
+        if part.error is not None:
+            self.cancel()
+            self._on_logits(part.error)
+        elif (logits := self._joined_logits()) is not None:
             self._batcher.statistics.add_success(time.monotonic() - self._arrived)
-            self._answer(logits)
+            self._on_logits(logits)
 
-    def take_back(self) -> None:
-        """Nobody waits any more: rows that do not run yet leave the queue, and nothing is answered."""
+    def cancel(self) -> None:
+        """Remove rows from the queue that do not run yet; the callback is not called."""
         self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
-        self._batcher.drop(self.tickets)
+        self._batcher.drop(self.parts)
 
-    def _together(self) -> Float32Array | None:
-        """The logits of all tickets, once all have theirs."""
-        if len(self.tickets) == 1:
-            return self.tickets[0].logits
-        parts = [ticket.logits for ticket in self.tickets if ticket.logits is not None]
-        return np.concatenate(parts) if len(parts) == len(self.tickets) else None
+    def _joined_logits(self) -> Float32Array | None:
+        """The logits (N, C) of the whole request, or None while a part has none."""
+        if len(self.parts) == 1:
+            return self.parts[0].logits
+        done = [part.logits for part in self.parts if part.logits is not None]
+        return np.concatenate(done) if len(done) == len(self.parts) else None
 
 
-def _note(record: RequestRecord, tickets: Sequence[Ticket]) -> None:
-    """Tell the access log and traces of a request that ran."""
-    batches = [ticket.batch for ticket in tickets if ticket.batch is not None]
+def _record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
+    """Write the times of a request that ran into its record, for access log and traces."""
+    batches = [part.batch for part in parts if part.batch is not None]
     started = min(batch.started for batch in batches if batch.started is not None)
-    record.images = sum(ticket.rows for ticket in tickets)
-    record.queue_entered, record.queue = tickets[0].arrived, started - tickets[0].arrived
+    record.images = sum(part.rows for part in parts)
+    record.queue_entered, record.queue = parts[0].arrived, started - parts[0].arrived
     record.compute = max(batch.computed for batch in batches if batch.computed is not None) - started

@@ -1,38 +1,38 @@
-"""How long a batch takes, by its size: what the batcher plans with.
+"""How long a batch takes, by its size. The batcher plans with it.
 
-The curve begins with measured points (a bundle's `latency.json`, or the warm-up) and follows what is measured live. It
-is linear between its points, and proportional to the rows beyond them.
+The curve starts with measured points (a bundle's `latency.json`, or the warm-up) and learns from the batches that run.
+It is linear between its points, and proportional to the number of rows beyond the last one.
 """
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-# The weight of one live batch in the curve: some twenty batches forget a stale point.
+# The weight of one live batch in the curve: after about twenty batches an outdated point is corrected.
 _LEARNING_RATE = 0.05
-# Points that a batch says nothing of directly move half as far: a machine that slows down slows every size.
+# The points of other sizes move half as far: a machine that slows down slows every size.
 _SHARED = 0.5
-# A live batch counts for at most this much more than was expected: one that was descheduled teaches little.
+# A live batch counts as at most this many times the expected time: one that was descheduled says little.
 _OUTLIER = 2.0
-# What a batch costs beside its computation: hand-over between threads, gathering, the wake-up of the event loop.
+# The overhead of a batch: hand-over between threads, gathering the images, waking the event loop.
 _HAND_OVER_SECONDS = 0.0002
-# A larger batch must be this much faster an image: below it lies noise, and a smaller one answers sooner.
+# A larger batch must be faster by this factor for each image: less is noise, and a smaller batch answers sooner.
 _WORTH_GROWING = 1.03
-# The planner allows for this many mean deviations above the mean, as TCP does for its timeout (RFC 6298 takes 4).
+# `at_most` is the mean plus this many mean deviations, as in TCP's timeout (RFC 6298 takes 4).
 _DEVIATIONS = 2.0
 
 
 class LatencyCurve:
     """Seconds of a batch by its number of images; empty until something was measured.
 
-    What is measured live moves the whole curve, and tells little of its shape: the size that is in use is measured
-    beside everything else that the server does, the others not at all. So sizes are compared as they were `fastest`
-    when they were measured in turns.
+    Live batches move the whole curve, but say little of its shape: only the size in use is measured, and with the rest
+    of the server running. So `best_size` compares the `fastest` times of the first measurement, which timed the sizes
+    alternately.
     """
 
     def __init__(
         self, seconds_by_rows: Mapping[int, float] | None = None, fastest: Mapping[int, float] | None = None
     ) -> None:
-        """`fastest`, of the same sizes: the least seconds instead of the usual ones."""
+        """`seconds_by_rows`: the usual seconds of each size. `fastest`: the least seconds, default: the usual ones."""
         points = sorted((seconds_by_rows or {}).items())
         self._measured = tuple(rows for rows, _ in points)
         self._fastest = [(fastest or dict(points))[rows] for rows in self._measured]
@@ -44,17 +44,17 @@ class LatencyCurve:
         return bool(self._rows)
 
     def seconds(self, rows: int) -> float:
-        """What a batch of `rows` images takes on average; 0 while nothing is known."""
+        """Expected seconds of a batch of `rows` images; 0 before anything was measured."""
         return _between(self._rows, self._seconds, rows) if self._rows else 0.0
 
     def at_most(self, rows: int) -> float:
-        """What such a batch hardly ever exceeds: its mean and twice the mean deviation."""
+        """Seconds that a batch rarely exceeds: the mean plus twice the mean deviation."""
         return self.seconds(rows) * (1 + _DEVIATIONS * self._deviation)
 
     def best_size(self, rows: int, preferred: Sequence[int] = ()) -> int:
-        """The smallest size up to `rows` that has nearly the most images a second of all that were measured.
+        """The smallest size up to `rows` whose images a second are within 3 % of the best measured size.
 
-        preferred: the only sizes to choose from, such as the optima of an engine's profiles. A size beyond the largest
+        preferred: choose among these sizes only, such as the optima of an engine's profiles. A size beyond the largest
         measured one is never chosen. Without a measurement: the largest preferred size, else `rows`.
         """
         if not self._measured:
@@ -77,7 +77,7 @@ class LatencyCurve:
             self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, self._nearness(index, right, rows))
 
     def _nearness(self, index: int, right: int, rows: int) -> float:
-        """1 for the point at `rows`, between its neighbours their share of it, 0 for the others."""
+        """How near the point `index` is to `rows`, 0 to 1: the weights of linear interpolation."""
         last = len(self._rows) - 1
         if right > last or right == 0:
             return float(index == min(right, last))
@@ -90,7 +90,7 @@ def _between(points: Sequence[int], seconds: Sequence[float], rows: int) -> floa
     if right == len(points):
         return seconds[-1] * rows / points[-1]
     if right == 0 or points[right] == rows:
-        return seconds[right]  # a smaller batch than the smallest measured is not known to be faster
+        return seconds[right]  # below the smallest measured size nothing is known to be faster
     share = _share(points, right, rows)
     return seconds[right - 1] * (1 - share) + seconds[right] * share
 

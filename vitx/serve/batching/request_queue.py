@@ -1,8 +1,8 @@
-"""What waits for a batch: one first-in-first-out queue a priority level, served in order, but never starved.
+"""The queue of one model: a first-in-first-out queue for each priority level, without starvation.
 
-Level 1 leaves first, then 2, then 3; a request without a priority is of level 2. So that a busy level 1 does not hold
-the others for ever, every second batch begins with the request that has waited longest, once that is more than
-`PATIENCE` seconds: a request behind k others of its level leaves at the latest after `PATIENCE` and 2(k + 1) batches.
+Level 1 is taken first, then 2 (the default), then 3. To keep a busy level 1 from starving the others, every second
+batch starts with the oldest request of all levels if it has waited more than `PATIENCE` seconds. So a request behind k
+others of its level waits at most `PATIENCE` seconds and 2(k + 1) batches.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ PATIENCE = 1.0
 
 
 def priority_level(priority: int) -> int:
-    """Triton's `priority` as a level: 0 is the default, 1 the highest; raise RequestError for a level there is not."""
+    """The level (1 to 3) of Triton's `priority`, where 0 is the default; raise RequestError for an unknown priority."""
     if not 0 <= priority <= PRIORITY_LEVELS:
         raise RequestError(
             f"priority is {str(priority)[:20]}: expected 0 (the default) or 1 (the highest) to {PRIORITY_LEVELS}"
@@ -30,14 +30,14 @@ def priority_level(priority: int) -> int:
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
-    """Rows that travel in one batch: a request, or a part of one that is larger than a batch.
+class RequestPart:
+    """Images of one request that run in the same batch: all of them, unless the request is larger than a batch.
 
-    `answer(ticket)` is called on the event loop when it has `logits` (rows, C) or an `error`.
+    `on_done(part)` is called on the event loop when the part has `logits` float32 (rows, C) or an `error`.
     """
 
     images: UInt8Array
-    answer: Callable[["Ticket"], None]
+    on_done: Callable[["RequestPart"], None]
     level: int = DEFAULT_PRIORITY
     deadline: float | None = None  # time.monotonic() seconds
     arrived: float = field(default_factory=time.monotonic)
@@ -45,7 +45,7 @@ class Ticket:
     batch: "Batch | None" = None
     timer: asyncio.TimerHandle | None = None
     retried: bool = False
-    done: bool = False  # answered, or given up
+    done: bool = False  # has a result or was cancelled
     logits: Float32Array | None = None
     error: Exception | None = None
 
@@ -53,109 +53,109 @@ class Ticket:
         self.rows = len(self.images)
 
     def settle(self, logits: Float32Array | None = None, error: Exception | None = None) -> None:
-        """Answer it, with one of the two."""
-        answer = self.answer
-        self.forget()
+        """Set the logits or the error, and call `on_done`."""
+        on_done = self.on_done
+        self.release()
         self.logits, self.error = logits, error
-        answer(self)
+        on_done(self)
 
-    def forget(self) -> None:
-        """Answer nobody any more, and hold nobody: what refers to itself waits for the garbage collector."""
-        self.done, self.answer = True, _nobody
+    def release(self) -> None:
+        """Mark the part as done and drop its callback: a reference cycle would wait for the garbage collector."""
+        self.done, self.on_done = True, _ignore
 
 
-def _nobody(ticket: Ticket) -> None:
-    """Whom a ticket tells that was answered or given up."""
+def _ignore(part: RequestPart) -> None:
+    """The callback of a part that is done."""
 
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Tickets that were handed to an instance, which writes when it `started` and had `computed` (time.monotonic())."""
+    """Parts that were handed to an instance; it sets `started` and `computed` (time.monotonic() seconds)."""
 
-    tickets: list[Ticket]
+    parts: list[RequestPart]
     rows: int
     started: float | None = None
     computed: float | None = None
 
 
 class RequestQueue:
-    """The levels of one model. `rows` is the number of images that wait."""
+    """All levels of one model. `rows` is the number of queued images."""
 
     def __init__(self) -> None:
-        self._levels: tuple[deque[Ticket], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
+        self._levels: tuple[deque[RequestPart], ...] = tuple(deque() for _ in range(PRIORITY_LEVELS))
         self.rows = 0
         self._rows_by_level = [0] * PRIORITY_LEVELS
         self._with_deadline = 0
-        self._was_patient = False
+        self._oldest_first = False  # whether the last batch started with the oldest request
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return (ticket for level in self._levels for ticket in level)
+    def __iter__(self) -> Iterator[RequestPart]:
+        return (part for level in self._levels for part in level)
 
-    def push(self, ticket: Ticket, *, first: bool = False) -> None:
-        level = self._levels[ticket.level - 1]
+    def push(self, part: RequestPart, *, first: bool = False) -> None:
+        level = self._levels[part.level - 1]
         if first:
-            level.appendleft(ticket)
+            level.appendleft(part)
         else:
-            level.append(ticket)
-        self._count(ticket, 1)
+            level.append(part)
+        self._count(part, 1)
 
-    def remove(self, ticket: Ticket) -> bool:
-        """Take a ticket out; False if it does not wait here."""
+    def remove(self, part: RequestPart) -> bool:
+        """Remove a part; return False if it is not in the queue."""
         try:
-            self._levels[ticket.level - 1].remove(ticket)
+            self._levels[part.level - 1].remove(part)
         except ValueError:
             return False
-        self._count(ticket, -1)
+        self._count(part, -1)
         return True
 
-    def take(self, size: int, now: float) -> list[Ticket]:
-        """Take the next tickets of at most `size` rows together; the first whatever its size."""
-        first = self._impatient(now) or self._next_level()
+    def take(self, size: int, now: float) -> list[RequestPart]:
+        """Remove and return the next parts, at most `size` rows in all; the first one whatever its size."""
+        first = self._starving_level(now) or self._next_level()
         assert first is not None, "the queue is empty"
-        tickets = [self._pop(first)]
-        left = size - tickets[0].rows
+        parts = [self._pop(first)]
+        left = size - parts[0].rows
         while (level := self._next_level()) and level[0].rows <= left:
-            ticket = self._pop(level)
-            left -= ticket.rows
-            tickets.append(ticket)
-        return tickets
+            part = self._pop(level)
+            left -= part.rows
+            parts.append(part)
+        return parts
 
     def rows_before(self, level: int) -> int:
-        """Images that leave before a new request of this level."""
+        """Queued images that are taken before a new request of this level."""
         return sum(self._rows_by_level[:level])
 
     def oldest_arrival(self) -> float:
         return min(level[0].arrived for level in self._levels if level)
 
     def earliest_deadline(self) -> float | None:
-        """The first deadline of all that wait."""
+        """The earliest deadline in the queue, if any request has one."""
         if not self._with_deadline:
             return None
-        return min(ticket.deadline for ticket in self if ticket.deadline is not None)
+        return min(part.deadline for part in self if part.deadline is not None)
 
-    def _next_level(self) -> deque[Ticket] | None:
+    def _next_level(self) -> deque[RequestPart] | None:
         for level in self._levels:
             if level:
                 return level
         return None
 
-    def _impatient(self, now: float) -> deque[Ticket] | None:
-        """The level whose first request has waited longest, if that is too long; for every second batch."""
-        if self._was_patient or not any(self._levels[1:]):
-            self._was_patient = False
+    def _starving_level(self, now: float) -> deque[RequestPart] | None:
+        """The level with the oldest request if that has waited too long; None for every second batch."""
+        if self._oldest_first or not any(self._levels[1:]):
+            self._oldest_first = False
             return None
-        waiting = min((level for level in self._levels if level), key=lambda level: level[0].arrived)
-        self._was_patient = waiting[0].arrived + PATIENCE < now
-        return waiting if self._was_patient else None
+        oldest = min((level for level in self._levels if level), key=lambda level: level[0].arrived)
+        self._oldest_first = oldest[0].arrived + PATIENCE < now
+        return oldest if self._oldest_first else None
 
-    def _pop(self, level: deque[Ticket]) -> Ticket:
-        ticket = level.popleft()
-        self._count(ticket, -1)
-        return ticket
+    def _pop(self, level: deque[RequestPart]) -> RequestPart:
+        part = level.popleft()
+        self._count(part, -1)
+        return part
 
-    def _count(self, ticket: Ticket, sign: int) -> None:
-        rows = sign * ticket.rows
+    def _count(self, part: RequestPart, sign: int) -> None:
+        rows = sign * part.rows
         self.rows += rows
-        self._rows_by_level[ticket.level - 1] += rows
-        if ticket.deadline is not None:
+        self._rows_by_level[part.level - 1] += rows
+        if part.deadline is not None:
             self._with_deadline += sign

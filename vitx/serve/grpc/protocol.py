@@ -1,7 +1,7 @@
-"""Open Inference Protocol v2 over gRPC: an infer request's message, and the message that answers it.
+"""Open Inference Protocol v2 over gRPC: reads the message of an infer request, and writes its response.
 
-A message is brought into the form of an HTTP request, a header and the tensor's bytes, so that both protocols mean the
-same by every parameter and refuse the same. The bytes are not copied.
+A message is converted to the form of an HTTP request, a header and the tensor's bytes, and read by the same code. So
+parameters mean the same in both protocols, and the same requests are refused. The bytes are not copied.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,13 +18,13 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 _InferResponse = message_class("ModelInferResponse")
 
-# A stream's client may ask for one more response, an empty one, behind those of a request that has any number of them.
-# Here each request has exactly one, and it says that it is the last.
+# With this parameter a stream's client asks for an empty response after the last one of a request. Here each request
+# has exactly one response, which is marked as the last, so the parameter is ignored.
 _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 
 def decode_infer_request(request: Any, contract: Contract, limits: Limits, memory: SharedMemory) -> InferRequest:
-    """Read a ModelInferRequest; raise RequestError as `protocol.decode_infer_request` does."""
+    """Read a ModelInferRequest; raise RequestError as `vitx.serve.protocol.infer.decode_infer_request` does."""
     raw = request.raw_input_contents
     if len(request.inputs) == 1:
         in_memory = any(name in request.inputs[0].parameters for name in REGION_PARAMETERS)
@@ -47,7 +47,7 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
 def encode_infer_response(
     logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> Any:
-    """Return the ModelInferResponse; raise RequestError when the output's shared memory cannot be written."""
+    """Return the ModelInferResponse; raise RequestError if the output's shared memory cannot be written."""
     if request.top_k:
         datatype, shape = "BYTES", (len(logits), request.top_k)
         data = bytes_tensor(classification_texts(logits, labels, request.top_k))

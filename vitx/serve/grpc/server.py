@@ -1,7 +1,7 @@
-"""The gRPC side of a server: one port, every call counted, timed and given a status, and an orderly end.
+"""The gRPC server: one port; counts and times every call, maps errors to gRPC statuses, and drains.
 
-A call passes `GrpcServer._counted`, which alone turns an exception into a refusal. Messages are parsed and written here
-and not by grpcio, so that bytes which are no message are the client's error and not an internal one.
+Every call goes through `GrpcServer._counted`, the only place that turns an exception into a RequestError. Messages are
+parsed and serialized here and not by grpcio, so that malformed bytes are the client's error and not an internal one.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT, RequestObserver, RequestRecord
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
 from vitx.serve.protocol.shared_memory import SharedMemory
 from vitx.serve.security import Kind, Tokens
 
 Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 
-_STREAM_WINDOW = 64  # requests of one stream that run at the same time; the client waits beyond
-_CALLS = 4096  # that run at the same time
-_GRACE_SECONDS = 1.0  # for replies on their way, once every call is done
-_TIMER_GRAIN = 0.001  # seconds that a call may be ended before its deadline
-_OPEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # without a token
+_STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no further
+_CALLS = 4096  # concurrent calls
+_GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
+_TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
+_WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -51,7 +51,7 @@ _log = logging.getLogger("vitx.serve")
 
 
 class GrpcServer:
-    """Serves a set of models on one port, from its creation on. Create it on a running event loop, then `start` it."""
+    """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class GrpcServer:
         observers: Sequence[RequestObserver] = (),
         shared_port: bool = False,
     ) -> None:
-        """Claim the port, 0 for any; raise EnvironmentMissing when it cannot be had. Without credentials: no TLS.
+        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken. No TLS without credentials.
 
         shared_port: other workers of the same parent listen on it too.
         """
@@ -81,7 +81,7 @@ class GrpcServer:
         self._streams: set[Replies] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self.active = 0  # calls that run, streams included
+        self.active = 0  # calls in flight, streams included
         self._server = grpc.aio.server(
             handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
         )
@@ -98,7 +98,7 @@ class GrpcServer:
         await self._server.start()
 
     async def idle(self) -> None:
-        """End the streams behind what they have accepted; return once no call runs."""
+        """End the streams after the requests they have accepted; return when no call is in flight."""
         for replies in self._streams:
             replies.put_nowait(None)
         await self._idle.wait()
@@ -134,15 +134,15 @@ class GrpcServer:
                 return encoded
             except RequestError as error:
                 await _abort(context, error)
-                raise  # not reached: abort raises
+                raise  # not reached: `abort` raises
             finally:
                 self._leave()
 
-        # On the wire the two are the same; before a unary handler grpcio would wait for the message without an end.
+        # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
         return grpc.stream_unary_rpc_method_handler(answer)
 
     async def _message(self, route: str, context: Any) -> bytes:
-        """The one message of a call; ends the call if it does not come."""
+        """Read the message of a call; end the call if it does not arrive in time."""
         try:
             async with asyncio.timeout(self._message_seconds):
                 data: bytes | object = await context.read()
@@ -157,7 +157,7 @@ class GrpcServer:
         raise error  # not reached: abort raises
 
     async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
-        """Run one call and count it under the HTTP status of its outcome; raise nothing but RequestError."""
+        """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
         started = time.perf_counter()
         generation = self._models.enter()
         status = CLIENT_GONE
@@ -175,7 +175,7 @@ class GrpcServer:
             self._metrics.reject("deadline" if passed else "disconnected")
             status = 503 if passed else CLIENT_GONE
             raise
-        except Exception:  # noqa: BLE001 - the edge of one request: the others must not feel it
+        except Exception:  # noqa: BLE001 - the edge of one request: others must not be affected
             _log.exception("internal error while answering %s", route)
             failure = RequestError("internal error: see the server's log", status=500, reason="internal")
             status = failure.status
@@ -193,17 +193,17 @@ class GrpcServer:
         raise failure
 
     def _record(self, context: Any) -> RequestRecord | None:
-        """Begin the observers' record of this call; each call, and each request of a stream, is a task of its own."""
+        """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""
         if not self._observers:
             return None
         names = ("x-request-id", "traceparent", "tracestate")
         given, parent, state = (_metadata(context, name) for name in names)
         record = RequestRecord(request_id(given), parent, state)
-        CURRENT.set(record)
+        CURRENT_RECORD.set(record)
         return record
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """`ModelStreamInfer`: requests run side by side, answered in order; the answer to a bad one says so."""
+        """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
         replies: Replies = asyncio.Queue()
         window = asyncio.Semaphore(_STREAM_WINDOW)
         reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
@@ -238,7 +238,7 @@ class GrpcServer:
             infer = self._service.model_infer
             answer = await self._counted("grpc.ModelStreamInfer", infer, request, context, timed=True)
             response.infer_response.MergeFrom(answer)
-            # Triton says of each response whether it is its request's last one; here there is only one.
+            # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True
         except RequestError as error:
             response.error_message = str(error)
@@ -257,27 +257,27 @@ class GrpcServer:
 
 
 def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:
-    """The credentials of a (key, certificate chain) in PEM."""
+    """Server credentials from (key, certificate chain) in PEM; None without TLS."""
     return None if pem is None else grpc.ssl_server_credentials([pem])
 
 
 def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", int(shared_port)),  # else two servers share a port, and neither says so
+        ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
         ("grpc.max_receive_message_length", limits.body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_concurrent_streams", _CALLS),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message may not grow beyond its limit
-        ("grpc.keepalive_time_ms", 60_000),  # finds the connections of clients that vanished
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # no compression: a message must not grow beyond the limit
+        ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
     ]
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """The message, or the RequestError that says it is none."""
+    """Parse a message; return a RequestError if the bytes are not one."""
     try:
         return parse(data)
     except DecodeError:
-        return RequestError("the bytes are no message of this call")
+        return RequestError("the bytes are not a message of this call")
 
 
 def _metadata(context: Any, name: str) -> str | None:
@@ -289,20 +289,20 @@ def _metadata(context: Any, name: str) -> str | None:
 
 
 def _check_token(tokens: Tokens, route: str, context: Any) -> None:
-    """Raise RequestError 401 without the token that the call needs; health is asked without one, as over HTTP."""
-    if route not in _OPEN:
+    """Raise RequestError 401 unless the call has its token; health checks need none, as over HTTP."""
+    if route not in _WITHOUT_TOKEN:
         kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
         tokens.check(kind, _metadata(context, "authorization"))
 
 
 async def _abort(context: Any, error: RequestError) -> None:
-    """End a call with an error status, and with the time to wait where there is one (gRFC A6)."""
+    """End a call with an error status, and with the time to wait before a retry, if there is one (gRFC A6)."""
     wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()
     await context.abort(_code(error), str(error), wait)
 
 
 def _code(error: RequestError) -> grpc.StatusCode:
-    """A deadline that has passed is the call's end; one that cannot be kept is a lack of resources, before any work."""
+    """The gRPC status of an error. Of missed deadlines only one that has passed is DEADLINE_EXCEEDED."""
     if isinstance(error, DeadlineMissed):
         return grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
     return _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)

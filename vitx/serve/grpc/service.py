@@ -1,7 +1,4 @@
-"""The calls of `inference.GRPCInferenceService` and `grpc.health.v1.Health`: a request in, a response or a refusal out.
-
-Triton's docs/protocol/ says what each one means.
-"""
+"""The calls of `inference.GRPCInferenceService` and `grpc.health.v1.Health`, specified in Triton's docs/protocol/."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -27,7 +24,7 @@ _Empty = message_class("Empty")
 
 
 class GrpcService:
-    """The calls over a set of models. Each takes a message and the call's context, and raises RequestError."""
+    """The calls on a set of models. Each takes a message and the call's context, and may raise RequestError."""
 
     def __init__(
         self, models: ModelSet, limits: Limits, memory: SharedMemory, repository: Repository | None = None
@@ -38,7 +35,7 @@ class GrpcService:
         self._models_on_disk = repository
 
     def calls(self) -> dict[str, tuple[str, Call]]:
-        """Method → its request's message and its call, of all that are not streams."""
+        """Method name → name of its request message and its function, of all methods except the stream."""
         return {
             "ServerLive": ("Empty", self._server_live),
             "ServerReady": ("Empty", self._server_ready),
@@ -54,7 +51,7 @@ class GrpcService:
             "SystemSharedMemoryStatus": ("SystemSharedMemoryStatusRequest", self._memory_status),
             "SystemSharedMemoryRegister": ("SystemSharedMemoryRegisterRequest", self._memory_register),
             "SystemSharedMemoryUnregister": ("SystemSharedMemoryUnregisterRequest", self._memory_unregister),
-            # There are no regions of CUDA memory to list or to forget, and clients begin by forgetting all of them.
+            # Clients unregister all CUDA regions when they start; there never are any.
             "CudaSharedMemoryStatus": ("Empty", _nothing),
             "CudaSharedMemoryUnregister": ("Empty", _nothing),
             "CudaSharedMemoryRegister": ("Empty", _not_offered(_CUDA)),
@@ -84,7 +81,7 @@ class GrpcService:
         return message_class("ServerReadyResponse")(ready=self._models.ready)
 
     async def _server_metadata(self, request: Any, context: Any) -> Any:
-        extensions = [name for name in EXTENSIONS if name != "binary_tensor_data"]  # that one is of HTTP
+        extensions = [name for name in EXTENSIONS if name != "binary_tensor_data"]  # that extension is HTTP's
         if self._memory.enabled:
             extensions.append("system_shared_memory")
         if self._models_on_disk is not None:
@@ -105,7 +102,7 @@ class GrpcService:
         return _from_json("ModelConfigResponse", {"config": config})
 
     async def _model_statistics(self, request: Any, context: Any) -> Any:
-        """Of one model, or of all when no name is given."""
+        """Statistics of one model, or of all if the request has no name."""
         models = [self._named(request.name, request.version)] if request.name else list(self._models)
         return _from_json("ModelStatisticsResponse", {"model_stats": [model.statistics() for model in models]})
 
@@ -147,13 +144,13 @@ class GrpcService:
 
 
 def _deadline(remaining: float | None, timeout: float | None) -> float | None:
-    """When the answer is of no more use, by time.monotonic(): the call's deadline or the request's timeout."""
+    """The earlier of the call's deadline and the request's timeout, in time.monotonic() seconds; None without both."""
     given = [seconds for seconds in (remaining, timeout) if seconds is not None]
     return time.monotonic() + min(given) if given else None
 
 
 def _from_json(name: str, value: dict[str, Any]) -> Any:
-    """The message that a body of the HTTP protocol is; what HTTP adds to Triton's fields is left out."""
+    """Convert the body of an HTTP reply to a message; fields that vitx adds over HTTP are dropped."""
     return ParseDict(value, message_class(name)(), ignore_unknown_fields=True)
 
 

@@ -1,6 +1,7 @@
-"""The ASGI application. POST routes that run a model are dispatched by hand; everything else is Starlette's.
+"""The ASGI application. `infer` and `classify`, which run a model, are dispatched here; Starlette has all other routes.
 
-A request that runs a model passes `App._run`, which alone counts it, times it, and turns an exception into a reply.
+A request that runs a model goes through `App._run`, or through `App._run_cached` if its head is in the head cache.
+Only these two count it, time it, and turn an exception into a reply.
 """
 
 import asyncio
@@ -16,28 +17,28 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
-    Answer,
     ClientGone,
+    OnReply,
     Reply,
-    Start,
+    StartRequest,
+    await_unless_gone,
     compressed,
     error_reply,
     header,
     read_body,
     reply_with,
     send_reply,
-    unless_gone,
 )
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.decode import Decoder
 from vitx.serve.http.encoding import WORTH_ENCODING
-from vitx.serve.http.head_cache import DirectProtocol, remember
+from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import Generation, ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT
+from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.infer import (
     HEADER_LENGTH,
     InferRequest,
@@ -54,7 +55,7 @@ _log = logging.getLogger("vitx.serve")
 
 
 class App:
-    """The server's routes over a set of models. `active` is the number of requests that run a model right now."""
+    """The server's routes. `active` is the number of `infer` and `classify` requests in flight."""
 
     def __init__(
         self,
@@ -65,14 +66,14 @@ class App:
         memory: SharedMemory,
         repository: Repository | None = None,
     ) -> None:
-        """With a repository, models can be loaded and unloaded over HTTP."""
+        """`repository`: lets clients load and unload models over HTTP; None refuses that with 501."""
         self._models = models
         self._limits = limits
         self._metrics = metrics
         self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics, partial(self._remember, "classify"))
+        self._classify = Classifier(models, decoder, limits, metrics, partial(self._cache, "classify"))
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._compressing: set[asyncio.Task[Reply]] = set()
+        self._compressing: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
@@ -89,11 +90,11 @@ class App:
             await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
 
     async def idle(self) -> None:
-        """Return once no request runs a model."""
+        """Return when no `infer` or `classify` request is in flight."""
         await self._idle.wait()
 
     def _find(self, path: str) -> tuple[str, Handler] | None:
-        """The name and handler of a route that runs a model."""
+        """The route name and handler of a path that runs a model, else None."""
         if path == "/v1/classify":
             return "classify", self._classify
         parts = path.split("/")
@@ -105,19 +106,19 @@ class App:
 
     async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
         started = time.monotonic()
-        self._models.get(name, version)  # before the body is read
+        self._models.get(name, version)  # refuse an unknown model before its body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
         length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
-        model, request, deadline = self._understood(name, version, length, body, started)
-        if CURRENT.get() is None:  # else somebody wants to know of each request
-            self._remember("infer", scope, partial(self._start_infer, name, version, length))
+        model, request, deadline = self._decode(name, version, length, body, started)
+        if CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
+            self._cache("infer", scope, partial(self._start_infer, name, version, length))
         work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._logits_reply(await unless_gone(scope, work), request, model)
+        return self._logits_reply(await await_unless_gone(scope, work), request, model)
 
-    def _understood(
+    def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
     ) -> tuple[ServedModel, InferRequest, float | None]:
-        """The model, the request and its deadline; `length` is that of the JSON before the tensor."""
+        """Return the model, the request and its deadline. `length`: bytes of JSON before the tensor; None: all."""
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
@@ -131,52 +132,58 @@ class App:
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
     def _start_infer(
-        self, name: str, version: str | None, length: int | None, body: bytes, started: float, answer: Answer
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float, on_reply: OnReply
     ) -> Callable[[], object]:
-        """`_infer` without a task; see `Start`."""
-        model, request, deadline = self._understood(name, version, length, body, started)
-        on_logits = reply_with(partial(self._logits_reply, request=request, model=model), answer)
-        batcher = model.batcher
-        return batcher.begin(request.images, on_logits, priority=request.priority, deadline=deadline).take_back
+        """`_infer` with a callback instead of a task; see `StartRequest`."""
+        model, request, deadline = self._decode(name, version, length, body, started)
+        on_logits = reply_with(partial(self._logits_reply, request=request, model=model), on_reply)
+        return model.batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline).cancel
 
-    def _remember(self, route: str, scope: Scope, start: Start) -> None:
-        """From now on answer what comes with the head of this request by `start`."""
-        remember(scope, partial(self._begin, route, scope["path"], header(scope, ACCEPT_ENCODING), start))
+    def _cache(self, route: str, scope: Scope, start: StartRequest) -> None:
+        """Answer later requests with the same head by `start`."""
+        cache_head(scope, partial(self._run_cached, route, scope["path"], header(scope, ACCEPT_ENCODING), start))
 
-    def _begin(
-        self, route: str, path: str, accepted: str | None, start: Start, connection: DirectProtocol, body: bytes
+    def _run_cached(
+        self,
+        route: str,
+        path: str,
+        accepted: str | None,
+        start: StartRequest,
+        connection: HeadCacheProtocol,
+        body: bytes,
     ) -> Callable[[], None] | None:
-        """`_run` without a task, for a head that is known; return what gives the request up."""
+        """`_run` with callbacks instead of a task; return a function that cancels the request."""
         started = time.monotonic()
         generation = self._enter()
 
-        def answer(reply: Reply | Exception) -> None:
-            whole = self._failed(reply, path) if isinstance(reply, Exception) else reply
-            if accepted is None or len(whole.body) < WORTH_ENCODING:
-                finish(whole)
+        def on_reply(reply: Reply | Exception) -> None:
+            if isinstance(reply, Exception):
+                reply = self._error_reply(reply, path)
+            if accepted is None or len(reply.body) < WORTH_ENCODING:
+                finish(reply)
                 return
-            connection.on_lost = None
-            task = asyncio.create_task(compressed(whole, accepted))
-            self._compressing.add(task)  # the loop itself does not hold it
+            connection.on_lost = None  # too late to cancel
+            task = asyncio.create_task(compressed(reply, accepted))
+            self._compressing.add(task)
             task.add_done_callback(self._compressing.discard)
             task.add_done_callback(lambda done: finish(done.result()))
 
-        def finish(whole: Reply) -> None:
-            self._metrics.answer(route, whole.status, time.monotonic() - started)
-            connection.reply(whole, close=self._models.draining or self._models.leaving)
+        def finish(reply: Reply) -> None:
+            self._metrics.answer(route, reply.status, time.monotonic() - started)
+            connection.reply(reply, close=self._models.draining or self._models.leaving)
             self._leave(generation)
 
-        def give_up() -> None:
-            take_back()
+        def cancel() -> None:
+            cancel_work()
             self._metrics.reject("disconnected")
             self._leave(generation)
 
         try:
-            take_back = start(body, started, answer)
+            cancel_work = start(body, started, on_reply)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
-            answer(failure)
+            on_reply(failure)
             return None
-        return give_up
+        return cancel
 
     async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
@@ -186,7 +193,7 @@ class App:
             self._metrics.answer(route, reply.status, time.perf_counter() - started)
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:
-            if not scope[CONNECTION].slow:  # that has been counted
+            if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
                 self._metrics.reject("disconnected")
         finally:
             self._leave(generation)
@@ -207,20 +214,20 @@ class App:
             return await handler(scope, receive)
         except ClientGone:
             raise
-        except Exception as error:  # noqa: BLE001 - the edge of one request: the others must not feel it
-            return self._failed(error, scope["path"])
+        except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
+            return self._error_reply(error, scope["path"])
 
-    def _failed(self, error: Exception, what: str) -> Reply:
-        """The reply to a request that was refused or went wrong."""
+    def _error_reply(self, error: Exception, path: str) -> Reply:
+        """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
         if not isinstance(error, RequestError):
-            _log.error("internal error while answering %s", what, exc_info=error)
+            _log.error("internal error while answering %s", path, exc_info=error)
             error = RequestError("internal error: see the server's log", status=500)
         else:
             self._metrics.reject(error.reason)
         return error_reply(error)
 
     def _counted(self, scope: Scope, send: Send) -> Send:
-        """`send` that counts the reply under the name of the endpoint which gave it."""
+        """Wrap `send`: count the reply under its endpoint's name."""
 
         async def counting(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""The little of ASGI that the hot routes need: a bounded body, a reply, and a client that may hang up."""
+"""ASGI for the routes that run a model: read a bounded body, send a reply, stop when the client hangs up."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
-CONNECTION = "vitx.connection"  # the key of the connection, an HttpProtocol, in a request's scope
+CONNECTION = "vitx.connection"  # scope key of the request's connection, an HttpProtocol
 
 
 class ClientGone(Exception):
-    """The client hung up: nobody waits for the reply."""
+    """The client hung up before its reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +31,15 @@ class Reply:
     headers: Headers = ()
 
 
-# Gets the reply to a request, or why there is none.
-Answer = Callable[[Reply | Exception], None]
-# Begins to answer a request with this body, which came at this time.monotonic(), without a task; may raise what would
-# be answered. What it returns gives the request up.
-Start = Callable[[bytes, float, Answer], Callable[[], object]]
+# Called with the reply to a request, or with the exception that it ended with.
+OnReply = Callable[[Reply | Exception], None]
+# (body, time.monotonic() of its arrival, callback): starts to answer a request without an asyncio task, and returns a
+# function that cancels it. May raise instead of calling back.
+StartRequest = Callable[[bytes, float, OnReply], Callable[[], object]]
 
 
-def reply_with(make: Callable[[T], Reply], answer: Answer) -> Callable[[T | Exception], None]:
-    """What gets a value, or why there is none, and answers with the reply that `make` makes of it."""
+def reply_with(make: Callable[[T], Reply], on_reply: OnReply) -> Callable[[T | Exception], None]:
+    """Return a callback for a value or an exception; it calls `on_reply` with `make(value)` or with the exception."""
 
     def on_value(value: T | Exception) -> None:
         reply: Reply | Exception
@@ -48,9 +48,9 @@ def reply_with(make: Callable[[T], Reply], answer: Answer) -> Callable[[T | Exce
         else:
             try:
                 reply = make(value)
-            except Exception as failure:  # noqa: BLE001 - the edge of one request, here without a task
+            except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = failure
-        answer(reply)
+        on_reply(reply)
 
     return on_value
 
@@ -60,13 +60,13 @@ def json_reply(value: Any, status: int = 200) -> Reply:
 
 
 def error_reply(error: RequestError) -> Reply:
-    """`{"error": text}` with the refusal's status, as Triton answers, and Retry-After where there is a time."""
+    """`{"error": text}` with the error's status, as Triton answers, and Retry-After if the error has one."""
     headers = ((b"retry-after", str(error.retry_after).encode()),) if error.retry_after is not None else ()
     return Reply(json.dumps({"error": str(error)}).encode(), error.status, headers=headers)
 
 
 def headers_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> list[tuple[bytes, bytes]]:
-    """The headers of a reply; with `close` the connection ends after it."""
+    """The headers of a reply; `close` ends the connection after it."""
     headers = [(b"content-type", content_type), (b"content-length", b"%d" % length), *others]
     if close:
         headers.append((b"connection", b"close"))
@@ -74,14 +74,14 @@ def headers_of(content_type: bytes, length: int, others: Headers, *, close: bool
 
 
 async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
-    """Send a reply; with `close` the connection ends after it."""
+    """Send a reply; `close` ends the connection after it."""
     headers = headers_of(reply.content_type, len(reply.body), reply.headers, close=close)
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     await send({"type": "http.response.body", "body": reply.body})
 
 
 async def compressed(reply: Reply, accepted: str | None) -> Reply:
-    """The reply in an encoding that Accept-Encoding names, if it is large enough to be worth it."""
+    """Return the reply in an encoding that Accept-Encoding names, or as it is when it is small."""
     if accepted is None or len(reply.body) < WORTH_ENCODING:
         return reply
     body, encoding = await encoded(reply.body, accepted)
@@ -91,7 +91,7 @@ async def compressed(reply: Reply, accepted: str | None) -> Reply:
 
 
 def header(scope: Scope, name: bytes) -> str | None:
-    """The first header of this (lower case) name."""
+    """The first header of this lower-case name."""
     headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
     for key, value in headers:
         if key == name:
@@ -100,12 +100,13 @@ def header(scope: Scope, name: bytes) -> str | None:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Return the whole body, decompressed; raise ClientGone or RequestError.
+    """Return the whole body, decompressed.
 
-    413 beyond `limit` bytes, sent or decompressed; 415 and 400 for an encoding that is unknown or broken.
+    Raises ClientGone, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 415 for an unknown
+    encoding, 400 for a broken one.
     """
     declared = header(scope, b"content-length")
-    if declared is not None and int(declared) > limit:  # the HTTP parser has checked that it is a number
+    if declared is not None and int(declared) > limit:  # the HTTP parser has checked the number
         raise _body_too_large(limit)
     chunks: list[bytes] = []
     size = 0
@@ -129,8 +130,8 @@ def _body_too_large(limit: int) -> RequestError:
     return too_large(f"request body of more than {limit} bytes")
 
 
-async def unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, whose request was read to its end; when the client hangs up, cancel it and raise ClientGone."""
+async def await_unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; when the client hangs up, cancel it and raise ClientGone. Call after the request was read."""
     connection = scope[CONNECTION]
     task = asyncio.current_task()
     assert task is not None

@@ -10,34 +10,43 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
-import numpy.typing as npt
 from starlette.types import Receive, Scope
 
 from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Submission
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.http.asgi import Answer, Reply, Start, header, json_reply, read_body, reply_with, unless_gone
+from vitx.serve.http.asgi import (
+    OnReply,
+    Reply,
+    StartRequest,
+    await_unless_gone,
+    header,
+    json_reply,
+    read_body,
+    reply_with,
+)
 from vitx.serve.http.decode import Decoder
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT
+from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.parameters import parse_json
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms")
 _TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
-# The last is what `curl --data-binary @image.png` says of any bytes.
-_BYTES = ("application/octet-stream", "application/x-www-form-urlencoded")
+# `curl --data-binary @image.png` sends the second one, whatever the bytes are.
+_IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
-    """What a request wants to know of its images, and until when (time.monotonic() seconds)."""
+class _Options:
+    """The options of a request. `deadline` in seconds of time.monotonic()."""
 
     model: ServedModel
     top_k: int
@@ -47,15 +56,18 @@ class _Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Images:
-    """The images of a request, with their names where they have any; or what is wrong with one."""
+    """The images of a request: encoded bytes, or the error of one that is not base64.
+
+    names: the file names of a form. single: the body is the image, so the reply is no list.
+    """
 
     encoded: list[bytes | RequestError]
     names: list[str] | None = None
-    alone: bool = False
+    single: bool = False
 
 
 class Classifier:
-    """Decodes, batches and labels: one image as the body, several as multipart/form-data or a JSON list of base64."""
+    """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
     def __init__(
         self,
@@ -63,88 +75,90 @@ class Classifier:
         decoder: Decoder,
         limits: Limits,
         metrics: Metrics,
-        remember: Callable[[Scope, Start], None],
+        cache_head: Callable[[Scope, StartRequest], None],
     ) -> None:
-        """`remember` is told how a request with a head like this one's is answered without a task."""
+        """`cache_head(scope, start)` lets `start` answer later requests with the same head."""
         self._models = models
-        self._remember = remember
+        self._cache_head = cache_head
         self._decoder = decoder
         self._limits = limits
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive) -> Reply:
-        """Answer a request; raise RequestError. An unreadable image among several is an entry of its own."""
+        """Answer a request or raise RequestError. Of several images, an unreadable one has an `error` in its entry."""
         started, query, timeout = time.monotonic(), _query(scope), header(scope, _TIMEOUT_HEADER)
-        ask = self._ask(query, timeout, started)
+        options = self._options(query, timeout, started)
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
         images = self._read(kind, content_type, await read_body(scope, receive, self._limits.body_bytes))
-        if images.alone and CURRENT.get() is None:  # else somebody wants to know of each request
-            self._remember(scope, partial(self._begin, query, timeout))
-        results = await unless_gone(scope, self._classify(ask, images.encoded))
-        if images.alone:
+        if images.single and CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
+            self._cache_head(scope, partial(self._start_single, query, timeout))
+        results = await await_unless_gone(scope, self._classify(options, images.encoded))
+        if images.single:
             if "error" in results[0]:
                 raise RequestError(results[0]["error"], reason="bad_image")
-            return json_reply({"model": ask.model.name, **results[0]})
+            return json_reply({"model": options.model.name, **results[0]})
         for result in results:
             if "error" in result:
                 self._metrics.reject("bad_image")
         if images.names is not None:
             results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
-        return json_reply({"model": ask.model.name, "results": results})
+        return json_reply({"model": options.model.name, "results": results})
 
-    def _begin(
-        self, query: Mapping[str, str], timeout: str | None, body: bytes, started: float, answer: Answer
+    def _start_single(
+        self, query: Mapping[str, str], timeout: str | None, body: bytes, started: float, on_reply: OnReply
     ) -> Callable[[], object]:
-        """A request of one image, without a task; return what gives it up."""
-        ask = self._ask(query, timeout, started)
-        manifest, batcher = ask.model.bundle.manifest, ask.model.batcher
+        """Classify one image with callbacks instead of a task; see `StartRequest`."""
+        options = self._options(query, timeout, started)
+        manifest, batcher = options.model.bundle.manifest, options.model.batcher
         submission: Submission | None = None
-        gone = False
+        cancelled = False
 
         def on_pixels(pixels: UInt8Array | Exception) -> None:
             nonlocal submission
-            if gone:
+            if cancelled:
                 return
             if isinstance(pixels, Exception):
-                answer(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
+                on_reply(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
                 return
             try:
-                submission = batcher.begin(pixels[None], on_logits, priority=ask.priority, deadline=ask.deadline)
+                submission = batcher.enqueue(
+                    pixels[None], on_logits, priority=options.priority, deadline=options.deadline
+                )
             except RequestError as refusal:
-                answer(refusal)
+                on_reply(refusal)
 
         def labelled(logits: Float32Array) -> Reply:
-            predictions = top_predictions(logits[0], manifest.labels, ask.top_k)
-            return json_reply({"model": ask.model.name, "predictions": predictions})
+            predictions = top_predictions(logits[0], manifest.labels, options.top_k)
+            return json_reply({"model": options.model.name, "predictions": predictions})
 
-        def give_up() -> None:
-            nonlocal gone
-            gone = True
-            take_back()
+        def cancel() -> None:
+            nonlocal cancelled
+            cancelled = True
+            cancel_decoding()
             if submission is not None:
-                submission.take_back()
+                submission.cancel()
 
-        on_logits = reply_with(labelled, answer)
-        take_back = self._decoder.begin(body, manifest.preprocessing, on_pixels)
-        return give_up
+        on_logits = reply_with(labelled, on_reply)
+        cancel_decoding = self._decoder.enqueue(body, manifest.preprocessing, on_pixels)
+        return cancel
 
-    def _ask(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Ask:
+    def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._models.get(query.get("model"), query.get("version"))
         top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
-        return _Ask(model, top_k, priority, None if milliseconds is None else started + milliseconds / 1e3)
+        return _Options(model, top_k, priority, None if milliseconds is None else started + milliseconds / 1e3)
 
     def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
         if kind == "json":
-            return _Images(self._listed(body))
+            return _Images(self._json_images(body))
         if kind == "form":
             names, parts = self._form_images(content_type, body)
             return _Images([*parts], names)
-        return _Images([body], alone=True)
+        return _Images([body], single=True)
 
-    def _listed(self, body: bytes) -> list[bytes | RequestError]:
+    def _json_images(self, body: bytes) -> list[bytes | RequestError]:
         texts = parse_json(body, self._limits.json_depth)
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
             raise RequestError("the JSON is not a list of one or more images, each a base64 text")
@@ -161,57 +175,47 @@ class Classifier:
             raise RequestError("the form has no image")
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
-    async def _classify(self, ask: _Ask, images: Sequence[bytes | RequestError]) -> list[dict[str, Any]]:
-        """Return for each image its `predictions`, or its `error`."""
-        manifest, batcher = ask.model.bundle.manifest, ask.model.batcher
+    async def _classify(self, options: _Options, images: Sequence[bytes | RequestError]) -> list[dict[str, Any]]:
+        """Return for each image a dict with its `predictions`, or its `error`."""
+        manifest, batcher = options.model.bundle.manifest, options.model.batcher
         encoded = [image for image in images if isinstance(image, bytes)]
         started = time.monotonic()
         decoded = iter(await self._decoder.decode(encoded, manifest.preprocessing))
-        if (record := CURRENT.get()) is not None:
+        if (record := CURRENT_RECORD.get()) is not None:
             record.decode_started, record.decode = started, time.monotonic() - started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
         readable = [image for image in pixels if not isinstance(image, Exception)]
         logits: Float32Array = np.empty((0, 0), np.float32)
         if readable:
             rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
-            logits = await batcher.submit(rows, priority=ask.priority, deadline=ask.deadline)
+            logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
         answers = iter(logits)
         return [
-            {"error": _reason(image)}
+            {"error": _error_text(image)}
             if isinstance(image, Exception)
-            else {"predictions": top_predictions(next(answers), manifest.labels, ask.top_k)}
+            else {"predictions": top_predictions(next(answers), manifest.labels, options.top_k)}
             for image in pixels
         ]
 
 
-def top_predictions(logits: Float32Array, labels: Sequence[str], top_k: int) -> list[dict[str, Any]]:
-    """The `top_k` classes of one row of logits (C), best first; `score` is the softmax."""
+def top_predictions(logits: Float32Array, labels: Sequence[str], count: int) -> list[dict[str, Any]]:
+    """The `count` classes of one row of logits (C), best first; `score` is the softmax."""
     if not np.isfinite(logits).all():
         raise RequestError("the logits are not all finite", status=500, reason="not_finite")
-    exponentials = np.exp(logits.astype(np.float64) - logits.max())
-    scores = exponentials / exponentials.sum()
-    best = _largest(scores, top_k)
-    return [{"label": labels[index], "score": float(scores[index]), "index": int(index)} for index in best]
+    scores = softmax(logits[None])
+    best = top_k(scores, count)[0]
+    return [{"label": labels[index], "score": float(scores[0, index]), "index": int(index)} for index in best]
 
 
-def _largest(scores: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """The places of the `count` largest, best first; of equals the earlier first."""
-    among = np.arange(len(scores))
-    if count < len(scores):
-        least = np.partition(scores, len(scores) - count)[len(scores) - count]
-        among = np.flatnonzero(scores >= least)
-    return among[np.argsort(-scores[among], kind="stable")][:count]
-
-
-def _reason(failure: UInt8Array | Exception) -> str:
-    if isinstance(failure, ImageError | RequestError):
-        return str(failure)
-    assert isinstance(failure, Exception)
-    raise failure
+def _error_text(error: Exception) -> str:
+    """The text of a client's error; raise any other."""
+    if isinstance(error, ImageError | RequestError):
+        return str(error)
+    raise error
 
 
 def _query(scope: Scope) -> dict[str, str]:
-    """The query's parameters; RequestError for one that is unknown or given twice."""
+    """The query's parameters; raise RequestError for one that is unknown or given twice."""
     given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None)
     for name, values in given.items():
         if name not in _PARAMETERS:
@@ -248,13 +252,13 @@ def _from_base64(text: str) -> bytes | RequestError:
 
 
 def _kind(content_type: str) -> str:
-    """`image`, `form` or `json`; RequestError 415 for anything else."""
+    """ "image", "form" or "json"; raise RequestError 415 for any other type."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         return "form"
     if kind == "application/json":
         return "json"
-    if kind.startswith("image/") or kind in _BYTES:
+    if kind.startswith("image/") or kind in _IMAGE_TYPES:
         return "image"
     raise RequestError(
         f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, multipart/form-data "

@@ -1,9 +1,9 @@
-"""HTTP/1.1 on one connection: uvicorn's httptools protocol with what it lacks, limits on slow, large and many clients.
+"""HTTP/1.1 on one connection: uvicorn's httptools protocol plus limits on slow clients, large heads and connections.
 
-A request that arrives whole in one piece sets no timer, and the one that ends an idle connection is not set anew with
-each reply: it looks at the clock when it fires. A request that comes in pieces has `header_seconds` for its head, and
-for its body `body_seconds` and a second more for every `body_rate` bytes, as Apache's mod_reqtimeout counts: slow
-networks are served, and a client that trickles holds its place for a limited time.
+A request that comes in several pieces has `header_seconds` for its head (request line and headers), and for its body
+`body_seconds` plus a second for every `body_rate` bytes, as Apache's mod_reqtimeout counts. So slow networks are
+served, but a client that sends a byte now and then is cut off. For speed, a request that arrives in one piece sets no
+timer, and the keep-alive timer is not restarted with each reply: it compares the clock when it fires.
 """
 
 import asyncio
@@ -22,18 +22,22 @@ from uvicorn.server import ServerState
 
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http.asgi import CONNECTION, error_reply, send_reply
-from vitx.serve.http.cycle import Cycle
+from vitx.serve.http.cycle import SingleWriteCycle
 from vitx.serve.limits import Limits
+from vitx.serve.options import ServeOptions
 
-# What a connection beyond the limit has to send its request in, to be told that it is one too many.
-_REFUSED_SECONDS = 1.0
-_LOOK_AGAIN_SECONDS = 0.1  # at a body that is slow, but not too slow yet
+_SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
+_RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. It is in the scope of its requests, for those who wait while the client may hang up."""
+    """One connection. It is in the scope of its requests (CONNECTION).
 
-    limits = Limits()
+    lost: the client hung up. slow: this class has refused the request and counted it. on_lost: called when the client
+    hangs up.
+    """
+
+    limits: Limits = ServeOptions().limits
     on_refused: Callable[[str], None] = staticmethod(lambda reason: None)
 
     def __init__(
@@ -47,19 +51,19 @@ class HttpProtocol(HttpToolsProtocol):
         self.lost = False
         self.slow = False
         self.on_lost: Callable[[], object] | None = None
-        self._surplus = False
-        self._in_head = True  # between two requests too
+        self._surplus = False  # a connection beyond the limit
+        self._in_head = True  # also between two requests
         self._in_body = False
         self._received = 0  # bytes of the head, then of the body
-        self._since = 0.0
+        self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
-        self._replied = 0.0  # when the last reply was written
+        self._replied = 0.0  # when the last reply was written, time.monotonic()
 
-    # asyncio's protocols are called with transports of any kind, which its stubs say; TCP's is the only one here.
+    # The stubs allow any kind of transport; here it is always TCP's.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._surplus = len(self.connections) > self.limits.connections
-        self._start_timer(_REFUSED_SECONDS if self._surplus else self.limits.header_seconds)
+        self._start_timer(_SURPLUS_SECONDS if self._surplus else self.limits.header_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -83,16 +87,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._start_timer(self.limits.body_seconds)
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser gives up; it would answer in plain text."""
+        """Called by uvicorn when the parser fails; uvicorn's own answer is plain text."""
         self._refuse(RequestError("the request is not valid HTTP/1.1"))
 
     def on_headers_complete(self) -> None:
-        """Begin to answer, behind what the connection has asked before. No WebSockets: an upgrade is not made."""
+        """Start the application, or queue it behind earlier requests. WebSocket upgrades are not offered."""
         self._stop_timer()
         self._in_head, self._in_body, self._received = False, True, 0
         version = self._describe()
         previous = self.cycle
-        self.cycle = Cycle(
+        self.cycle = SingleWriteCycle(
             scope=self.scope,
             transport=self.transport,
             flow=self.flow,
@@ -106,14 +110,14 @@ class HttpProtocol(HttpToolsProtocol):
             on_response=self.on_response_complete,
         )
         if previous is None or previous.response_complete:
-            self._start_asgi_task(self.cycle, self._answering())
+            self._start_asgi_task(self.cycle, self._app_or_refusal())
         else:
             self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self._answering()))
+            self.pipeline.appendleft((self.cycle, self._app_or_refusal()))
 
     def _describe(self) -> str:
-        """Write into the scope what the request line says; return the version of HTTP."""
-        scope: Any = self.scope  # its type knows no key of ours
+        """Put the request line into the scope; return the HTTP version."""
+        scope: Any = self.scope  # its type does not allow our key
         version: str = self.parser.get_http_version()
         url = httptools.parse_url(self.url)
         path = url.path.decode("ascii")
@@ -125,8 +129,8 @@ class HttpProtocol(HttpToolsProtocol):
         scope[CONNECTION] = self
         return version
 
-    def _answering(self) -> Any:
-        """The application for this request, or what refuses it."""
+    def _app_or_refusal(self) -> Any:
+        """The ASGI application for this request: the server's, or one that refuses it."""
         if self._surplus:
             return _refusing(unavailable(f"{self.limits.connections} connections are open", "connections"), self)
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
@@ -134,7 +138,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.app
 
     def on_response_complete(self) -> None:
-        """Begin with the next request of the connection if one waits, else with its idle time."""
+        """Start the next pipelined request, or the keep-alive timer."""
         self.server_state.total_requests += 1
         if self.transport.is_closing():
             return
@@ -146,10 +150,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._wait_for_request(self.timeout_keep_alive)
 
     def _unset_keepalive_if_required(self) -> None:
-        """Called by uvicorn when data comes: `timeout_keep_alive_handler` finds that out by itself."""
+        """Called by uvicorn when data comes. Nothing to do: `timeout_keep_alive_handler` checks for activity itself."""
 
     def timeout_keep_alive_handler(self) -> None:
-        """End a connection on which nothing was asked for so long, else look again when that could be."""
+        """Close a connection that was idle for the whole time, else set the timer again."""
         if self.transport.is_closing():
             return
         left = float(self.timeout_keep_alive)
@@ -161,11 +165,11 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def is_idle(self) -> bool:
-        """Whether nothing was asked that is not answered, nor begun to be asked."""
+        """Whether every request is answered and no part of another has arrived."""
         return (self.cycle is None or self.cycle.response_complete) and not self._received
 
     def may_answer(self) -> bool:
-        """Whether what is being read has had no answer yet."""
+        """Whether no reply to the request that is being read has started."""
         return self._in_head or not self.cycle.response_started
 
     def _wait_for_request(self, seconds: float) -> None:
@@ -179,7 +183,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._in_head, self._in_body, self._received = True, False, 0
         super().on_message_complete()
-        if not self.pipeline:  # a large body paused it: now there is nothing to wait for but the client's end
+        if not self.pipeline:  # a large body had paused it; read on, to notice when the client hangs up
             self.flow.resume_reading()
 
     def _start_timer(self, seconds: float) -> None:
@@ -192,7 +196,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _on_timer(self) -> None:
-        """The head or the body takes too long, unless enough of the body came meanwhile or it is we who do not read."""
+        """Refuse a head or body that takes too long; a body gets more with its size, and while reading is paused."""
         self._timer = None
         if self.transport.is_closing():
             return
@@ -200,16 +204,16 @@ class HttpProtocol(HttpToolsProtocol):
             allowed = self.limits.body_seconds + self._received / self.limits.body_rate
             left = self._since + allowed - time.monotonic()
             if self.flow.read_paused or left > 0:
-                self._timer = self.loop.call_later(max(left, _LOOK_AGAIN_SECONDS), self._on_timer)
+                self._timer = self.loop.call_later(max(left, _RECHECK_SECONDS), self._on_timer)
                 return
         if self._in_head and not self._received:
-            self.transport.close()  # nothing was asked for, so nothing is answered
+            self.transport.close()  # no request, so no answer
             return
         what = "body" if self._in_body else "headers"
         self._refuse(RequestError(f"the request's {what} took too long", status=408, reason="slow_client"))
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer from here, unless a reply is under way already, and end the connection."""
+        """Answer with the error, unless a reply has started, and close the connection."""
         if self.transport.is_closing():
             return
         self.slow = True

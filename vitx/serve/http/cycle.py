@@ -1,17 +1,17 @@
-"""One request and its reply: uvicorn's, but a reply that is known whole leaves in one write."""
+"""uvicorn's request-response cycle, changed to send a complete reply with one write."""
 
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 
-class Cycle(RequestResponseCycle):
-    """Keeps the head of a reply back until the body comes: two writes are two system calls, and two packets."""
+class SingleWriteCycle(RequestResponseCycle):
+    """Holds the head of a reply until its body comes: two writes would be two system calls and two packets."""
 
-    _start: Any = None  # the ASGI message that begins the reply
+    _start: Any = None  # the held `http.response.start` message
 
     async def send(self, message: Any) -> None:
-        """ASGI's send. What is no whole reply on a connection that stays open is left to uvicorn."""
+        """ASGI's send. uvicorn sends everything but complete replies on connections that stay open."""
         if message["type"] == "http.response.start" and not self.response_started:
             self._start = message
             return
@@ -24,7 +24,7 @@ class Cycle(RequestResponseCycle):
         await super().send(message)
 
     def _whole(self, start: Any, message: Any) -> bytes | None:
-        """Head and body, if they are all of the reply and there is nothing to do but to write them."""
+        """Return head and body as bytes; None if the reply is not complete or needs uvicorn's handling."""
         if self.disconnected or self.flow.write_paused or not self.keep_alive or self.scope["method"] == "HEAD":
             return None
         if message["type"] != "http.response.body" or message.get("more_body", False):
@@ -41,7 +41,7 @@ class Cycle(RequestResponseCycle):
         if length != len(body):
             return None
         head = b"".join(lines)
-        if head.count(b"\n") != len(lines) // 4 + 1:  # a line break in a header: uvicorn refuses it
+        if head.count(b"\n") != len(lines) // 4 + 1:  # a line break inside a header, which uvicorn refuses
             return None
         return head + b"\r\n" + body
 

@@ -1,4 +1,4 @@
-"""Image bytes to model input, in a pool of threads beside the model (Pillow releases the interpreter lock)."""
+"""Decodes images in a pool of threads (Pillow releases the interpreter lock while it decodes)."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from vitx.serve.errors import QueueFull
 
 
 class Decoder:
-    """A bounded decode pool that all models share; an image waits in `capacity` or is refused with QueueFull."""
+    """A decode pool that all models share. Up to `capacity` images may be in it; more are refused with QueueFull."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Decoder:
         self._waiting = 0
 
     async def decode(self, images: list[bytes], preprocessing: Preprocessing) -> list[UInt8Array | Exception]:
-        """Return, in order, uint8 (S, S, 3) for each image, or the ImageError that says why it cannot be read."""
+        """Return for each image, in order, uint8 (S, S, 3), or the ImageError that says why it cannot be read."""
         self._admit(len(images))
         loop = asyncio.get_running_loop()
         try:
@@ -38,35 +38,35 @@ class Decoder:
         finally:
             self._waiting -= len(images)
 
-    def begin(
-        self, data: bytes, preprocessing: Preprocessing, answer: Callable[[UInt8Array | Exception], None]
+    def enqueue(
+        self, data: bytes, preprocessing: Preprocessing, on_pixels: Callable[[UInt8Array | Exception], None]
     ) -> Callable[[], object]:
-        """`decode` of one image without a task: `answer` is called on the event loop. Raises QueueFull.
+        """`decode` of one image with a callback, which runs on the event loop. Raises QueueFull.
 
-        Return what takes the image back where it is not being decoded yet; `answer` is then not called.
+        Returns a function that cancels the decoding if it has not started; `on_pixels` is then not called.
         """
         self._admit(1)
         loop = asyncio.get_running_loop()
 
         def finish(pixels: UInt8Array | Exception) -> None:
             self._waiting -= 1
-            answer(pixels)
+            on_pixels(pixels)
 
         def run() -> None:
             try:
                 pixels: UInt8Array | Exception = self._decode_one(data, preprocessing)
-            except Exception as failure:  # noqa: BLE001 - it belongs to this image alone
+            except Exception as failure:  # noqa: BLE001 - the edge of one image
                 pixels = failure
             with suppress(RuntimeError):  # the loop was closed by a second signal
                 loop.call_soon_threadsafe(finish, pixels)
 
         job = self._pool.submit(run)
 
-        def take_back() -> None:
+        def cancel() -> None:
             if job.cancel():
                 self._waiting -= 1
 
-        return take_back
+        return cancel
 
     def _admit(self, images: int) -> None:
         if self._waiting + images > self._capacity:

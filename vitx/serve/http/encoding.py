@@ -1,21 +1,20 @@
-"""Content-Encoding of bodies, as Triton offers it: gzip and deflate, both ways, never beyond a limit."""
+"""Content-Encoding of requests and replies: gzip and deflate, as in Triton, with a limit on the decompressed size."""
 
 import asyncio
 import zlib
 
 from vitx.serve.errors import RequestError, too_large
 
-# What zlib calls the two: a gzip and a zlib header.
+# zlib's `wbits` for a gzip header and for a zlib header.
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-# A reply below one network packet is not made any sooner by being smaller.
-WORTH_ENCODING = 1400
-_LEVEL = 1  # logits hardly compress: the fastest level is the best bargain
+WORTH_ENCODING = 1400  # bytes: a reply that fits into one network packet gains nothing from compression
+_LEVEL = 1  # logits hardly compress, so the fastest level
 
 
 async def decoded(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the body without its Content-Encoding.
+    """Return the decompressed body.
 
-    Raises RequestError: 415 for another encoding, 400 for a body that is not of it, 413 beyond `limit` bytes.
+    Raises RequestError: 415 for an unknown encoding, 400 for a broken body, 413 for more than `limit` bytes.
     """
     if encoding not in _WINDOW:
         raise RequestError(
@@ -27,7 +26,7 @@ async def decoded(body: bytes, encoding: str, limit: int) -> bytes:
 
 
 async def encoded(body: bytes, accepted: str) -> tuple[bytes, str | None]:
-    """The body and its Content-Encoding, by what an Accept-Encoding header names; None: as it is."""
+    """Compress by what an Accept-Encoding header names; return the body and its Content-Encoding, None if unchanged."""
     for encoding in _WINDOW:
         if _accepts(accepted, encoding):
             return await asyncio.to_thread(_deflate, body, encoding), encoding
@@ -53,7 +52,7 @@ def _deflate(body: bytes, encoding: str) -> bytes:
 
 
 def _accepts(accepted: str, encoding: str) -> bool:
-    """Whether an Accept-Encoding names this encoding with a quality above 0."""
+    """Whether an Accept-Encoding header names this encoding with a quality above 0."""
     for entry in accepted.lower().split(","):
         name, _, quality = entry.partition(";")
         if name.strip() == encoding:

@@ -1,4 +1,4 @@
-"""multipart/form-data (RFC 7578), whole body in memory: small and strict, so that nothing is guessed."""
+"""A strict parser of multipart/form-data (RFC 7578), with the whole body in memory."""
 
 from dataclasses import dataclass
 from email.message import Message
@@ -18,7 +18,7 @@ class Part:
 
 
 def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[Part]:
-    """Return the parts in order; raise RequestError 400 for a body that breaks the format, 413 for too many parts."""
+    """Return the parts in order; raise RequestError 400 for a malformed body, 413 for more than `max_parts`."""
     delimiter = b"--" + _boundary(content_type)
     if not body.startswith(delimiter):
         raise RequestError("multipart body does not begin with its boundary")

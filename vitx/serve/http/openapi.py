@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 description at /openapi.json: one table of routes, and the JSON that they take and give."""
+"""The OpenAPI 3.1 description at /openapi.json: the routes, and the JSON they take and return."""
 
 from typing import Any
 
@@ -105,7 +105,7 @@ _MEMORY = (400, 403, 404, 409, 413, 415, 429, 501)
 
 
 def describe_api(version: str) -> Json:
-    """The whole document."""
+    """The OpenAPI document."""
     paths: Json = {
         "/": {"get": _get("The page: drop an image, watch the server", "text/html")},
         "/docs": {"get": _get("This description to read", "text/html")},
@@ -223,7 +223,7 @@ def _post(summary: str) -> Json:
 
 def _errors(statuses: tuple[int, ...]) -> Json:
     body = {"application/json": {"schema": _ref("Error")}}
-    # A probe's refusal has no body, and so may any other of the protocol's.
+    # The body is optional in practice: a health probe's 503 has none.
     return {str(status): {"description": "Refused; the text says why", "content": body} for status in statuses}
 
 

@@ -15,30 +15,31 @@ from vitx.serve.protocol.parameters import parse_json_object
 
 
 def repository_routes(limits: Limits, repository: Repository | None) -> list[Route]:
-    """The three routes; without a repository each of them is 501."""
+    """The three routes; they answer 501 when `repository` is None."""
 
-    async def given(request: Request) -> tuple[Repository, Mapping[str, Any]]:
+    async def read(request: Request) -> tuple[Repository, Mapping[str, Any]]:
+        """The repository and the request's JSON."""
         if repository is None:
             raise RequestError(NOT_OFFERED, status=501, reason="not_offered")
         body = await read_body(request.scope, request.receive, limits.body_bytes)
         return repository, parse_json_object(body, limits.json_depth) if body else {}
 
     async def repository_index(request: Request) -> Response:
-        models, asked = await given(request)
-        ready = asked.get("ready", False)
-        if asked.keys() - {"ready"} or not isinstance(ready, bool):
+        models, body = await read(request)
+        ready = body.get("ready", False)
+        if body.keys() - {"ready"} or not isinstance(ready, bool):
             raise RequestError('the body of an index request is {} or {"ready": true}')
         return JSONResponse(models.index(ready=ready))
 
     async def model_load(request: Request) -> Response:
-        models, asked = await given(request)
-        _check_parameters(asked)
+        models, body = await read(request)
+        _check_parameters(body)
         await models.load(request.path_params["model"])
         return Response()
 
     async def model_unload(request: Request) -> Response:
-        models, asked = await given(request)
-        _check_parameters(asked)
+        models, body = await read(request)
+        _check_parameters(body)
         await models.unload(request.path_params["model"])
         return Response()
 
@@ -50,8 +51,8 @@ def repository_routes(limits: Limits, repository: Repository | None) -> list[Rou
     ]
 
 
-def _check_parameters(asked: Mapping[str, Any]) -> None:
-    parameters = asked.get("parameters", {})
-    if asked.keys() - {"parameters"} or not isinstance(parameters, dict):
+def _check_parameters(body: Mapping[str, Any]) -> None:
+    parameters = body.get("parameters", {})
+    if body.keys() - {"parameters"} or not isinstance(parameters, dict):
         raise RequestError('the body is {} or {"parameters": {…}}')
     repository_parameters(parameters)

@@ -1,4 +1,4 @@
-"""The routes that run no model: health, metadata, statistics, shared memory, metrics, and the pages."""
+"""The routes that do not run a model: health, metadata, statistics, shared memory, metrics, and the pages."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# The pages need nothing but themselves and this server.
+# The pages load nothing from other servers.
 _PAGE_POLICY = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:"
 _CUDA = "CUDA shared memory is not offered: use system shared memory"
 
@@ -33,7 +33,7 @@ _CUDA = "CUDA shared memory is not offered: use system shared memory"
 def other_routes(
     models: ModelSet, limits: Limits, metrics: Metrics, memory: SharedMemory, repository: Repository | None
 ) -> Starlette:
-    """The application of all routes but the two that run a model."""
+    """The Starlette application with every route except `infer` and `classify`."""
     routes = [
         *_page_routes(models, metrics),
         *_server_routes(models, memory, repository),
@@ -41,7 +41,7 @@ def other_routes(
         *_memory_routes(limits, memory),
         *repository_routes(limits, repository),
     ]
-    handlers: dict[Any, Any] = {RequestError: _refused, HTTPException: _http_error, ClientGone: _nobody}
+    handlers: dict[Any, Any] = {RequestError: _refused, HTTPException: _http_error, ClientGone: _client_gone}
     application = Starlette(routes=routes, exception_handlers=handlers)
     application.router.redirect_slashes = False
     return application
@@ -163,7 +163,7 @@ def _memory_routes(limits: Limits, memory: SharedMemory) -> list[Route]:
     routes = []
     for kind, status, register, unregister in (
         ("system", memory_status, memory_register, memory_unregister),
-        ("cuda", no_regions, cuda_register, nothing),  # clients begin by forgetting all of the regions there are
+        ("cuda", no_regions, cuda_register, nothing),  # clients unregister all CUDA regions when they start
     ):
         root = f"/v2/{kind}sharedmemory"
         region = root + "/region/{region}"
@@ -185,5 +185,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
 
 
-async def _nobody(request: Request, error: Exception) -> Response:
+async def _client_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=400)  # nobody reads it

@@ -1,1 +1,1 @@
-"""From a bundle on disk to a model in service, and back out of it."""
+"""Models: loaded from bundles, served, replaced, unloaded."""

@@ -1,4 +1,4 @@
-"""A few fixed images whose logits are known: asked for again and again, they tell when a model no longer is itself."""
+"""The canary: a few fixed images, run when a model is loaded and again while it serves, to see if its logits change."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -12,16 +12,16 @@ from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
-from vitx.runtimes.session import Float32Array, Session, image_shape
+from vitx.runtimes.session import Float32Array, Session, SessionClosed, image_shape
 from vitx.serve.observe.metrics import Metrics
 
 IMAGES = 4
-_PATCHES = 4  # a side: an image is this many random colours, blurred, and not noise, which no model was made for
-_SHARE_OF_STD = 1e-3  # what float32 may err by where no certificate says it, in standard deviations of the logits
+_PATCHES = 4  # along each side: an image is a blurred grid of random colours; noise is nothing models were made for
+_SHARE_OF_STD = 1e-3  # allowed error in standard deviations of the logits, for float32 without a certificate
 
 
 def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
-    """Return uint8 (count, *shape): the same images on every machine, for ever."""
+    """Return uint8 (count, *shape), the same on every machine; `shape` is (height, width, channels)."""
     height, width, channels = shape
     colours = np.random.default_rng(0).integers(0, 256, (count, _PATCHES + 1, _PATCHES + 1, channels))
     rows, columns = (np.linspace(0, _PATCHES, side, endpoint=False) for side in (height, width))
@@ -33,10 +33,10 @@ def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
 
 
 class Canary:
-    """What a freshly loaded, certified session answers to fixed images, and where it ran."""
+    """The logits of a freshly loaded session for the canary images, and its provider."""
 
     def __init__(self, bundle: Bundle, certificate: Certificate | None, session: Session, max_batch: int) -> None:
-        """Ask the session; raise CheckFailed when its answers are not finite or depend on the size of the batch."""
+        """Run the session; raise CheckFailed if its logits are not finite or depend on the batch size."""
         self._session = session
         self._images = canary_images(image_shape(bundle), min(IMAGES, max_batch))
         self._provider = session.describe()["provider"]
@@ -49,7 +49,7 @@ class Canary:
             share = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD)
             self._allowed = share * float(self._logits.std())
         alone = session.infer(self._images[:1])
-        # Each of the two may be off by what is allowed.
+        # Either of the two may be off by what is allowed.
         if (moved := _largest(alone - self._logits[:1])) > 2 * self._allowed:
             raise CheckFailed(
                 f"the canary image of {bundle.path} has logits that move by {moved:.3g} with its neighbours in the "
@@ -57,11 +57,13 @@ class Canary:
             )
 
     def fault(self) -> str | None:
-        """Ask again; say what is wrong, None when all is as it was."""
+        """Run the images again; return what changed, None if nothing did."""
         try:
             logits = self._session.infer(self._images)
             provider = self._session.describe()["provider"]
-        except Exception as error:  # noqa: BLE001 - whatever the runtime raises is the finding
+        except SessionClosed:  # unloaded meanwhile
+            return None
+        except Exception as error:  # noqa: BLE001 - whatever the runtime raises is reported
             return f"the canary batch failed: {error}"
         if provider != self._provider:
             return f"the provider is {provider} and was {self._provider}"
@@ -71,8 +73,8 @@ class Canary:
         return None
 
 
-class Watched(Protocol):
-    """A model with a canary; `fault` is None while it is itself."""
+class ModelWithCanary(Protocol):
+    """A model with a canary; `fault` is None while it passes."""
 
     @property
     def key(self) -> tuple[str, str]: ...
@@ -82,8 +84,8 @@ class Watched(Protocol):
     fault: str | None
 
 
-async def replay_once(models: Iterable[Watched], metrics: Metrics) -> None:
-    """Ask every model's canary, one after another, and note what it says."""
+async def replay_once(models: Iterable[ModelWithCanary], metrics: Metrics) -> None:
+    """Run the canary of every model, one after another; set its `fault`, count and log changes."""
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
         metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()

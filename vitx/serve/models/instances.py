@@ -1,6 +1,7 @@
-"""Several sessions of one bundle behind one: a batch goes to whichever is free."""
+"""Several sessions of one bundle that look like one: a batch goes to a free session."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from queue import SimpleQueue
 from typing import Any
 
@@ -10,37 +11,47 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session
 
 
-class SessionPool:
-    """`infer` may be called from as many threads at once as there are sessions; one more waits."""
+class SessionPool(Session):
+    """Owns its sessions. `infer` may be called from as many threads at once as there are sessions; one more waits."""
 
     def __init__(self, sessions: Sequence[Session]) -> None:
-        self._first, self._count = sessions[0], len(sessions)
-        self.profiles = getattr(sessions[0], "profiles", ())  # TensorRT's
+        super().__init__()
+        self._sessions, self.profiles = sessions, sessions[0].profiles
         self._free: SimpleQueue[Session] = SimpleQueue()
         for session in sessions:
             self._free.put(session)
 
-    def infer(self, images: UInt8Array) -> Float32Array:
+    def _infer(self, images: UInt8Array) -> Float32Array:
         session = self._free.get()
         try:
             return session.infer(images)
         finally:
             self._free.put(session)
 
+    def _close(self) -> None:
+        for session in self._sessions:
+            session.close()
+
     def describe(self) -> dict[str, Any]:
-        return {**self._first.describe(), "sessions": self._count}
+        return {**self._sessions[0].describe(), "sessions": len(self._sessions)}
 
 
 def load_instances(load: Callable[[], Session], instances: int, threads: int | None) -> Session:
-    """Return a session that `instances` threads may call at once, each with `threads` threads of its own.
+    """Return a session that `instances` callers may use at once, each with `threads` threads for its batch.
 
-    One-thread sessions compute on their caller's thread, so one serves them all with one copy of the weights; sessions
-    of more threads share a pool when they share a session, so each instance gets its own, and its own weights.
+    A session of one thread computes on its caller's thread, so a single one serves all callers with one copy of the
+    weights. Callers of a session of more threads would share its thread pool, so each gets a session, and a copy of the
+    weights, of its own.
     """
-    return load() if instances == 1 or threads == 1 else SessionPool([load() for _ in range(instances)])
+    if instances == 1 or threads == 1:
+        return load()
+    with ExitStack() as opened:  # closes those that were loaded when the next one cannot be
+        sessions = [opened.enter_context(load()) for _ in range(instances)]
+        opened.pop_all()
+    return SessionPool(sessions)
 
 
 def tuned_setting(bundle: Bundle) -> Setting | None:
-    """What `vitx bench --tune` found for this machine, if it ran here."""
+    """The best setting that `vitx bench --tune` found for this machine; None if it has not run here."""
     latency = bundle.latency()
     return latency.tuning.best if latency and latency.tuning else None

@@ -1,6 +1,7 @@
-"""From a folder to a model that may be switched to: hashes, certificate, contract, warm-up, canary, latency curve."""
+"""Loads a bundle from disk to a warm model: hashes, certificate, session, warm-up, canary, latency curve."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.machine import local_gpus
-from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.session import Device
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
@@ -17,12 +17,13 @@ from vitx.serve.models.instances import tuned_setting
 from vitx.serve.models.offer import ModelKey, Offer, WarmModel, key_text
 from vitx.serve.models.served_model import load_warm
 from vitx.serve.models.warm_up import starting_curve
+from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import FIRST_VERSION
 
 
 @dataclass(frozen=True)
 class Loader:
-    """How bundles are loaded. Instances and threads that are None come from `vitx bench --tune`, if it ran here."""
+    """How bundles are loaded. `instances` and `threads`: None for what `vitx bench --tune` found here, if it ran."""
 
     batching: Batching
     device: Device = "auto"
@@ -34,7 +35,7 @@ class Loader:
     def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
         """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
         bundle = Bundle.open(path)
-        bundle.latency_file()  # carries its own digest
+        bundle.latency_file()  # not in the manifest: it has its own digest
         name = bundle.manifest.name
         if key is not None and key[0] != name:
             raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
@@ -42,17 +43,20 @@ class Loader:
         return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1])
 
     def warm(self, offer: Offer) -> WarmModel:
-        """Load a model and run it: this computes. Raises InputError or CheckFailed for one that breaks its promises."""
+        """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
         instances, threads = self._setting(offer.bundle)
         batching = replace(self.batching, instances=instances)
         session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=self.runtime)
-        profiles: Sequence[Profile] = getattr(session, "profiles", ())  # TensorRT's sessions alone have some
-        batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in profiles})))
-        canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
-        return WarmModel(offer, session, batching, starting_curve(offer.bundle, session, batching), canary)
+        with ExitStack() as opened:  # closes the session of a model that is refused
+            opened.enter_context(session)
+            batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
+            canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
+            curve = starting_curve(offer.bundle, session, batching)
+            opened.pop_all()
+        return WarmModel(offer, session, batching, curve, canary)
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
-        """(instances, threads): what was asked for; where nothing was, what was found best on this machine."""
+        """(instances, threads): as given; on a CPU with neither given, the best that was found on this machine."""
         on_cpu = self.device == "cpu" or (self.device == "auto" and not local_gpus())
         if not on_cpu or self.instances is not None or self.threads is not None:
             return self.instances or 1, self.threads
@@ -65,11 +69,11 @@ def open_offers(
 ) -> list[Offer]:
     """Open and verify bundles and their certificates; raise InputError or CheckFailed.
 
-    `paths` are models of one version; `found` those of a repository, which says the names and versions.
+    `paths`: bundles that serve as version 1; `found`: those of a repository, by name and version.
     """
     if not paths and not found:
         raise InputError("no bundle to serve: give one, or a --repository that has some")
-    loader = Loader(Batching(), allow_uncertified=allow_uncertified)
+    loader = Loader(ServeOptions().batching, allow_uncertified=allow_uncertified)
     offers: dict[ModelKey, Offer] = {}
     for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
         offer = loader.verify(path, key)

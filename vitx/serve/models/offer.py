@@ -1,4 +1,4 @@
-"""A bundle on its way into service: verified, then warm."""
+"""The two stages of a bundle before it serves: verified (Offer), then loaded and warmed up (WarmModel)."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
 from vitx.serve.protocol.infer import FIRST_VERSION
 
-ModelKey = tuple[str, str]  # name and version: a whole number, written without leading zeros
+ModelKey = tuple[str, str]  # name and version, a whole number without leading zeros
 
 
 def key_text(key: ModelKey) -> str:
-    """How messages name a model: the first version by its name alone."""
+    """A model's name in messages; the version is left out if it is the first."""
     name, version = key
     return f"'{name[:80]}'" if version == FIRST_VERSION else f"'{name[:80]}' version {version[:40]}"
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A verified bundle that may be served; without a certificate only because the user allowed it."""
+    """A verified bundle that may be served. `certificate` is None only with --allow-uncertified."""
 
     bundle: Bundle
     certificate: Certificate | None
@@ -34,7 +34,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class WarmModel:
-    """An offer whose session has answered real batches."""
+    """A loaded model whose session has run batches."""
 
     offer: Offer
     session: Session

@@ -1,4 +1,4 @@
-"""Bundles on disk by the names of their models: listed, loaded beside the running server, switched to, unloaded."""
+"""The models that a running server can load: lists the bundles on disk, loads, switches and unloads models."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ _log = logging.getLogger("vitx.serve")
 
 
 def bundles_in(folder: Path) -> dict[ModelKey, Path]:
-    """The bundles of a repository folder, by name and version: NAME.vitx, which is version 1, and NAME/VERSION.
+    """The bundles of a repository folder by name and version: NAME.vitx (version 1) and NAME/VERSION.
 
-    As in Triton a version is a whole number without leading zeros, and folders of other names are ignored. Raises
-    InputError if it is no folder, and when two bundles are the same version.
+    As in Triton a version is a whole number without leading zeros; folders with other names are ignored. Raises
+    InputError if `folder` is not a folder, or two bundles are the same version.
     """
     if not folder.is_dir():
         raise InputError(f"no model repository at '{folder}': expected a folder with bundles NAME{SUFFIX}")
@@ -44,15 +44,15 @@ def bundles_in(folder: Path) -> dict[ModelKey, Path]:
         if key in bundles:
             raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
         bundles[key] = path
-    return {key: bundles[key] for key in sorted(bundles, key=_in_order)}
+    return {key: bundles[key] for key in sorted(bundles, key=_by_version)}
 
 
-def _in_order(key: ModelKey) -> tuple[str, int]:
+def _by_version(key: ModelKey) -> tuple[str, int]:
     return key[0], int(key[1])
 
 
 class Repository:
-    """The models that a server may load: bundles given by path, and those of a folder, which may come later."""
+    """Loads and unloads the models of a server: bundles given by path, and those in a folder."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Repository:
         folder: Path | None = None,
         retire_seconds: float = 30.0,
     ) -> None:
-        """`given`: bundles beside the folder. `retire_seconds`: how long a replaced model waits for slow clients."""
+        """`given`: bundles outside the folder. `retire_seconds`: how long a replaced model waits for slow clients."""
         self._models = models
         self._loader = loader
         self._metrics = metrics
@@ -75,9 +75,9 @@ class Repository:
         self._busy = asyncio.Lock()
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
-        """Triton's repository index: name, version, state, reason; with `ready` only of models that are served."""
+        """Triton's repository index: name, version, state, reason; with `ready` only loaded models."""
         entries = []
-        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_in_order):
+        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_by_version):
             served = key in self._models
             reason = self._refusals.get(key, "" if served else "unloaded")
             state = "READY" if served else "UNAVAILABLE"
@@ -85,10 +85,10 @@ class Repository:
         return [entry for entry in entries if entry["state"] == "READY" or not ready]
 
     async def load(self, name: str) -> None:
-        """Load every version of a model and switch to it; what runs stays until then.
+        """Load every version of a model and switch to it, then unload versions that are no longer on disk.
 
-        Then the versions that are gone from the disk end. Raises RequestError: 404 for a name without a bundle, 400
-        with the reason for a bundle that is refused; versions before it were switched to.
+        The old model serves until the switch. Raises RequestError: 404 for a name without a bundle; 400 with the reason
+        for a bundle that is refused, after the versions before it were switched to.
         """
         async with self._busy:
             try:
@@ -104,7 +104,7 @@ class Repository:
                     self._remove((name, version))
 
     async def unload(self, name: str) -> None:
-        """Serve no version of a model any longer, once its requests are answered; raise RequestError 404 if none is."""
+        """Unload every version of a model once its requests are answered; raise RequestError 404 if none is loaded."""
         async with self._busy:
             versions = self._models.versions(name)
             if not versions:
@@ -115,9 +115,10 @@ class Repository:
     async def _load_one(self, key: ModelKey, path: Path) -> None:
         try:
             warm = await asyncio.to_thread(self._prepare, key, path)
-        except Exception as error:  # the edge of one load: the server and its model go on
+        except Exception as error:  # the edge of one load: the server goes on with the old model
             raise self._refused(key, error) from error
         if self._models.draining:
+            await asyncio.to_thread(warm.session.close)
             raise unavailable("the server is shutting down", "draining")
         self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
         self._refusals.pop(key, None)
@@ -131,16 +132,16 @@ class Repository:
         log(f"vitx: model {key_text(key)} unloaded")
 
     async def load_all(self) -> None:
-        """Load every served model again; what is refused is logged and keeps its old model."""
+        """Load every model again; one that is refused is logged, and its old model serves on."""
         for name in self._models.names:
-            with suppress(RequestError):  # `load` has logged and counted it
+            with suppress(RequestError):  # logged and counted by `load`
                 await self.load(name)
 
     async def watch(self, seconds: float) -> None:
-        """Load what changes on disk, for ever: the bundles that are served, and every one in the folder.
+        """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new.
 
-        A bundle counts as changed when its manifest or its certificate is another file, and as complete when it
-        looked the same twice, `seconds` apart. One that vanishes stays in service.
+        A bundle has changed when its manifest or certificate is another file; it is complete when two checks in a row
+        find it the same. The model of a bundle that vanishes stays loaded.
         """
         loaded = await asyncio.to_thread(self._signatures)
         before = loaded
@@ -160,14 +161,15 @@ class Repository:
                     await self._load_one(key, path)
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
-        """On a thread: everything that can be refused."""
-        path = path.resolve()  # a link that is moved meanwhile does not lead us elsewhere
+        """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
+        path = path.resolve()  # the same folder to the end, even if a link is moved meanwhile
         before = _signature(path)
         offer = self._loader.verify(path, key)
         if (served := self._models.loaded(key)) is not None:
             check_contract(served.bundle, offer.bundle)
         warm = self._loader.warm(offer)
         if _signature(path) != before:
+            warm.session.close()
             raise CheckFailed(f"{path} was replaced while it was loaded: load it again")
         return warm
 
@@ -184,19 +186,19 @@ class Repository:
         return {**({} if self._folder is None else bundles_in(self._folder)), **self._given}
 
     def _seen(self) -> dict[ModelKey, Path]:
-        """As `_bundles`, also while the folder is gone, perhaps for a moment."""
+        """As `_bundles`; while the folder is missing, which may be temporary, only the given bundles."""
         try:
             return self._bundles()
         except (InputError, OSError):
             return self._given
 
     def _signatures(self) -> dict[ModelKey, Signature]:
-        """Of every bundle that is there, whole enough to be one."""
+        """The signature of every bundle that has a manifest or a certificate."""
         return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
 
 
 def _signature(path: Path) -> Signature | None:
-    """What changes when a bundle is replaced: two calls of the file system, whatever its size. None: no bundle."""
+    """(inode, mtime, size) of manifest and certificate: changes when the bundle is replaced. None: no bundle."""
     found = []
     for name in (MANIFEST, CERTIFICATE):
         try:
@@ -226,7 +228,7 @@ def _unknown(name: str) -> RequestError:
 
 
 def repository_parameters(given: Mapping[str, Any]) -> None:
-    """Raise RequestError 400 for parameters of a load or unload; Triton's clients send one that says nothing here."""
+    """Raise RequestError 400 for any parameter of a load or unload but the one that Triton's clients always send."""
     if unknown := sorted(given.keys() - {"unload_dependents"}):
         raise RequestError(f"parameter '{unknown[0][:80]}' is not offered: a bundle is loaded as it is on disk")
 

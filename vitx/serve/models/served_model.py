@@ -1,9 +1,8 @@
-"""A model in service: its bundle, session, certificate and batcher. And the set of them that one server holds."""
+"""A model in service (bundle, session, certificate, batcher), and the set of models of one server."""
 
 import asyncio
-import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +18,15 @@ from vitx.serve.limits import Batching
 from vitx.serve.models.instances import load_instances
 from vitx.serve.models.offer import ModelKey
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT
+from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.infer import Contract
 
 if TYPE_CHECKING:
     from vitx.serve.models.offer import WarmModel
 
-_YOUNG_OBJECTS = 10_000  # that the collector waits for: the objects of some hundred requests
-
 
 class ServedModel:
-    """One model that answers requests. Create it on a running event loop. `fault` is what its canary found, if any."""
+    """One model that answers requests. Create it on a running event loop. `fault`: what its canary found, or None."""
 
     def __init__(self, warm: "WarmModel", metrics: Metrics) -> None:
         self.bundle = warm.offer.bundle
@@ -37,6 +34,7 @@ class ServedModel:
         self.canary = warm.canary
         self.fault: str | None = None
         self.contract = Contract.of(self.bundle.manifest, warm.offer.version)
+        self._session = warm.session
         self.runtime = warm.session.describe()
         self.batcher = Batcher(
             warm.session.infer, warm.batching, curve=warm.curve, on_batch=lambda times: self.metrics.batch(times)
@@ -48,6 +46,11 @@ class ServedModel:
             lambda: self.batcher.running,
             lambda: self.batcher.replaced_instances,
         )
+
+    async def close(self) -> None:
+        """Finish what the batcher accepted, then free the model."""
+        await self.batcher.close()
+        await asyncio.to_thread(self._session.close)
 
     @property
     def name(self) -> str:
@@ -62,7 +65,7 @@ class ServedModel:
         return self.name, self.version
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`; `versions` are all that serve."""
+        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded."""
         manifest = self.bundle.manifest
         own = {
             "certified": self.certificate is not None,
@@ -88,7 +91,7 @@ class ServedModel:
         return self.batcher.statistics.as_json(*self.key)
 
     def stats(self) -> dict[str, Any]:
-        """What the page's charts are drawn from; counters since the start."""
+        """The model's entry in `/v1/stats`, from which the page draws its charts; counters since the start."""
         return {
             "name": self.name,
             "version": self.version,
@@ -110,26 +113,29 @@ class ServedModel:
 def load_warm(
     bundle: Bundle, batching: Batching, *, device: Device, threads: int | None, runtime: str = "onnxruntime"
 ) -> Session:
-    """Load a bundle and run real batches of one and of two images; raise InputError if the model cannot do them.
+    """Load a bundle and run batches of one and of two images; raise InputError if their logits have another shape.
 
-    Larger ones run in the warm-up, up to the size that the batcher will aim at.
+    The warm-up runs larger batches, up to the size that the batcher will aim at.
     """
     session = load_instances(
         lambda: load_session(bundle, runtime, device=device, threads=threads), batching.instances, threads
     )
     contract = Contract.of(bundle.manifest)
-    for rows in {1, min(2, batching.max_batch)}:
-        logits = session.infer(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
-        if logits.shape != (rows, contract.classes):
-            raise InputError(
-                f"{bundle.path} returns {logits.shape} for {rows} images: "
-                f"its manifest says ({rows}, {contract.classes})"
-            )
+    with ExitStack() as opened:  # closes the session of a bundle that is refused
+        opened.enter_context(session)
+        for rows in {1, min(2, batching.max_batch)}:
+            logits = session.infer(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
+            if logits.shape != (rows, contract.classes):
+                raise InputError(
+                    f"{bundle.path} returns {logits.shape} for {rows} images: "
+                    f"its manifest says ({rows}, {contract.classes})"
+                )
+        opened.pop_all()
     return session
 
 
 class Generation:
-    """The requests that began between two switches of a model: what they hold may not be closed."""
+    """The requests that began between two model switches. A model they may use is closed only after they ended."""
 
     def __init__(self) -> None:
         self._requests = 0
@@ -150,22 +156,25 @@ class Generation:
 
 
 class ModelSet:
-    """The models of one server by name and version, and whether it takes work. Create it on a running event loop.
+    """The models of one server by name and version, and its state. Create it on a running event loop.
 
-    A request that names no version is answered by the highest one that is loaded.
+    A request without a version is answered by the highest loaded one. draining: new requests are refused. leaving:
+    requests are answered, and their connections closed after the reply.
     """
 
-    def __init__(self, expected: Iterable[ModelKey]) -> None:
-        self._expected = dict.fromkeys(expected)  # in order
+    def __init__(self, expected: Iterable[ModelKey], on_change: Callable[[], object] = lambda: None) -> None:
+        """`on_change` is called when a model was added, and on another thread when one was closed."""
+        self._expected = dict.fromkeys(expected)  # an ordered set
+        self._on_change = on_change
         self.draining = False
-        self.leaving = False  # requests are still answered, and their connections closed
+        self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
         self._generation = Generation()
         self._retiring: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
-        """Every version of every model that is loaded."""
+        """Every loaded version of every model."""
         return iter([*self._models.values()])
 
     def __contains__(self, key: ModelKey) -> bool:
@@ -173,33 +182,33 @@ class ModelSet:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The models that are served, or will be."""
+        """The names of the models that are loaded or are to be."""
         return tuple(dict.fromkeys(name for name, _ in self._expected))
 
     @property
     def ready(self) -> bool:
-        """Whether every model that was asked for is warm and itself, and the server does not drain."""
+        """Whether every expected model is loaded and passes its canary, and the server does not drain."""
         return all(self.is_ready(*key) for key in self._expected) and not self.draining
 
     def versions(self, name: str) -> list[str]:
-        """The versions of a model that are loaded, ascending."""
+        """The loaded versions of a model, ascending."""
         return sorted((version for of, version in self._models if of == name), key=int)
 
     def loaded(self, key: ModelKey) -> ServedModel | None:
         return self._models.get(key)
 
     def is_ready(self, name: str, version: str | None = None) -> bool:
-        """Whether a model takes requests and its canary found nothing wrong."""
+        """Whether a model takes requests and passes its canary."""
         model = self._newest.get(name) if version is None else self._models.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
     def enter(self) -> Generation:
-        """Begin a request, before it asks for its model; it calls `leave` of what this returns when it ends."""
+        """Call when a request starts, before `get`; call `leave` of the result when it ends."""
         self._generation.enter()
         return self._generation
 
     def switch(self, model: ServedModel, retire_seconds: float) -> None:
-        """Serve this model from now on; one of the same name and version ends with the last request that holds it."""
+        """Serve this model; one of the same name and version is closed after the last request that may use it."""
         old = self._models.get(model.key)
         self._expected[model.key] = None
         self._models[model.key] = model
@@ -207,19 +216,19 @@ class ModelSet:
         if old is not None:
             self._retire(old, retire_seconds)
         else:
-            _set_apart()
+            self._on_change()
 
     def remove(self, key: ModelKey, retire_seconds: float) -> None:
-        """Serve a model no longer."""
+        """Stop serving a model; it is closed after the last request that may use it."""
         self._expected.pop(key, None)
         model = self._models.pop(key)
         self._find_newest(model.name)
         self._retire(model, retire_seconds)
 
     def get(self, name: str | None, version: str | None = None) -> ServedModel:
-        """Return a model: of None the only one, without a version the newest.
+        """Return a model: the only one if `name` is None, the highest version if `version` is None.
 
-        Raises RequestError 404, or 503 while it loads or the server drains.
+        Raises RequestError: 404 for an unknown model, 503 while it loads or the server drains.
         """
         if self.draining:
             raise unavailable("the server is shutting down", "draining")
@@ -228,7 +237,7 @@ class ModelSet:
         model = self._newest.get(name) if version is None else self._models.get((name, version))
         if model is None:
             raise self._missing(name, version)
-        if (record := CURRENT.get()) is not None:
+        if (record := CURRENT_RECORD.get()) is not None:
             record.model = name
         return model
 
@@ -253,37 +262,25 @@ class ModelSet:
             self._newest[name] = self._models[name, versions[-1]]
 
     async def close(self) -> None:
-        """Finish what every model accepted."""
-        await asyncio.gather(*(model.batcher.close() for model in self._models.values()), *self._retiring)
+        """Close every model after the requests it has accepted."""
+        await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
         ended, self._generation = self._generation, Generation()
-        task = asyncio.create_task(_close_after(ended, model, seconds))
+        task = asyncio.create_task(self._close_after(ended, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-
-async def _close_after(requests: Generation, model: ServedModel, seconds: float) -> None:
-    """Close a model when the requests that may hold it have ended; a client slower than `seconds` gets 503."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(requests.end(), seconds)
-    await model.batcher.close()
-    del model
-    await asyncio.to_thread(_set_apart)  # batcher and threads refer to one another, and hold the old weights
-
-
-def _set_apart() -> None:
-    """Collect garbage, and keep what is left out of later collections, which would visit it again and again.
-
-    Modules and models stay for as long as the server does; looking at them cost a quarter of a small request's time.
-    """
-    gc.unfreeze()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_YOUNG_OBJECTS)
+    async def _close_after(self, requests: Generation, model: ServedModel, seconds: float) -> None:
+        """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(requests.end(), seconds)
+        await model.close()
+        del model  # batcher and threads refer to each other: a collection of garbage frees the old weights
+        await asyncio.to_thread(self._on_change)
 
 
 def _summary(certificate: Certificate) -> dict[str, Any]:
-    """A certificate without its long lists."""
+    """A certificate with the number of its flips instead of the list, and without its subject."""
     whole = certificate.model_dump(mode="json", exclude={"subject", "flips"})
     return {**whole, "flips": len(certificate.flips)}

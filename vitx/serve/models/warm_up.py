@@ -1,4 +1,4 @@
-"""The latency curve a model starts with: what `vitx bench` measured of this setting here, or a quick measurement."""
+"""The first latency curve of a model: from `vitx bench` if it measured this setting here, else a quick measurement."""
 
 import statistics
 import time
@@ -13,17 +13,15 @@ from vitx.runtimes.session import Session, image_shape
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 
-# A start must stay short: a size whose calls would take longer than what is left of this is not measured, or not as
-# often.
-_SECONDS = 0.5
-_CALLS = 12
+_SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
+_CALLS = 12  # of each size at most
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
-    """The bundle's `latency.json` if it is of this runtime, alone on this machine; else `measure_curve`.
+    """The curve in the bundle's `latency.json` if it holds for this setting, else a measured one.
 
-    Several instances slow one another down, which a measurement of one session does not know. Either way a batch of the
-    size that the batcher will aim at has been run.
+    It holds for the same runtime and machine with one instance: several instances slow each other down. In both cases a
+    batch of the size that the batcher will aim at has run.
     """
     known = bundle.latency()
     measured = known is not None and known.points and batching.instances == 1
@@ -38,10 +36,10 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
 def measure_curve(
     session: Session, shape: Sequence[int], batching: Batching, seconds: float = _SECONDS
 ) -> LatencyCurve:
-    """Time batches of 1, 2, 4, … images in turns, every instance at once, for about `seconds`.
+    """Time batches of 1, 2, 4, … images alternately, on all instances at once, for about `seconds`.
 
-    The first pass goes from the smallest size up, so that a slow model is known by what it can do in the time. The
-    first call of a size, which allocates, compiles or chooses algorithms, does not count.
+    shape: of one image. The first pass goes from the smallest size up, so that of a slow model at least the small sizes
+    are measured. The first call of each size allocates, compiles or chooses algorithms, and is not counted.
     """
     images = np.zeros((batching.max_batch, *shape), dtype=np.uint8)
     taken: dict[int, list[float]] = {}
@@ -49,6 +47,7 @@ def measure_curve(
     with ThreadPoolExecutor(batching.instances) as callers:
 
         def measured(rows: int) -> list[float]:
+            """Seconds of one batch on each instance."""
             jobs = [callers.submit(_seconds_of, session, images[:rows]) for _ in range(batching.instances)]
             return [job.result() for job in jobs]
 

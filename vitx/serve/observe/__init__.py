@@ -1,1 +1,1 @@
-"""What the server tells of itself: metrics, statistics, access log, traces, `vitx top`."""
+"""Observability: metrics, statistics, access log, traces, `vitx top`."""

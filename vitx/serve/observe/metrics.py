@@ -1,4 +1,4 @@
-"""What the server measures: Prometheus metrics at /metrics, and a short summary of the present for the web page."""
+"""The server's Prometheus metrics (/metrics), and a short summary for the web page (/v1/stats)."""
 
 import time
 from collections import deque
@@ -12,11 +12,11 @@ from vitx.serve.observe.model_statistics import BatchTimes
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _MODEL = ("model", "version")
-_RECENT = 1024  # requests whose latency the page's percentiles are of
+_RECENT = 1024  # the page's percentiles are of this many latest requests
 
 
 class ModelMetrics:
-    """The series of one model, with their labels resolved once: the hot path looks nothing up."""
+    """The series of one model. Their labels are resolved once, so that a batch needs no look-up."""
 
     def __init__(self, metrics: "Metrics", model: str, version: str) -> None:
         self.batches = 0
@@ -39,7 +39,7 @@ class ModelMetrics:
 
 
 class Metrics:
-    """All series of one server, in a registry of their own."""
+    """All series of one server, in its own registry."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
@@ -82,8 +82,8 @@ class Metrics:
         )
         ProcessCollector(registry=registry)
         self._models: dict[tuple[str, str], tuple[ModelMetrics, tuple[str, ...]]] = {}
-        self.gather: Callable[[], Awaitable[bytes]] | None = None  # the exposition of several workers together
-        self._counters: dict[tuple[str, int], Counter] = {}  # by their labels: looking these up takes longer than inc()
+        self.gather: Callable[[], Awaitable[bytes]] | None = None  # /metrics of all workers or replicas together
+        self._counters: dict[tuple[str, int], Counter] = {}  # by labels: `Counter.labels` takes longer than `inc`
         self._histograms: dict[str, Histogram] = {}
         self.latencies: deque[float] = deque(maxlen=_RECENT)
         self.answered = 0
@@ -98,9 +98,10 @@ class Metrics:
         running: Callable[[], float],
         replaced: Callable[[], float],
     ) -> ModelMetrics:
-        """Begin the series of a model, or go on with those of the model of this name and version that it replaces.
+        """Return the series of a model; a model that replaces another of the same key continues its series.
 
-        `key`: name and version. `info` has the labels certificate, runtime, provider, precision, in this order.
+        `key`: name and version. `info`: the labels certificate, runtime, provider, precision, in this order. The
+        callbacks are read when the metrics are scraped.
         """
         known, labels = self._models.get(key), (*key, *info.values())
         if known is not None and known[1] != labels:
@@ -114,7 +115,7 @@ class Metrics:
         return series
 
     def remove_model(self, key: tuple[str, str]) -> None:
-        """End what is said of a model's present; its counters stay."""
+        """Remove the gauges of a model; its counters stay."""
         _, labels = self._models.pop(key)
         self._model_info.remove(*labels)
         for gauge in (self._queue_depth, self._running, self._replaced):
@@ -125,7 +126,7 @@ class Metrics:
         self.rejections.labels(reason).inc()
 
     def answer(self, route: str, status: int, seconds: float | None = None) -> None:
-        """Record one reply; `seconds` only for a request that went through a model."""
+        """Record one reply; `seconds` only for `infer` and `classify`."""
         counter = self._counters.get((route, status))
         if counter is None:
             counter = self._counters[route, status] = self.requests.labels(route, str(status))
@@ -136,7 +137,7 @@ class Metrics:
             if histogram is None:
                 histogram = self._histograms[route] = self.request_seconds.labels(route)
             histogram.observe(seconds)
-            if status < 400:  # refusals are fast, and would flatter
+            if status < 400:  # refusals are fast and would make the percentiles look better
                 self.latencies.append(seconds)
 
     def exposition(self) -> bytes:
@@ -144,7 +145,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def summary(self) -> dict[str, Any]:
-        """Counters since the start, and percentiles of the latest requests; the page takes differences."""
+        """Counters since the start, of which the page takes differences, and percentiles of the latest requests."""
         recent = sorted(self.latencies)
         return {
             "uptime_seconds": round(time.monotonic() - self._started, 3),

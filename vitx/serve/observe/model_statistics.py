@@ -1,28 +1,23 @@
-"""Triton's statistics extension: what one model has done since it was loaded.
+"""Triton's statistics extension: counts and times of one model since it was loaded.
 
-Source: Triton's docs/protocol/extension_statistics.md. Times of a batch count once for each of its requests in
-`inference_stats`, and once in `batch_stats`.
+Source: Triton's docs/protocol/extension_statistics.md. `inference_stats` counts the times of a batch once
+for each of its requests, `batch_stats` once.
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
-class Times(Protocol):
-    """Seconds of one batch; `queue` has one entry a request."""
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """Seconds of one batch."""
 
-    @property
-    def rows(self) -> int: ...
-    @property
-    def gather(self) -> float: ...
-    @property
-    def compute(self) -> float: ...
-    @property
-    def output(self) -> float: ...
-    @property
-    def queue(self) -> Sequence[float]: ...
+    rows: int
+    gather: float  # copying the images of its requests into one array
+    compute: float
+    output: float  # from the end of the computation to the replies
+    queue: tuple[float, ...]  # one entry for each request
 
 
 @dataclass(slots=True)
@@ -44,7 +39,7 @@ class _Compute:
     infer: _Duration = field(default_factory=_Duration)
     output: _Duration = field(default_factory=_Duration)
 
-    def add(self, times: Times, count: int) -> None:
+    def add(self, times: BatchTimes, count: int) -> None:
         self.input.add(times.gather * count, count)
         self.infer.add(times.compute * count, count)
         self.output.add(times.output * count, count)
@@ -54,7 +49,7 @@ class _Compute:
 
 
 class ModelStatistics:
-    """Counts of one model."""
+    """Counts and times of one model."""
 
     def __init__(self) -> None:
         self._success, self._fail, self._queue = _Duration(), _Duration(), _Duration()
@@ -64,15 +59,15 @@ class ModelStatistics:
         self._last_inference = 0.0
 
     def add_success(self, seconds: float) -> None:
-        """A request was answered, `seconds` after it came."""
+        """Count a request that was answered `seconds` after its arrival."""
         self._success.add(seconds)
 
     def add_failure(self, seconds: float) -> None:
-        """A request was refused, failed or given up."""
+        """Count a request that was refused, failed or was cancelled."""
         self._fail.add(seconds)
 
-    def add_batch(self, times: Times) -> None:
-        """A batch ran."""
+    def add_batch(self, times: BatchTimes) -> None:
+        """Count a batch that ran."""
         self._last_inference = time.time()
         self._images += times.rows
         self._queue.add(sum(times.queue), len(times.queue))
@@ -97,14 +92,3 @@ class ModelStatistics:
             },
             "batch_stats": [{"batch_size": size, **self._by_size[size].as_json()} for size in sorted(self._by_size)],
         }
-
-
-@dataclass(frozen=True, slots=True)
-class BatchTimes:
-    """What one batch took; every time in seconds."""
-
-    rows: int
-    gather: float  # the rows of its requests into one array
-    compute: float
-    output: float  # from the end of the computation to the replies
-    queue: tuple[float, ...]  # one a request

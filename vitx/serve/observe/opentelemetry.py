@@ -1,8 +1,8 @@
-"""OpenTelemetry traces over OTLP/HTTP: a span a request, and under it what it spent its time on.
+"""OpenTelemetry traces over OTLP/HTTP: a span for each request, with its phases as child spans.
 
-A request's spans are made when it has ended, from the times that its record has: nothing of this runs before, and no
-context is kept meanwhile. The parent is the client's `traceparent` (W3C Trace Context), which also says whether the
-request is sampled; without one every request is, unless OTEL_TRACES_SAMPLER says otherwise.
+The spans are made after a request has ended, from the times in its record, so that they cost nothing before its reply.
+The parent is the client's `traceparent` (W3C Trace Context), which also decides whether the request is sampled. Without
+one every request is sampled, unless OTEL_TRACES_SAMPLER says otherwise.
 """
 
 import time
@@ -19,18 +19,18 @@ from vitx import __version__
 from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
-_EXPORT_SECONDS = 5.0  # for one batch of spans; a collector that is gone costs spans, not the server's end
+_EXPORT_SECONDS = 5.0  # for one batch of spans: when the collector is gone, spans are lost and the server still ends
 _PATH = "/v1/traces"
 
 
 class Tracing:
-    """Sends the spans of requests to a collector, on a thread of its own; at most 2,048 wait there."""
+    """Sends the spans of requests to a collector, on its own thread; at most 2,048 are queued."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is the collector's base URL, or that of its traces; raise InputError if it is none of HTTP."""
+        """`endpoint`: the collector's base URL, or the URL of its traces; raise InputError if it is not HTTP."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"'{endpoint}' is no OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
+            raise InputError(f"'{endpoint}' is not an OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
         url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
         resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -39,16 +39,16 @@ class Tracing:
         self._context = TraceContextTextMapPropagator()
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
-        """Make the spans of a request that ends now, and took so many seconds."""
+        """Make the spans of a request that ends now and took `seconds`."""
         now = time.monotonic()
-        epoch = time.time_ns() - round(1e9 * now)  # of the monotonic clock, in the spans' time
+        epoch = time.time_ns() - round(1e9 * now)  # Unix time in ns when the monotonic clock was 0
 
         def at(moment: float) -> int:
             return epoch + round(1e9 * moment)
 
         given = {"traceparent": record.traceparent, "tracestate": record.tracestate}
         span = self._tracer.start_span(
-            # Of what no model answered the path is the client's invention: one name for each of them is too many.
+            # Without a model the path is whatever the client sent; span names should be few.
             f"{method} {path}" if record.model is not None else method,
             self._context.extract({name: value for name, value in given.items() if value}),
             SpanKind.SERVER,
@@ -62,7 +62,7 @@ class Tracing:
         span.end(at(now))
 
     def close(self) -> None:
-        """Send what waits."""
+        """Send the queued spans."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""What is known of the request that the present task answers, gathered where it is known; for log and traces."""
+"""The record of one request for access log and traces, filled in by whoever handles the request."""
 
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Durations in seconds, moments by time.monotonic(); None for what did not happen."""
+    """One request. Durations in seconds, moments as time.monotonic(); None for a phase that did not happen."""
 
     id: str
-    traceparent: str | None = None  # the client's, of W3C Trace Context
+    traceparent: str | None = None  # the client's, see W3C Trace Context
     tracestate: str | None = None
     model: str | None = None
     images: int = 0
     decode_started: float | None = None
     decode: float | None = None  # of all its images
     queue_entered: float | None = None
-    queue: float | None = None  # until its first batch began
-    compute: float | None = None  # from there until its last batch was computed
+    queue: float | None = None  # until its first batch started
+    compute: float | None = None  # from then until its last batch was computed
 
     def phases(self) -> list[tuple[str, float, float]]:
-        """Name, begin and end of what it spent its time on."""
+        """(name, start, end) of the phases that happened."""
         found = []
         if self.decode_started is not None and self.decode is not None:
             found.append(("decode", self.decode_started, self.decode_started + self.decode))
@@ -32,10 +32,10 @@ class RequestRecord:
 
 
 class RequestObserver(Protocol):
-    """What is told of every request that has ended; `seconds` is its whole time."""
+    """Its `write` is called for every request that has ended; `seconds`: its whole time."""
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None: ...
 
 
-# None where nobody will read it.
-CURRENT: ContextVar[RequestRecord | None] = ContextVar("CURRENT", default=None)
+# The record of the request that the present task handles; None without access log and traces.
+CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("CURRENT_RECORD", default=None)

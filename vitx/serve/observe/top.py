@@ -1,4 +1,4 @@
-"""What `vitx top` shows: a running server's statistics, read over HTTP, and the rates between two readings."""
+"""The numbers of `vitx top`: reads a running server's statistics over HTTP, and computes rates between two readings."""
 
 import json
 import ssl
@@ -16,13 +16,12 @@ from vitx.core.errors import EnvironmentMissing, InputError
 
 Labels = frozenset[tuple[str, str]]
 
-_PATIENCE_SECONDS = 5.0
-_NEEDED = "vitx_model_info"
+_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a server said at one moment: /v1/stats, and the samples of /metrics by name and labels."""
+    """A server's /v1/stats and /metrics at one moment; `samples` by name and labels."""
 
     url: str
     stats: Mapping[str, Any]
@@ -34,26 +33,26 @@ class Reading:
         return sum(value for given, value in self.samples.get(name, {}).items() if wanted <= given)
 
     def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The samples that have these labels, by the value of another one."""
+        """The samples that have `labels`, by the value of another label."""
         wanted = labels.items()
         return {dict(given)[label]: value for given, value in self.samples.get(name, {}).items() if wanted <= given}
 
 
-class Server:
-    """A server at `url`, such as http://127.0.0.1:8000; `token` is the bearer token it asks for, if any."""
+class ServerClient:
+    """Reads a server at `url`, such as http://127.0.0.1:8000; `token`: the bearer token it asks for, if any."""
 
     def __init__(self, url: str, token: str | None = None, cafile: str | None = None) -> None:
-        """Raise InputError unless `url` is of HTTP; one without a scheme is http://."""
+        """Raise InputError if `url` is not HTTP; without a scheme it is http://."""
         url = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"'{url}' is no address of a server: expected one such as http://127.0.0.1:8000")
+            raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._tls = ssl.create_default_context(cafile=cafile) if parts.scheme == "https" else None
 
     def read(self) -> Reading:
-        """Ask now; raise EnvironmentMissing when nothing answers, or what answers is not vitx serve."""
+        """Read now; raise EnvironmentMissing if nothing answers, or something other than `vitx serve`."""
         statistics, metrics = self._get("/v1/stats"), self._get("/metrics")
         try:
             stats = json.loads(statistics)
@@ -70,7 +69,7 @@ class Server:
     def _get(self, path: str) -> bytes:
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=_PATIENCE_SECONDS, context=self._tls) as reply:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=self._tls) as reply:
                 data: bytes = reply.read()
                 return data
         except urllib.error.HTTPError as error:
@@ -86,18 +85,18 @@ class Server:
 
     def _not_vitx(self, found: str) -> EnvironmentMissing:
         return EnvironmentMissing(
-            f"what answers at {self.url} is no `vitx serve`: {found}; give the address that `vitx serve` printed"
+            f"what answers at {self.url} is not `vitx serve`: {found}; give the address that `vitx serve` printed"
         )
 
 
 def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
-    """What happened between two readings, or since the server's start without one; JSON that `vitx top --json` prints.
+    """What happened between two readings, or since the server's start if `before` is None. `vitx top --json` prints it.
 
-    Rates are a second, times in milliseconds, memory in MiB; None where nothing happened.
+    Rates are per second, times in milliseconds, memory in MiB; None where nothing happened.
     """
     uptime = float(now.stats["uptime_seconds"])
     if before is not None and before.stats["uptime_seconds"] >= uptime:
-        before = None  # another server, or the same after a restart
+        before = None  # another server, or it was restarted
     seconds = uptime - (float(before.stats["uptime_seconds"]) if before else 0.0)
     cpu = _gained("process_cpu_seconds_total", now, before)
     return {
@@ -113,7 +112,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
         "cpu_percent": _rate(100 * cpu, seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
         "open_files": int(now.total("process_open_fds")),
-        "models": [_model(one, now, before, seconds) for one in now.stats["models"]],
+        "models": [_model(model, now, before, seconds) for model in now.stats["models"]],
     }
 
 
@@ -121,7 +120,7 @@ def _model(stats: Mapping[str, Any], now: Reading, before: Reading | None, secon
     model = {"model": str(stats["name"]), "version": str(stats["version"])}
     images = _gained("vitx_images_total", now, before, **model)
     batches = _gained("vitx_batch_size_count", now, before, **model)
-    info = [dict(labels) for labels in now.samples.get(_NEEDED, {}) if model.items() <= labels]
+    info = [dict(labels) for labels in now.samples.get("vitx_model_info", {}) if model.items() <= labels]
     about = info[0] if info else {}
     return {
         "name": model["model"],
@@ -155,9 +154,9 @@ def _percentiles(name: str, now: Reading, before: Reading | None, model: Mapping
 
 
 def quantile(buckets: Mapping[float, float], share: float) -> float | None:
-    """A quantile of cumulative histogram buckets, upper bound → count, linear within a bucket as in Prometheus.
+    """A quantile of cumulative histogram buckets (upper bound → count), linear within a bucket as in Prometheus.
 
-    None of nothing; the largest finite bound for what lies beyond it.
+    None without samples; the largest finite bound if the quantile lies beyond it.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]]:

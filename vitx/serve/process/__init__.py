@@ -1,1 +1,1 @@
-"""Processes of the server: one, several on a port, replicas on Ray."""
+"""Server processes: one, several on a port, replicas on Ray."""

@@ -1,4 +1,4 @@
-"""The listening socket, claimed before anything is loaded."""
+"""Claims the listening socket, before anything is loaded."""
 
 import errno
 import socket
@@ -8,11 +8,11 @@ from vitx.core.errors import EnvironmentMissing, InputError
 
 
 def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
-    """Return a listening socket; raise EnvironmentMissing when the address is taken or not allowed."""
+    """Return a listening socket; raise InputError for an unknown host, EnvironmentMissing if it cannot listen there."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise InputError(f"host '{host}' is no address of this machine: {error.strerror}") from None
+        raise InputError(f"host '{host}' is not an address of this machine: {error.strerror}") from None
     listener = socket.socket(family, kind, protocol)
     try:
         if sys.platform != "win32":  # there it would let two servers share the port
@@ -31,12 +31,12 @@ def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
 
 
 def hold_shared_port(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
-    """Return a socket that holds a port, 0 for any, for processes that each listen on it with SO_REUSEPORT.
+    """Return a socket that reserves a port (0: any free one) for processes that each listen on it with SO_REUSEPORT.
 
-    It does not listen, so no connection comes to it; and it keeps others from the port, who could join with the same
-    option and take connections. Raises as `claim_port`.
+    It does not listen, so it gets no connections. While it is open no other user can listen on the port with
+    SO_REUSEPORT and take connections. Raises what `claim_port` raises.
     """
-    with claim_port(host, port, option) as first:  # fails where anybody has the port, with SO_REUSEPORT or without
+    with claim_port(host, port, option) as first:  # fails if the port is in use, with SO_REUSEPORT or without
         address, family = first.getsockname(), first.family
     holder = socket.socket(family, socket.SOCK_STREAM)
     try:

@@ -1,4 +1,4 @@
-"""`vitx serve --ray`: a cluster of its own or one that runs, the application on it, and its end with a signal."""
+"""`vitx serve --ray`: starts or joins a Ray cluster, deploys the application, and deletes it on a signal."""
 
 import http.client
 import logging
@@ -29,22 +29,24 @@ from vitx.core.machine import describe_machine
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.models.loading import open_offers
 from vitx.serve.models.offer import Offer
+from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import hold_shared_port
 from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, require_same, share_of
 
 APPLICATION = "vitx"
-_LOOK_SECONDS = 0.2  # between two looks at an application that starts
-_WATCH_SECONDS = 2.0  # and at one that runs
-_CHECK_SECONDS = 60.0  # for a node to look at its bundles
+_START_POLL_SECONDS = 0.2  # between two checks of an application that starts
+_RUN_POLL_SECONDS = 2.0  # and of one that runs
+_NODE_SECONDS = 60.0  # for a node to check its bundles
 _VITX_ERROR = re.compile(r"^vitx\.core\.errors\.(\w+): (.*)$", re.MULTILINE)
 
 
-def serve_on_ray(args: ServeArgs, address: str, host: str, port: int) -> None:
-    """Serve until a signal comes, then drain. `address` is Ray's; a cluster that was started here ends with us.
+def serve_on_ray(options: ServeOptions, address: str) -> None:
+    """Serve until a signal comes, then drain. `address`: Ray's, or LOCAL for a cluster that ends with this process.
 
-    Raises InputError or CheckFailed for bundles that may not be served, and EnvironmentMissing where there is no such
-    cluster or the port is taken.
+    Raises InputError or CheckFailed for bundles that may not be served, EnvironmentMissing if there is no such cluster
+    or the port is taken.
     """
+    args, host, port = ServeArgs.of(options), options.host, options.port
     offers = open_offers(args.bundles, allow_uncertified=args.allow_uncertified)  # before anything is started
     if address != LOCAL:
         with _cluster(address):
@@ -60,7 +62,7 @@ def _cluster(address: str) -> AbstractContextManager[None]:
 
 
 def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held: socket.socket | None = None) -> None:
-    """Serve on the cluster; on one that was started here the port was held until now."""
+    """Serve on the cluster. `held`: the socket that reserves the port, if the cluster was started here."""
     local = held is not None
     stopped = _take_signals()
     share = share_of(args, cluster_resources())
@@ -68,7 +70,7 @@ def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held:
     if not local:
         _require_bundles(args.bundles, share)
     if held is not None:
-        held.close()  # Ray's HAProxy would not share it
+        held.close()  # Ray's HAProxy cannot listen on a port that is held
     _start_serve(host, port)
     _require_free_name()
     target = serve.RunTarget(application(args, offers), name=APPLICATION)
@@ -83,7 +85,7 @@ def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held:
 
 
 def _take_signals() -> threading.Event:
-    """Return what the first signal sets; a second one ends this process, and with it the cluster that it started."""
+    """Return an event that the first signal sets. A second one ends this process, and a cluster that it started."""
     stopped = threading.Event()
 
     def on_signal(number: int, frame: object) -> None:
@@ -99,7 +101,7 @@ def _take_signals() -> threading.Event:
 
 
 def _require_room(args: ServeArgs, share: Share, *, local: bool) -> None:
-    """A cluster may grow; this machine does not."""
+    """Raise InputError if the replicas do not fit on this machine; on a cluster, which may grow, only log it."""
     room = share.fitting(cluster_resources())
     if room >= args.min_replicas:
         return
@@ -111,20 +113,20 @@ def _require_room(args: ServeArgs, share: Share, *, local: bool) -> None:
 
 
 def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
-    """Raise InputError unless every node that has room for a replica finds the same bundles."""
+    """Raise InputError unless every node with room for a replica has the same bundles."""
     paths = [path.absolute() for path in bundles]
     digests = [sha256_file(path / MANIFEST) for path in paths]
-    look = ray.remote(num_cpus=0, max_retries=0)(problem_on_node)
+    check = ray.remote(num_cpus=0, max_retries=0)(problem_on_node)
     nodes = [node for node in cluster_nodes() if share.fitting([node["Resources"]])]
     asked = {
-        node["NodeManagerAddress"]: look.options(
+        node["NodeManagerAddress"]: check.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         ).remote(paths, digests)
         for node in nodes
     }
     for address, answer in asked.items():
         try:
-            problem = ray.get(answer, timeout=_CHECK_SECONDS)
+            problem = ray.get(answer, timeout=_NODE_SECONDS)
         except RayError as error:
             problem = f"vitx does not run there: {str(error).strip().splitlines()[-1]}"
         if problem is not None:
@@ -132,7 +134,7 @@ def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
 
 
 def problem_on_node(paths: Sequence[Path], digests: Sequence[str]) -> str | None:
-    """What is wrong with the bundles where this runs."""
+    """What is wrong with the bundles on this node, if anything."""
     try:
         for path, digest in zip(paths, digests, strict=True):
             require_same(path, digest)
@@ -142,23 +144,25 @@ def problem_on_node(paths: Sequence[Path], digests: Sequence[str]) -> str | None
 
 
 def _start_serve(host: str, port: int) -> None:
-    """Start Ray Serve on the cluster, where it does not run yet."""
+    """Start Ray Serve on the cluster if it does not run there."""
     try:
-        listens = proxy_options()
+        running = proxy_options()
     except RayServeException:
         if port == 0:
-            raise InputError("--port 0 is for a cluster of its own: all nodes of one listen on the same port") from None
+            raise InputError(
+                "--port 0 needs a cluster that is started here: all nodes of a running one listen on the same port"
+            ) from None
         serve.start(
             proxy_location="EveryNode",
             http_options={"host": host, "port": port},
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
         )
     else:
-        log(f"vitx: Ray Serve runs on this cluster, at {listens.host}:{listens.port}: --host and --port are not used")
+        log(f"vitx: Ray Serve runs on this cluster, at {running.host}:{running.port}: --host and --port are not used")
 
 
 def proxy_options() -> HTTPOptions:
-    """How the proxies of the cluster listen; raise RayServeException where Ray Serve does not run."""
+    """The address of the cluster's proxies; raise RayServeException if Ray Serve does not run there."""
     client = _get_global_client()
     assert client is not None
     options: HTTPOptions = client.http_config
@@ -171,21 +175,21 @@ def _require_free_name() -> None:
 
 
 def _until_running(stopped: threading.Event) -> bool:
-    """Wait until the application runs; False when a signal came before. Raises what a replica raised at its start."""
-    said = ""
-    while not stopped.wait(_LOOK_SECONDS):
+    """Wait until the application runs; return False if a signal came first. Raises a replica's error."""
+    logged = ""
+    while not stopped.wait(_START_POLL_SECONDS):
         status = _status()
         if status.status == ApplicationStatus.RUNNING:
             return True
-        message = "; ".join(one.message for one in status.deployments.values() if one.message)
+        message = "; ".join(each.message for each in status.deployments.values() if each.message)
         if (failure := _failure(message)) is not None:
             raise failure
         if status.status == ApplicationStatus.DEPLOY_FAILED:
             reason = (message or status.message).strip().splitlines()[-1]
-            raise CheckFailed(f"the replicas do not start: {reason}; Ray's log has the whole of it")
-        if message != said:
+            raise CheckFailed(f"the replicas do not start: {reason}; the whole message is in Ray's log")
+        if message != logged:
             log(f"vitx: {message}")
-            said = message
+            logged = message
     return False
 
 
@@ -194,23 +198,23 @@ def _status() -> ApplicationStatusOverview:
 
 
 def _failure(message: str) -> VitxError | None:
-    """The error of ours in Ray's message about a replica: it would be raised again and again."""
+    """The VitxError in Ray's message about a replica, if there is one: no further attempt would succeed."""
     found = _VITX_ERROR.search(message)
     kind: type[VitxError] | None = getattr(errors, found[1]) if found else None
     return None if found is None or kind is None else kind(found[2])
 
 
 def _where(stopped: threading.Event, *, local: bool) -> str:
-    """The URL of the proxies; one that was started here answers when this returns."""
-    listens = proxy_options()
+    """The URL of the proxies; with `local` wait until the proxy there answers."""
+    options = proxy_options()
     if local:
-        assert listens.host is not None
-        _await_answer(listens.host, listens.port, stopped)
-    return f"http://{listens.host}:{listens.port}"
+        assert options.host is not None
+        _await_answer(options.host, options.port, stopped)
+    return f"http://{options.host}:{options.port}"
 
 
 def _await_answer(host: str, port: int, stopped: threading.Event) -> None:
-    """Return once the proxy knows the application's route, or a signal came."""
+    """Return when the proxy knows the application's route, or a signal came."""
     while not stopped.is_set():
         connection = http.client.HTTPConnection(host, port, timeout=10)
         try:
@@ -221,13 +225,13 @@ def _await_answer(host: str, port: int, stopped: threading.Event) -> None:
             pass
         finally:
             connection.close()
-        stopped.wait(_LOOK_SECONDS)
+        stopped.wait(_START_POLL_SECONDS)
 
 
 def _watch(stopped: threading.Event) -> None:
-    """Say when the application's state changes, until a signal comes."""
+    """Log every change of the application's state, until a signal comes."""
     before = ApplicationStatus.RUNNING
-    while not stopped.wait(_WATCH_SECONDS):
+    while not stopped.wait(_RUN_POLL_SECONDS):
         status = _status()
         if status.status != before:
             before = status.status

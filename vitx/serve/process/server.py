@@ -1,4 +1,4 @@
-"""One server process: claim the port, load and warm the models, serve, drain on a signal, stop on a second one."""
+"""One server process: claims the port, loads and warms up the models, serves, and drains on a signal."""
 
 import asyncio
 import os
@@ -8,25 +8,22 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import uvicorn
-from PIL import Image
 from starlette.types import ASGIApp
 
 from vitx.core.console import log
 from vitx.core.errors import InputError, missing_package
-from vitx.runtimes.session import Device
 from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.decode import Decoder
-from vitx.serve.http.guarded import Guarded
-from vitx.serve.http.head_cache import direct_protocol
-from vitx.serve.http.observed import Observed
-from vitx.serve.limits import Batching, Limits
+from vitx.serve.http.head_cache import protocol_class
+from vitx.serve.http.observer_middleware import ObserverMiddleware
+from vitx.serve.http.token_middleware import TokenMiddleware
+from vitx.serve.limits import Limits
 from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
@@ -34,69 +31,42 @@ from vitx.serve.models.repository import Repository, bundles_in
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.access_log import AccessLog
 from vitx.serve.observe.metrics import Metrics
+from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import claim_port, url_of
+from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.shared_repository import SharedRepository
-from vitx.serve.process.siblings import Siblings, starting, unloaded
+from vitx.serve.process.siblings import Siblings, hold_start_lock, unloaded
 from vitx.serve.process.supervisor import WorkerLink, worker_link
 from vitx.serve.process.worker_metrics import QUESTION, gather
 from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Security, Tokens, read_pem
+from vitx.serve.security import Tokens, read_pem
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
     from vitx.serve.observe.opentelemetry import Tracing
 
-_KEEP_ALIVE_SECONDS = 75  # longer than the clients' pools keep a connection, so that they close it, not we
-# What a worker that leaves gives the clients of open connections to come back once more, and be told to close.
+_KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
+# How long a worker that leaves waits for the next request on each open connection, to answer it and close.
 _LINGER_SECONDS = 2.0
-_WATCH_SECONDS = 1.0  # between two looks at the bundles on disk
+_WATCH_SECONDS = 1.0  # between two checks of the bundles on disk
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """What `vitx serve` was asked for. Port 0 means any free port; `shared_memory` trusts whoever reaches the port.
+def serve(options: ServeOptions) -> None:
+    """Serve until a signal comes; a worker serves on its parent's socket.
 
-    instances and threads: None takes what `vitx bench --tune` found for this machine. canary_seconds: 0 for never.
-    access_log: a file, or "-" for standard output. otlp_endpoint: the URL of an OpenTelemetry collector.
+    Raises EnvironmentMissing if the port is taken, InputError for a bundle that is broken or has the name of another,
+    CheckFailed for one without a passing certificate; all before a model is loaded.
     """
-
-    bundles: Sequence[Path]
-    repository: Path | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grpc_port: int | None = None  # None: no gRPC
-    shared_memory: bool = False
-    device: Device = "auto"
-    runtime: str = "onnxruntime"
-    instances: int | None = None
-    threads: int | None = None
-    allow_uncertified: bool = False
-    management: bool = False
-    watch: bool = False
-    canary_seconds: float = 30.0
-    access_log: str | None = None
-    otlp_endpoint: str | None = None
-    security: Security = field(default_factory=Security)
-    batching: Batching = field(default_factory=Batching)
-    limits: Limits = field(default_factory=Limits)
-
-
-def serve(options: ServerOptions) -> None:
-    """Serve until a signal comes; as a worker, on its parent's socket.
-
-    Raises EnvironmentMissing when the port cannot be had, InputError for a bundle that is broken or named like
-    another one, CheckFailed for one whose certificate does not allow it; all before a model is loaded.
-    """
-    if options.management and options.security.management_token_file is None:
+    if options.management and options.management_token_file is None:
         raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
-    Image.MAX_IMAGE_PIXELS = None  # in this process `limits.pixels` decides alone, before an image is decoded
+    configure_process()
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
-        held = None if link is None else starting(link.folder)
+        start_lock = None if link is None else hold_start_lock(link.folder)
         found = {} if options.repository is None else bundles_in(options.repository)
         offers = open_offers(options.bundles, found, allow_uncertified=options.allow_uncertified)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(Server(options, offers, listener, link, held).run())
+            runner.run(Server(options, offers, listener, link, start_lock).run())
 
 
 class Server:
@@ -104,24 +74,24 @@ class Server:
 
     def __init__(
         self,
-        options: ServerOptions,
+        options: ServeOptions,
         offers: Sequence[Offer],
         listener: socket.socket,
         link: WorkerLink | None = None,
-        held: IO[str] | None = None,
+        start_lock: IO[str] | None = None,
     ) -> None:
-        """As a worker it has a `link`, and ends what is `held` when its models are loaded."""
+        """A worker has a `link` to its parent, and a `start_lock` to release when its models are loaded."""
         self._options = options
-        gone = unloaded(link.folder) if link is not None else set()
-        self._offers = [offer for offer in offers if offer.bundle.manifest.name not in gone]
-        self._held = held
+        skipped = unloaded(link.folder) if link is not None else set()
+        self._offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
+        self._start_lock = start_lock
         self._listener = listener
         self._link = link
         self._metrics = Metrics()
-        self._models = ModelSet(offer.key for offer in self._offers)
+        self._models = ModelSet((offer.key for offer in self._offers), freeze_heap)
         self._memory = SharedMemory(enabled=options.shared_memory)
-        self._tokens = Tokens.read(options.security)
-        self._pem = read_pem(options.security)
+        self._tokens = Tokens.read(options)
+        self._pem = read_pem(options)
         self._access_log = None if options.access_log is None else AccessLog(options.access_log)
         self._tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
         self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
@@ -149,14 +119,13 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Answer probes at once, load the models, serve, and return when drained. A worker first loads its models."""
+        """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         limits, queue = self._options.limits, self._options.batching.queue
-        limits = replace(limits, images=min(limits.images, queue))  # more could never be queued
         decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
         offered = self._repository if self._options.management else None
         self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered)
-        protocol = direct_protocol(limits, self._metrics.reject)
-        self._uvicorn = _Uvicorn(_uvicorn_config(self._outermost(), protocol, self._options.security))
+        protocol = protocol_class(limits, self._metrics.reject)
+        self._uvicorn = _Uvicorn(_uvicorn_config(self._with_middleware(), protocol, self._options))
         self._uvicorn.config.load()
         if self._link is None:
             self._grpc = await self._start_grpc(limits, offered)
@@ -164,7 +133,7 @@ class Server:
         if self._link is not None:
             await self._join_workers(self._link)
             await self._load()
-            self._grpc = await self._start_grpc(limits, offered)  # from now on calls come
+            self._grpc = await self._start_grpc(limits, offered)  # only now: a gRPC server accepts calls from its start
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
             if self._link is None:
@@ -187,18 +156,17 @@ class Server:
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
 
-    def _outermost(self) -> ASGIApp:
-        """The application behind what the options put before it."""
+    def _with_middleware(self) -> ASGIApp:
+        """The application behind the token check and the observers, as the options ask for."""
         app: ASGIApp = self._app
         if self._tokens:
-            app = Guarded(app, self._tokens, self._metrics.reject)
-        return Observed(app, self._observers) if self._observers else app
+            app = TokenMiddleware(app, self._tokens, self._metrics.reject)
+        return ObserverMiddleware(app, self._observers) if self._observers else app
 
     async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
         port = self._options.grpc_port
         if port is None:
             return None
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its warnings let a client fill the log
         try:
             from vitx.serve.grpc.server import GrpcServer, server_credentials
         except ModuleNotFoundError as error:
@@ -220,7 +188,7 @@ class Server:
         assert isinstance(self._repository, SharedRepository)
         assert self._siblings is not None
         asyncio.get_running_loop().add_reader(link.parent, self._on_parent)
-        await self._siblings.start({QUESTION: self._exposition, **self._repository.answers()})
+        await self._siblings.start({QUESTION: self._exposition, **self._repository.handlers()})
         self._metrics.gather = partial(gather, self._siblings)
 
     async def _exposition(self, text: str) -> bytes:
@@ -230,17 +198,17 @@ class Server:
         for offer in self._offers:
             warm = await asyncio.to_thread(self._loader.warm, offer)
             self._models.switch(ServedModel(warm, self._metrics), 0)
-        if self._held is not None:
-            self._held.close()
+        if self._start_lock is not None:
+            self._start_lock.close()
 
     def _announce(self) -> None:
-        """Begin what runs beside the requests, and say that the models are warm."""
+        """Start the background tasks, and announce that the models are warm."""
         if self._draining is not None:
             return
         if self._options.canary_seconds:
-            self._begin(self._replay_canaries())
+            self._start_task(self._replay_canaries())
         if self._options.watch:
-            self._begin(self._repository.watch(_WATCH_SECONDS))
+            self._start_task(self._repository.watch(_WATCH_SECONDS))
         if self._link is not None:
             self._link.announce_ready()
             return
@@ -256,7 +224,7 @@ class Server:
             await asyncio.sleep(self._options.canary_seconds)
             await replay_once(self._models, self._metrics)
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -271,7 +239,7 @@ class Server:
         self._on(signal.SIGTERM, self._on_signal)
         if sys.platform != "win32":
             self._on(signal.SIGHUP, self._on_hangup)
-            self._on(signal.SIGUSR1, self._on_rotated)
+            self._on(signal.SIGUSR1, self._on_log_rotation)
 
     def _on(self, number: int, act: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()
@@ -280,39 +248,39 @@ class Server:
     def _on_signal(self, number: int) -> None:
         if self._draining is not None:
             log("vitx: stopped by a second signal")
-            os._exit(128 + number)  # at once: threads that compute cannot be asked
+            os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
         if self._link is None:
             log("vitx: draining; a second signal stops at once")
         self._start_drain()
 
     def _on_parent(self) -> None:
-        """The parent never writes: it has closed its side, or is gone."""
+        """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
         assert self._link is not None
         asyncio.get_running_loop().remove_reader(self._link.parent)
         if self._draining is None:
             self._start_drain()
 
     def _on_hangup(self, number: int) -> None:
-        """Load certificate and bundles again."""
-        security = self._options.security
-        if security.tls_cert is not None and self._uvicorn.config.ssl is not None:
+        """SIGHUP: load the TLS certificate and the bundles again."""
+        options = self._options
+        if options.tls_cert is not None and self._uvicorn.config.ssl is not None:
             try:
-                read_pem(security)
-                self._uvicorn.config.ssl.load_cert_chain(security.tls_cert, security.tls_key)
+                read_pem(options)
+                self._uvicorn.config.ssl.load_cert_chain(options.tls_cert, options.tls_key)
             except InputError as error:
                 log(f"vitx: the TLS certificate stays: {error}")
         if self._draining is None:
-            self._begin(self._repository.load_all())
+            self._start_task(self._repository.load_all())
 
-    def _on_rotated(self, number: int) -> None:
+    def _on_log_rotation(self, number: int) -> None:
         if self._access_log is not None:
             self._access_log.reopen()
 
     def _start_drain(self) -> None:
-        self._draining = asyncio.create_task(self._leave() if self._link is not None else self._drain())
+        self._draining = asyncio.create_task(self._drain_worker() if self._link is not None else self._drain())
 
-    async def _leave(self) -> None:
-        """As a worker: leave new connections to the others, answer on the open ones and close them; then drain."""
+    async def _drain_worker(self) -> None:
+        """Leave new connections to the other workers, answer and close the open ones, then drain."""
         self._models.leaving = True
         for server in getattr(self._uvicorn, "servers", ()):
             server.close()
@@ -322,7 +290,7 @@ class Server:
         await self._drain()
 
     async def _drain(self) -> None:
-        """Let the requests in flight finish, then let the HTTP server end."""
+        """Let the requests in flight finish, then stop the HTTP server."""
         self._models.draining = True
         try:
             async with asyncio.timeout(self._options.limits.drain_seconds):
@@ -346,25 +314,25 @@ def _tracing(endpoint: str) -> "Tracing":
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals alone: uvicorn would end with the signal's status, where a drained server ends with 0."""
+        """Leave the signals to `Server`: uvicorn would raise them again, and a drained server would not exit with 0."""
         yield
 
 
-def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], security: Security) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=protocol,
         ws="none",
         lifespan="off",
         log_config=None,
-        log_level="error",  # its warnings let a client fill the log
+        log_level="error",  # clients could fill the log with warnings
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        ssl_certfile=security.tls_cert,
-        ssl_keyfile=security.tls_key,
+        ssl_certfile=options.tls_cert,
+        ssl_keyfile=options.tls_key,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=2,  # what was accepted is done by then
+        timeout_graceful_shutdown=2,  # accepted requests are done by then
     )
 
 

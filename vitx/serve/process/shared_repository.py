@@ -1,4 +1,4 @@
-"""A worker's model repository: what a client asks of one worker happens in all of them."""
+"""The model repository of a worker: a client's load or unload is repeated in all workers."""
 
 import asyncio
 import json
@@ -11,62 +11,63 @@ from vitx.serve.models.loading import Loader
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.process.siblings import Answer, Siblings, note_unloaded
+from vitx.serve.process.siblings import Handler, Siblings, note_unloaded
 
-_SECONDS = 600.0  # for a sibling to load a model; one that dies meanwhile ends the wait
-_TELL_SECONDS = 5.0  # for one to hear of a refusal
+_LOAD_SECONDS = 600.0  # for another worker to load a model; if it dies, the wait ends
+_NOTIFY_SECONDS = 5.0  # for another worker to note a refusal
 
 
 class SharedRepository(Repository):
-    """A Repository whose `load` and `unload` are of every worker.
+    """A Repository whose `load` and `unload` apply to every worker.
 
-    The asked worker goes first, alone: what it refuses changes nothing anywhere. Then the others follow, one after
-    another. Workers that start later leave out what was unloaded. What one refuses is in the index of all.
+    The worker that was asked does it first, while the others wait; if it refuses, nothing changes anywhere. Then the
+    others follow, one after another. Workers that start later skip unloaded models. What the asked worker refuses is in
+    the index of all.
     """
 
     def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, *, siblings: Siblings, **given: Any) -> None:
-        """As `Repository`, and the worker's way to the others."""
+        """As `Repository`; `siblings` reaches the other workers."""
         super().__init__(models, loader, metrics, **given)
         self._siblings = siblings
-        self._under_way: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
-    def answers(self) -> dict[str, Answer]:
-        """What other workers may ask of this one: the same, here."""
+    def handlers(self) -> dict[str, Handler]:
+        """Answers to the questions that other workers ask this one."""
         return {"load": self._answer_load, "unload": self._answer_unload, "refused": self._answer_refused}
 
     async def load(self, name: str) -> None:
-        """Raises what `Repository.load` does; 503 when another worker refuses what this one has loaded."""
+        """Raises what `Repository.load` raises, and 503 if another worker refuses what this one has loaded."""
         await self._everywhere("load", super().load(name), name)
 
     async def unload(self, name: str) -> None:
         await self._everywhere("unload", super().unload(name), name)
 
     async def _everywhere(self, what: str, here: Coroutine[Any, Any, None], name: str) -> None:
-        """Do it here, then in the others; to its end, also when the client that asked is gone."""
+        """Run `here` in this worker, then `what` in the others; go on even if the client hangs up."""
 
         async def work() -> None:
-            async with self._siblings.alone():
+            async with self._siblings.exclusive():
                 try:
                     await here
                 except RequestError:
-                    await self._tell_refusals(name)
+                    await self._share_refusals(name)
                     raise
                 note_unloaded(self._siblings.folder, name, is_unloaded=what == "unload")
                 await self._repeat(what, name)
 
         task = asyncio.create_task(work())
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
 
     async def load_all(self) -> None:
-        """As `Repository.load_all`, in this worker: the signal for it goes to each."""
+        """As `Repository.load_all`, in this worker only: every worker gets the signal for it."""
         for name in self._models.names:
             with suppress(RequestError):
                 await super().load(name)
 
     async def _repeat(self, what: str, name: str) -> None:
-        for index, data in (await self._siblings.ask_others(what, name, seconds=_SECONDS)).items():
+        for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
             if error := json.loads(data)["error"]:
                 raise RequestError(
                     f"worker {index}: {error}; other workers did {what} '{name[:80]}': ask again",
@@ -75,13 +76,13 @@ class SharedRepository(Repository):
                     retry_after=1,
                 )
 
-    async def _tell_refusals(self, name: str) -> None:
-        told = [[*key, text] for key, text in self._refusals.items() if key[0] == name]
-        for refusal in told:
-            await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_TELL_SECONDS)
+    async def _share_refusals(self, name: str) -> None:
+        refusals = [[*key, text] for key, text in self._refusals.items() if key[0] == name]
+        for refusal in refusals:
+            await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
 
-    async def _answer_refused(self, told: str) -> bytes:
-        name, version, text = json.loads(told)
+    async def _answer_refused(self, refusal: str) -> bytes:
+        name, version, text = json.loads(refusal)
         self._refusals[name, version] = text
         return b"{}"
 
@@ -93,7 +94,7 @@ class SharedRepository(Repository):
 
 
 async def _outcome(work: Coroutine[Any, Any, None]) -> bytes:
-    """What became of it, for the worker that asked; one that leaves, or does not serve the model, has done its part."""
+    """Await and return the error, or null, as JSON. A worker that drains or does not serve the model has no error."""
     try:
         await work
     except RequestError as error:

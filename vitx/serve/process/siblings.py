@@ -1,4 +1,4 @@
-"""The workers of one parent among themselves: each answers the others on a Unix socket in the parent's folder."""
+"""Messages between the workers of one parent: each listens on a Unix socket in the parent's temporary folder."""
 
 import asyncio
 import json
@@ -12,25 +12,26 @@ _SUFFIX = ".worker"
 _LOCK = "management.lock"
 _UNLOADED = "unloaded.json"
 
-Answer = Callable[[str], Awaitable[bytes]]
+Handler = Callable[[str], Awaitable[bytes]]
 
 
 class Siblings:
-    """This worker's answers to the others' questions, and its own questions to them.
+    """Asks the other workers of the same parent, and answers their questions.
 
-    A question is a name and a text, such as "load" and the model; `answers` has what to call with the text.
+    A question is a name and a text, such as "load" and the model's name.
     """
 
     def __init__(self, folder: Path, index: int) -> None:
         self.folder = folder
-        # The process is part of it: while a worker is replaced there are two of its index.
+        # With the process id: while a worker is replaced, two have its index.
         self._path = folder / f"{index}-{os.getpid()}{_SUFFIX}"
-        self._answers: Mapping[str, Answer] = {}
+        self._handlers: Mapping[str, Handler] = {}
         self._server: asyncio.Server | None = None
-        self._turn = asyncio.Lock()
+        self._exclusive = asyncio.Lock()
 
-    async def start(self, answers: Mapping[str, Answer]) -> None:
-        self._answers = answers
+    async def start(self, handlers: Mapping[str, Handler]) -> None:
+        """Listen; `handlers`: name of a question → function that answers its text."""
+        self._handlers = handlers
         self._server = await asyncio.start_unix_server(self._on_question, self._path)
 
     def close(self) -> None:
@@ -39,32 +40,32 @@ class Siblings:
         self._path.unlink(missing_ok=True)
 
     async def ask(self, name: str, text: str = "", *, seconds: float) -> dict[str, bytes]:
-        """Every worker's answer by its index, this one's too; without those that are gone or need longer."""
+        """Ask all workers at once, this one too; return answers by worker index, without those that time out."""
         paths = sorted(self.folder.glob(f"*{_SUFFIX}"))
         answers = await asyncio.gather(*(_ask(path, name, text, seconds) for path in paths))
         return {path.stem.partition("-")[0]: data for path, data in zip(paths, answers, strict=True) if data}
 
     async def ask_others(self, name: str, text: str, *, seconds: float) -> dict[str, bytes]:
-        """As `ask`, one worker after another, and without this one."""
+        """As `ask`, but one worker after another, and not this one."""
         paths = [path for path in sorted(self.folder.glob(f"*{_SUFFIX}")) if path != self._path]
         answers = {path.stem.partition("-")[0]: await _ask(path, name, text, seconds) for path in paths}
         return {index: data for index, data in answers.items() if data}
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
-        """No other worker starts, or manages models, meanwhile."""
-        async with self._turn:  # one thread waits at most: loading a model needs threads too
-            lock = await asyncio.to_thread(_locked, self.folder, alone=True)
+    async def exclusive(self) -> AsyncIterator[None]:
+        """While in this context no other worker starts or manages models."""
+        async with self._exclusive:  # so that at most one thread blocks on the file lock
+            lock = await asyncio.to_thread(_locked, self.folder, exclusive=True)
             try:
                 yield
             finally:
                 lock.close()
 
     async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(OSError, ValueError):  # who asked is gone, or is no worker
+        with suppress(OSError, ValueError):  # the other side is gone, or is not a worker
             name, _, text = (await reader.readline()).decode().rstrip("\n").partition(" ")
-            if name in self._answers:
-                writer.write(await self._answers[name](text))
+            if name in self._handlers:
+                writer.write(await self._handlers[name](text))
             writer.close()
             await writer.wait_closed()
 
@@ -78,25 +79,25 @@ async def _ask(path: Path, name: str, text: str, seconds: float) -> bytes:
                 return await reader.read()
             finally:
                 writer.close()
-    except OSError:  # a timeout too
+    except OSError:  # includes TimeoutError
         return b""
 
 
-def starting(folder: Path) -> IO[str]:
-    """What a worker holds while it loads its models, until it closes it: nobody manages them meanwhile."""
-    return _locked(folder, alone=False)
+def hold_start_lock(folder: Path) -> IO[str]:
+    """Return a lock that a worker holds until it has loaded its models; close it then. It blocks `exclusive`."""
+    return _locked(folder, exclusive=False)
 
 
-def _locked(folder: Path, *, alone: bool) -> IO[str]:
-    import fcntl  # of POSIX, as workers are
+def _locked(folder: Path, *, exclusive: bool) -> IO[str]:
+    import fcntl  # POSIX only, as workers are
 
     lock = (folder / _LOCK).open("a")
-    fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)  # the kernel ends it with the process
+    fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)  # released by the kernel when the process ends
     return lock
 
 
 def unloaded(folder: Path) -> set[str]:
-    """The models that clients had unloaded: a worker that starts leaves them out."""
+    """The models that clients have unloaded; a worker that starts does not load them."""
     try:
         return set(json.loads((folder / _UNLOADED).read_text()))
     except FileNotFoundError:

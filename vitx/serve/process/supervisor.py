@@ -1,9 +1,8 @@
 """`vitx serve --workers N`: a parent that only starts, watches and replaces server processes.
 
-The parent holds the listening socket, which every worker inherits and accepts from: a connection that a dead worker had
-not accepted yet goes to another one. Between the parent and each worker there is a socket pair. A worker says on it
-that it is warm; its end of file tells the parent that the worker died, and the worker that it shall drain, also when
-it is the parent that died.
+The parent holds the listening socket, which all workers inherit and accept from, so a connection that a dead worker had
+not accepted goes to another one. A socket pair links the parent to each worker. The worker writes to it when it is
+warm. End of file tells the parent that the worker died, and tells the worker to drain; the parent's death does so too.
 """
 
 import os
@@ -22,13 +21,13 @@ from vitx.core.errors import InputError
 
 ENVIRONMENT = "VITX_WORKER"
 READY = b"R"
-_LONGEST_PAUSE = 30.0  # between the starts of a worker that dies before it is ready
-_EXIT_SECONDS = 10.0  # for a process that has closed its link
+_LONGEST_PAUSE = 30.0  # seconds between starts of a worker that dies before it is ready
+_EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
 
 @dataclass(frozen=True)
 class WorkerLink:
-    """A worker's side. `folder` is where the workers of one parent find one another; grpc_port 0: no gRPC."""
+    """What a worker gets from its parent. folder: for the sockets of all workers. grpc_port: 0 for no gRPC."""
 
     index: int
     listener: socket.socket
@@ -41,7 +40,7 @@ class WorkerLink:
 
 
 def worker_link() -> WorkerLink | None:
-    """What this process was given by a parent; None where it has none."""
+    """Return what the parent passed to this process; None if it is not a worker."""
     given = os.environ.pop(ENVIRONMENT, None)
     if given is None:
         return None
@@ -66,11 +65,11 @@ class _Worker:
 
 
 def supervise(listener: socket.socket, workers: int, serving: str, grpc_port: int = 0) -> int:
-    """Keep `workers` processes of this program's own command line on `listener`; return the exit code.
+    """Keep `workers` processes with this process's own command line serving on `listener`; return the exit code.
 
-    `grpc_port` is one that they share, held by the caller, or 0. `serving` is printed when all of them are warm.
-    SIGTERM and SIGINT drain them, a second one kills them; SIGHUP replaces them one after another, without a gap, or
-    with gRPC is passed on, as SIGUSR1 is.
+    serving: printed when all are warm. grpc_port: a port that they share and the caller holds, or 0. SIGTERM and SIGINT
+    drain the workers, a second one kills them. SIGHUP replaces them one after another, without a gap; with gRPC it is
+    passed on, as SIGUSR1 is.
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
@@ -87,8 +86,8 @@ class _Supervisor:
         self._folder = folder
         self._workers: list[_Worker] = []
         self._to_replace: list[_Worker] = []
-        self._restarts: dict[int, float] = {}  # worker → when, by time.monotonic()
-        self._pauses: dict[int, float] = {}
+        self._restarts: dict[int, float] = {}  # worker index → when to start it again, time.monotonic()
+        self._pauses: dict[int, float] = {}  # worker index → seconds before the last restart
         self._announced = False
         self._stopping = False
         self._exit_code = 0
@@ -100,9 +99,9 @@ class _Supervisor:
             end.setblocking(False)
         signal.set_wakeup_fd(wakeup.fileno())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: None)  # the wakeup socket has its number
+            signal.signal(number, lambda number, frame: None)  # its number arrives on `signals`
         self._selector.register(signals, selectors.EVENT_READ)
-        self._start(0)  # alone: what it refuses is said once
+        self._start(0)  # first alone, so that an error is printed once
         while self._workers or self._restarts:
             for key, _ in self._selector.select(self._until_restart()):
                 if key.data is not None:
@@ -189,7 +188,7 @@ class _Supervisor:
         if number == signal.SIGUSR1:
             self._pass_on(number)
         elif number == signal.SIGHUP and self._grpc_port:
-            # gRPC's library drops calls on connections that it ends, so these workers stay, and load again in place.
+            # grpcio drops calls on connections that it closes, so these workers stay and load their bundles again.
             self._pass_on(number)
         elif number == signal.SIGHUP:
             if self._announced and not self._stopping and not self._to_replace:
@@ -213,13 +212,13 @@ class _Supervisor:
     def _replace_next(self) -> None:
         while self._to_replace:
             worker = self._to_replace.pop(0)
-            if worker in self._workers and not worker.stopping:  # else it died and was replaced
+            if worker in self._workers and not worker.stopping:  # otherwise it has died and was replaced
                 self._start(worker.index, replaces=worker)
                 return
 
     def _drain(self) -> None:
         self._stopping = True
-        self._listener.close()  # once the workers have closed theirs, nobody is kept waiting
+        self._listener.close()  # once the workers close theirs too, new clients are refused instead of waiting
         self._restarts.clear()
         for worker in self._workers:
             if not worker.stopping:

@@ -1,21 +1,21 @@
-"""One exposition of all workers: whichever is asked at /metrics collects the others', each series with its worker."""
+"""The metrics of all workers together: the worker that is asked at /metrics collects those of the others."""
 
 from collections.abc import Mapping
 
 from vitx.serve.process.siblings import Siblings
 
 QUESTION = "metrics"
-_SECONDS = 1.0  # for one worker's answer; one that is stuck or gone is left out
+_SECONDS = 1.0  # for each worker's answer; one that hangs or is gone is left out
 
 
 async def gather(siblings: Siblings) -> bytes:
-    """Every worker's series; the label `worker` is its index."""
+    """Every worker's series in Prometheus' text format; the label `worker` is its index."""
     answers = await siblings.ask(QUESTION, seconds=_SECONDS)
     return merge({index: data.decode() for index, data in answers.items()}).encode()
 
 
 def merge(texts: Mapping[str, str], label: str = "worker") -> str:
-    """Join Prometheus texts, by source, into one: a family's lines stay together, and each sample says its source."""
+    """Merge Prometheus texts, by source, into one: a family's lines stay together, and `label` names the source."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for source, text in texts.items():

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol v2, without a socket."""
+"""The Open Inference Protocol v2: reads requests and writes replies, without sockets."""

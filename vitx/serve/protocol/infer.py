@@ -35,18 +35,20 @@ from vitx.serve.protocol.parameters import (
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 HEADER_LENGTH = "inference-header-content-length"
-FIRST_VERSION = "1"  # of a bundle that stands alone
+FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 
-# A client sends the same JSON with every request, but for the pixels behind it: so many short ones are kept as read.
-_KNOWN_HEADERS, _SHORT_BYTES = 256, 512
-_NOT_KEPT = (b"shared_memory", b"\\")  # regions come and go; a backslash could spell their name otherwise
+# A client sends the same JSON header with every request; only the pixels behind it change. So up to 256 parsed headers
+# of at most 512 bytes are cached.
+_CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
+# Headers with these are not cached: shared-memory regions come and go, and an escape can hide their name.
+_NOT_CACHED = (b"shared_memory", b"\\")
 
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The tensors of one model. `image_shape` is (S, S, 3), without the batch."""
+    """The input and output tensor of one model. `image_shape` is (S, S, 3), without the batch dimension."""
 
     model: str
     input_name: str
@@ -62,7 +64,7 @@ class Contract:
         return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version)
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        """The body of `GET /v2/models/NAME`; `versions` are those of the model that are served."""
+        """The body of `GET /v2/models/NAME`; `versions`: the loaded versions of the model."""
         return {
             "name": self.model,
             "versions": list(versions),
@@ -72,9 +74,9 @@ class Contract:
         }
 
     def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
-        """The body of `GET /v2/models/NAME/config`, of Triton's model configuration extension.
+        """The body of `GET /v2/models/NAME/config` (Triton's model configuration extension).
 
-        preferred: the sizes that a full batch has, now.
+        preferred: the present sizes of a full batch.
         """
         dims = list(self.image_shape)
         image = {"name": self.input_name, "data_type": "TYPE_UINT8", "format": "FORMAT_NHWC", "dims": dims}
@@ -91,10 +93,10 @@ class Contract:
 
 @dataclass(slots=True)
 class InferRequest:
-    """A request that keeps the contract; `images` is uint8 (N, S, S, 3), N ≥ 1.
+    """A valid request; `images` is uint8 (N, S, S, 3), N ≥ 1.
 
-    priority: Triton's, 1 the highest, 0 the default. timeout: seconds. top_k: with 0 the answer is logits, else so many
-    classes an image. region: where the answer goes instead of into the body.
+    priority: Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds. top_k: classes to return for each image,
+    0 for the logits. region: the shared memory to write the output to, instead of the body.
     """
 
     images: UInt8Array
@@ -107,7 +109,7 @@ class InferRequest:
 
 
 def header_length(value: str | None, body_length: int) -> int | None:
-    """Return the length of the JSON header; None means that the whole body is JSON."""
+    """Parse the header's value: the length of the JSON before the tensors. None: the whole body is JSON."""
     if value is None:
         return None
     length = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else -1
@@ -121,46 +123,48 @@ def header_length(value: str | None, body_length: int) -> int | None:
 def decode_infer_request(
     body: bytes, length: int | None, contract: Contract, limits: Limits, memory: SharedMemory
 ) -> InferRequest:
-    """Read the body of an infer request; `length` is that of its JSON header, as `header_length` returns it.
+    """Read the body of an infer request; `length`: what `header_length` returned.
 
-    Raises RequestError: 400 for what breaks the protocol or the contract, 413 for more than `limits.images` rows, and
-    what the shared memory refuses.
+    Raises RequestError: 400 for a request that breaks the protocol or the contract, 413 for more than `limits.images`
+    images, and what `SharedMemory` raises.
     """
-    if length == 0:  # Triton's raw binary request: nothing but the tensor
+    if length == 0:  # Triton's raw binary request: the body is the tensor, without JSON
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
         _check_count(shape[0], limits.images)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
     text = body if length is None else body[:length]
-    if length is not None and length <= _SHORT_BYTES and not any(word in text for word in _NOT_KEPT):
-        form = _known_form(text, contract, limits.images, limits.json_depth)
+    if length is not None and length <= _CACHED_HEADER_BYTES and not any(word in text for word in _NOT_CACHED):
+        parsed = _cached_header(text, contract, limits.images, limits.json_depth)
     else:
-        form = _Form.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
+        parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
-    return form.request(rest, contract, memory)
+    return parsed.request(rest, contract, memory)
 
 
 def read_infer_request(
     header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
 ) -> InferRequest:
-    """Read a request from its JSON header and the bytes behind it; raises what `decode_infer_request` does."""
-    return _Form.of(header, contract, limits.images, memory).request(rest, contract, memory)
+    """Read a request from its parsed JSON header and the bytes behind it; raises what `decode_infer_request` does."""
+    return _ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """What the JSON of a request says: all but the pixels, unless they are in its `tensor`."""
+class _ParsedHeader:
+    """The checked JSON of a request. Pixels sent as JSON are still in `tensor`."""
 
     tensor: Mapping[str, Any]
     shape: tuple[int, ...]
-    size: object  # the input's binary_data_size
+    size: object  # the input's binary_data_size, unchecked
     region: Region | None
     id: str | None
     parameters: RequestParameters
     output: RequestedOutput
 
     @classmethod
-    def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "_Form":
+    def of(
+        cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory
+    ) -> "_ParsedHeader":
         tensor = _only_input(header, contract)
         shape = _image_shape(tensor, contract)
         _check_count(shape[0], max_images)
@@ -171,7 +175,7 @@ class _Form:
         return cls(tensor, shape, size, region, _request_id(header), parameters, output)
 
     def request(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> InferRequest:
-        """The request with the bytes `rest` behind its JSON."""
+        """Return the request whose JSON is followed by the bytes `rest`."""
         parameters, output = self.parameters, self.output
         images = self._images(rest, contract, memory)
         return InferRequest(
@@ -197,16 +201,16 @@ class _Form:
 _NO_MEMORY = SharedMemory(enabled=False)
 
 
-@lru_cache(_KNOWN_HEADERS)
-def _known_form(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _Form:
-    """The form of a JSON header that names no shared memory."""
-    return _Form.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
+@lru_cache(_CACHED_HEADERS)
+def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader:
+    """Parse a JSON header that names no shared memory."""
+    return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
 def encode_infer_response(
     logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> tuple[bytes, int | None]:
-    """Return the body, and the length of its JSON header when the output follows as bytes."""
+    """Return the body and the length of its JSON header; None when the whole body is JSON."""
     if request.binary_output and request.id is None and not request.top_k and request.region is None:
         header = _binary_header(contract, len(logits))
         return header + logits.astype("<f4", copy=False).tobytes(), len(header)
@@ -230,9 +234,9 @@ def encode_infer_response(
     return header + data, len(header)
 
 
-@lru_cache(_KNOWN_HEADERS)
+@lru_cache(_CACHED_HEADERS)
 def _binary_header(contract: Contract, rows: int) -> bytes:
-    """The JSON before the logits of so many images, for a request without an id."""
+    """The JSON before `rows` rows of logits, for a request without an id."""
     size = {"binary_data_size": 4 * rows * contract.classes}
     shape = (rows, contract.classes)
     output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
@@ -298,7 +302,7 @@ def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Cont
     if not isinstance(data, list):
         raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
     try:
-        values = np.array(data, dtype=object)  # as numbers, a list of strings would become one huge text array
+        values = np.array(data, dtype=object)  # any other dtype would turn a list of strings into one huge text array
         if values.shape != shape and values.shape != (math.prod(shape),):
             raise RequestError(
                 f"the data of input '{contract.input_name}' has shape {list(values.shape)}: "

@@ -1,4 +1,4 @@
-"""What the JSON of an infer request asks for beside its tensor: parameters, known by name or refused.
+"""The parameters in the JSON of an infer request. An unknown one is refused.
 
 Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared_memory}.md.
 """
@@ -24,7 +24,7 @@ _FLOAT32_BYTES = 4
 
 
 class Output(Protocol):
-    """The tensor that a model answers with."""
+    """The output of a model: the part of `Contract` that is used here."""
 
     @property
     def model(self) -> str: ...
@@ -44,7 +44,7 @@ class Region:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> "Region | None":
-        """The region that parameters name, if they name one; its range is for SharedMemory to check."""
+        """The region that parameters name, else None. SharedMemory checks its range."""
         if not any(name in parameters for name in REGION_PARAMETERS):
             return None
         name, offset, byte_size = (parameters.get(name) for name in REGION_PARAMETERS)
@@ -64,7 +64,7 @@ class Region:
             )
 
     def write(self, data: bytes, output: Output, memory: SharedMemory) -> dict[str, Any]:
-        """Write an output and return the parameters that say where it is."""
+        """Write an output; return the parameters that tell the client where it is."""
         self.check(len(data), output, memory)
         memory.write(self.name, self.offset, data)
         return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
@@ -72,7 +72,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class RequestParameters:
-    """Of the whole request; `timeout` in seconds."""
+    """Parameters of the request as a whole; `timeout` in seconds."""
 
     binary_output: bool = False
     priority: int = 0
@@ -81,7 +81,7 @@ class RequestParameters:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """How the output is to be returned; see InferRequest."""
+    """How the client wants the output; see InferRequest."""
 
     binary: bool
     top_k: int = 0
@@ -89,7 +89,7 @@ class RequestedOutput:
 
 
 def parse_json(text: bytes, max_depth: int) -> Any:
-    """Return a body's JSON; raise RequestError 400 for what is none, or nested deeper than `max_depth`."""
+    """Parse JSON; raise RequestError 400 if it is invalid or nested deeper than `max_depth`."""
     if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
         raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
     try:
@@ -99,7 +99,7 @@ def parse_json(text: bytes, max_depth: int) -> Any:
 
 
 def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
-    """Return a body's JSON object; raise RequestError 400 for anything else."""
+    """Parse a JSON object; raise RequestError 400 for anything else."""
     value = parse_json(text, max_depth)
     if not isinstance(value, dict):
         raise RequestError("the request's JSON is not an object")
@@ -107,7 +107,7 @@ def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
 
 
 def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """The `parameters` of a request, input or output; RequestError for one whose name is not known."""
+    """The `parameters` of a request, input or output (`kind`); raise RequestError for an unknown name."""
     if "parameters" not in owner:
         return {}
     parameters = owner["parameters"]
@@ -122,12 +122,12 @@ def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) 
 
 
 def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
-    """The request's own parameters. Triton's `timeout` is in microseconds, and 0 is none."""
+    """The request's own parameters. Triton's `timeout` is in microseconds; 0 means no timeout."""
     if "parameters" not in header:
         return _NO_PARAMETERS
     parameters = known_parameters(header, "request", ("binary_data_output", "priority", "timeout"))
     timeout, priority = _count(parameters, "timeout"), _count(parameters, "priority")
-    priority_level(priority)  # refused before the pixels are read
+    priority_level(priority)  # refuses an unknown priority before the pixels are read
     return RequestParameters(
         _flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
     )
@@ -136,7 +136,7 @@ def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
 def requested_output(
     header: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
 ) -> RequestedOutput:
-    """How the only output is to be returned; `binary` is what the request says of all of them."""
+    """How the client wants the only output; `binary`: the request's default for its outputs."""
     outputs = header.get("outputs", [])
     if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
         raise RequestError("'outputs' is not a list of objects")
@@ -153,13 +153,13 @@ def requested_output(
     parameters = known_parameters(outputs[0], "output", ("binary_data", "classification", *REGION_PARAMETERS))
     top_k = min(_count(parameters, "classification"), contract.classes)
     region = Region.of(parameters)
-    if region is not None:  # refused before the model runs, not after; the size of texts is not known yet
+    if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
         region.check(0 if top_k else rows * contract.classes * _FLOAT32_BYTES, contract, memory)
     return RequestedOutput(_flag(parameters, "binary_data", binary), top_k, region)
 
 
 def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
-    """Raise RequestError unless an input of this shape has so many bytes."""
+    """Raise RequestError unless `given` is the number of bytes of a uint8 input of this shape."""
     expected = math.prod(shape)
     if given != expected:
         raise RequestError(
@@ -168,7 +168,7 @@ def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
 
 
 def quoted(value: object) -> str:
-    """A client's value, shortened: an error text is no place for a megabyte."""
+    """A client's value for an error message, shortened to about 80 characters."""
     if isinstance(value, dict):
         return "an object"
     text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
@@ -179,7 +179,7 @@ _NO_PARAMETERS = RequestParameters()
 
 
 def _depth(text: bytes) -> int:
-    """The deepest nesting of JSON text; of text that is no JSON some number."""
+    """The deepest nesting of JSON text; any number if the text is not JSON."""
     brackets = np.frombuffer(_TEXTS.sub(b"", text).translate(None, _NO_BRACKETS), dtype=np.uint8)
     opens = (brackets == ord("[")) | (brackets == ord("{"))
     return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))

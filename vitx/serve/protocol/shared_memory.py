@@ -1,8 +1,8 @@
-"""System shared memory: tensors that a client on the same machine leaves in POSIX shared memory (Triton's extension).
+"""System shared memory (Triton's extension): tensors in POSIX shared memory of a client on the same machine.
 
-A region is an open file of /dev/shm. Tensors are copied in and out with `preadv` and `pwrite`; nothing is mapped: a
-client may shrink its memory at any moment, and a mapping would then end the server with SIGBUS, where a read comes back
-short. So a region costs one file descriptor and no memory. Source: Triton's docs/protocol/extension_shared_memory.md.
+A region is an open file of /dev/shm. Tensors are copied with `preadv` and `pwrite` and never mapped: if a client
+shrinks its memory, access to a mapping would kill the server with SIGBUS, while a read just returns fewer bytes. So a
+region costs one file descriptor and no memory. Source: Triton's docs/protocol/extension_shared_memory.md.
 """
 
 import os
@@ -14,8 +14,8 @@ from typing import Any
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import RequestError
 
-_FOLDER = "/dev/shm"  # where Linux's shm_open keeps the names
-_OFFSETS = 2**63  # of a file, as the kernel counts
+_FOLDER = "/dev/shm"  # of Linux's shm_open
+_OFFSETS = 2**63  # the kernel's file offsets are below it
 _LONGEST_NAME = 255
 
 
@@ -29,14 +29,14 @@ class _Region:
 
 
 class SharedMemory:
-    """The regions that clients have registered. Use it on one thread, the event loop's.
+    """The regions that clients have registered. Not thread-safe: use it on the event loop.
 
-    Every method raises RequestError: 400 for what is malformed or out of bounds, 403 where the operator or the
+    Every method raises RequestError: 400 for malformed or out-of-bounds arguments, 403 where the operator or the
     operating system forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions.
     """
 
     def __init__(self, *, enabled: bool, max_regions: int = 128) -> None:
-        """Raise EnvironmentMissing when enabled where there is no /dev/shm."""
+        """Raise EnvironmentMissing if `enabled` on another system than Linux."""
         if enabled and sys.platform != "linux":
             raise EnvironmentMissing(f"shared memory is offered on Linux only, this is {sys.platform}")
         self.enabled = enabled
@@ -44,7 +44,7 @@ class SharedMemory:
         self._regions: dict[str, _Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Give the bytes [offset, offset + byte_size) of the POSIX shared memory `key` the name `name`."""
+        """Register bytes [offset, offset + byte_size) of the POSIX shared memory `key` as the region `name`."""
         self._check_enabled()
         if not 1 <= len(name) <= _LONGEST_NAME:
             raise _refused(f"a region's name has 1 to {_LONGEST_NAME} characters, this one {len(name)}")
@@ -67,20 +67,20 @@ class SharedMemory:
         self._regions[name] = _Region(name, key, offset, byte_size, file)
 
     def unregister(self, name: str | None = None) -> None:
-        """Forget a region, for None all of them. An unknown name is no error, as in Triton."""
+        """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
         self._check_enabled()
         names = list(self._regions) if name is None else [name]
         for region in [self._regions.pop(name) for name in names if name in self._regions]:
             os.close(region.file)
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The `name`, `key`, `offset` and `byte_size` of a region, for None of all of them."""
+        """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None."""
         self._check_enabled()
         regions = list(self._regions.values()) if name is None else [self._find(name)]
         return [{field: value for field, value in asdict(region).items() if field != "file"} for region in regions]
 
     def read(self, name: str, offset: int, byte_size: int) -> memoryview:
-        """Return a copy of `byte_size` bytes that begin `offset` bytes into a region."""
+        """Return a copy of `byte_size` bytes from `offset` in a region."""
         region = self._range(name, offset, byte_size)
         data = memoryview(bytearray(byte_size))
         try:
@@ -92,7 +92,7 @@ class SharedMemory:
         return data
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Copy bytes to `offset` bytes into a region."""
+        """Copy bytes to `offset` in a region."""
         region = self._range(name, offset, len(data))
         begin = region.offset + offset
         try:
@@ -105,11 +105,11 @@ class SharedMemory:
             raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
 
     def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Raise what `write` would raise for the range, before there is anything to write."""
+        """Raise what `write` would raise for this range."""
         self._range(name, offset, byte_size)
 
     def close(self) -> None:
-        """Forget every region."""
+        """Unregister every region."""
         if self.enabled:
             self.unregister()
 
@@ -136,17 +136,17 @@ class SharedMemory:
 
 
 def _open(key: str) -> int:
-    """Open POSIX shared memory by its key as shm_open does, which takes it with and without the leading slash."""
+    """Open POSIX shared memory by its key, which may start with a slash, as for shm_open."""
     file_name = key.removeprefix("/") if isinstance(key, str) else ""
     if not file_name or file_name in (".", "..") or "/" in file_name or "\0" in file_name:
         raise _refused(
-            f"{str(key)[:80]!r} is no key of shared memory: expected a name, with or without a leading slash"
+            f"{str(key)[:80]!r} is not a key of shared memory: expected a name, with or without a leading slash"
         )
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(f"{_FOLDER}/{file_name}", flags)
     except (FileNotFoundError, UnicodeEncodeError):
-        raise _refused(f"unable to open shared memory region '{key[:80]}': there is none", status=404) from None
+        raise _refused(f"unable to open shared memory region '{key[:80]}': it does not exist", status=404) from None
     except PermissionError:
         raise _foreign(key) from None
     except OSError as error:  # a directory, a link, a socket, a name that is too long
@@ -154,14 +154,14 @@ def _open(key: str) -> int:
 
 
 def _check_file(file: int, key: str) -> None:
-    """Refuse what is no shared memory, and what the owner has not opened to the server's user.
+    """Refuse a file that is not shared memory, or that its owner does not let the server's user read and write.
 
-    The kernel has checked the latter already unless the server runs as root, which it refuses nothing: without this a
-    client of such a server could read and overwrite the memory of every user.
+    The kernel checks the permissions too, but not for root: without this a client of a server that runs as root could
+    read and overwrite the memory of every user.
     """
     info = os.fstat(file)
     if not stat.S_ISREG(info.st_mode):
-        raise _refused(f"unable to open shared memory region '{key[:80]}': it is no shared memory")
+        raise _refused(f"unable to open shared memory region '{key[:80]}': it is not shared memory")
     if info.st_uid == os.geteuid():
         return
     shift = 3 if info.st_gid in {os.getegid(), *os.getgroups()} else 0
@@ -184,7 +184,7 @@ def _foreign(key: str) -> RequestError:
 
 
 def _shrunk(region: _Region) -> RequestError:
-    return _refused(f"shared memory region '{region.name}' was made smaller after it was registered")
+    return _refused(f"shared memory region '{region.name}' was shrunk after it was registered")
 
 
 def _failed(what: str, region: _Region, error: OSError) -> RequestError:

@@ -1,8 +1,8 @@
 """Checkpoints and metrics of a run folder, written so that a kill at any moment leaves a state to resume from.
 
-The order matters: the checkpoint's folder appears whole, then its line of metrics, then the links `last` and `best`
-switch, then folders that no link names are removed. A checkpoint within an epoch is named by the link `resume` alone,
-until the epoch's own takes its place. Specification: docs/run-folder.md.
+The order matters: first the checkpoint's folder appears whole, then metrics.jsonl gets its line, then the links `last`
+and `best` are switched, then folders without a link are removed. A checkpoint within an epoch has the link `resume`
+alone, until the checkpoint at the end of the epoch replaces it. Specification: docs/run-folder.md.
 """
 
 import errno
@@ -28,15 +28,15 @@ from vitx.core.files import (
     write_json,
 )
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
-from vitx.train.recipes.optimizer_groups import Metric, Selection
+from vitx.train.recipes.optimization_settings import Metric, Selection
 
 Metrics = dict[str, Any]
-FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
+TENSOR_FILES = ("model.safetensors", "ema.safetensors", "optimizer.safetensors")
 LINKS = ("last", "best", "resume")
 
 
-class Tensors(NamedTuple):
-    """The three files of a checkpoint; none of them needs pickle."""
+class CheckpointTensors(NamedTuple):
+    """The contents of a checkpoint's three safetensors files, in the order of `TENSOR_FILES`."""
 
     model: dict[str, Tensor]
     ema: dict[str, Tensor]
@@ -47,44 +47,47 @@ def folder_name(epoch: int) -> str:
     return f"epoch-{epoch:04d}"
 
 
-def best_of(history: list[Metrics], metric: Metric = "top1") -> Metrics:
-    """The epoch of the best `metric` (highest top-1, lowest of the others); among equals of lowest NLL, the first."""
+def best_row(history: list[Metrics], metric: Metric = "top1") -> Metrics:
+    """The row of the epoch with the best `metric`: the highest top-1, or the lowest of another metric.
+
+    Among equal epochs the one of lowest NLL, then the first.
+    """
     sign = 1 if metric == "top1" else -1
     return max(history, key=lambda row: (sign * row[metric], -row["nll"], -row["epoch"]))
 
 
 def is_finished(history: list[Metrics], epochs: int, selection: Selection) -> bool:
-    """All epochs are done, or as many as the recipe's patience have passed since the best one."""
+    """Whether all epochs are done, or `selection.patience` epochs have passed since the best one."""
     done = len(history)
     if done >= epochs:
         return True
-    stale = done - best_of(history, selection.metric)["epoch"] if done else 0
-    return bool(selection.patience and stale >= selection.patience)
+    since_best = done - best_row(history, selection.metric)["epoch"] if done else 0
+    return bool(selection.patience and since_best >= selection.patience)
 
 
-def save(
+def save_epoch(
     run: RunFolder,
-    tensors: Tensors,
+    tensors: CheckpointTensors,
     history: list[Metrics],
     rng: dict[str, Any],
     trainer: dict[str, Any] | None = None,
     *,
     metric: Metric = "top1",
 ) -> None:
-    """Write the checkpoint of the last epoch of `history` and make it `last`, and `best` if it is.
+    """Write the checkpoint of the last epoch of `history`, and link it as `last`, and as `best` if it is the best.
 
-    Raises OSError when the disk is full; what was there before is then still whole.
+    Raises OSError when the disk is full; the checkpoints that were there before are then still whole.
     """
     latest = history[-1]
     state = _state(history, latest["step"], rng, trainer or {}, metric)
     state = _write(run.path / "checkpoints" / folder_name(latest["epoch"]), tensors, state)
     write_metrics(run, history)
-    publish(run, state)
+    switch_links(run, state)
 
 
 def save_within_epoch(
     run: RunFolder,
-    tensors: Tensors,
+    tensors: CheckpointTensors,
     history: list[Metrics],
     step: int,
     rng: dict[str, Any],
@@ -92,7 +95,7 @@ def save_within_epoch(
     *,
     metric: Metric = "top1",
 ) -> None:
-    """Write a checkpoint after `step` steps, in the middle of an epoch, that only resuming reads. Raises OSError."""
+    """Write a checkpoint after `step` steps, within an epoch; only resuming reads it. Raises OSError."""
     folder = run.path / "checkpoints" / f"step-{step:08d}"
     _write(folder, tensors, _state(history, step, rng, trainer, metric))
     link_atomically(folder.with_name("resume"), folder.name)
@@ -102,7 +105,7 @@ def save_within_epoch(
 def _state(
     history: list[Metrics], step: int, rng: dict[str, Any], trainer: dict[str, Any], metric: Metric
 ) -> CheckpointState:
-    best: Metrics = best_of(history, metric) if history else {"epoch": 0, metric: 0.0}
+    best: Metrics = best_row(history, metric) if history else {"epoch": 0, metric: 0.0}
     return CheckpointState(
         epoch=len(history),
         step=step,
@@ -115,11 +118,11 @@ def _state(
     )
 
 
-def _write(folder: Path, tensors: Tensors, state: CheckpointState) -> CheckpointState:
+def _write(folder: Path, tensors: CheckpointTensors, state: CheckpointState) -> CheckpointState:
     with staged_folder(folder) as stage:
-        for name, values in zip(FILES, tensors, strict=True):
+        for name, values in zip(TENSOR_FILES, tensors, strict=True):
             _save_file({key: value.detach().cpu().contiguous() for key, value in values.items()}, stage / name)
-        state = state.model_copy(update={"sha256": {name: sha256_file(stage / name) for name in FILES}})
+        state = state.model_copy(update={"sha256": {name: sha256_file(stage / name) for name in TENSOR_FILES}})
         write_json(stage / "state.json", state)
     return state
 
@@ -128,13 +131,17 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
+        # safetensors gives the system's error as text alone.
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from None
 
 
-def publish(run: RunFolder, state: CheckpointState) -> None:
-    """Switch the links to the finished epoch `state` and remove what no link names. Doing it twice does no harm."""
+def switch_links(run: RunFolder, state: CheckpointState) -> None:
+    """Switch `last` and `best` as `state`, of a finished epoch, says, and remove folders without a link.
+
+    Calling it twice does no harm, so a resumed run repeats what a kill may have interrupted.
+    """
     folder = run.path / "checkpoints"
     link_atomically(folder / "last", folder_name(state.epoch))
     link_atomically(folder / "best", folder_name(state.best_epoch))
@@ -149,50 +156,51 @@ def _remove_unnamed(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def tidy(run: RunFolder) -> None:
-    """Remove the files and links that a killed process had not finished writing; nobody else may write into `run` now.
+def remove_unfinished_writes(run: RunFolder) -> None:
+    """Remove the temporary files and links of killed processes; no other process may be writing into `run`.
 
-    Folders of checkpoints that no link names go with the next one that is saved.
+    Checkpoint folders without a link are removed when the next checkpoint is saved.
     """
     for path in (run.metrics_path, *(run.path / "checkpoints" / link for link in LINKS)):
         remove_unfinished(path)
 
 
-def newest(run: RunFolder) -> tuple[Path, CheckpointState] | None:
-    """The checkpoint to resume from; None when nothing was ever saved."""
+def newest_checkpoint(run: RunFolder) -> tuple[Path, CheckpointState] | None:
+    """The checkpoint to resume from, the one of `last` and `resume` with more steps; None when nothing was saved."""
     links = [link for link in ("last", "resume") if (run.path / "checkpoints" / link).is_symlink()]
-    return max((_read_state(run, link) for link in links), key=lambda pair: pair[1].step, default=None)
+    return max((read_state(run, link) for link in links), key=lambda pair: pair[1].step, default=None)
 
 
-def load_last(run: RunFolder) -> tuple[Tensors, CheckpointState] | None:
-    """The newest checkpoint to resume from, every file verified; None when nothing was ever saved.
+def load_newest(run: RunFolder) -> tuple[CheckpointTensors, CheckpointState] | None:
+    """Load the checkpoint to resume from, the digest of every file verified; None when nothing was saved.
 
     Raises InputError naming the file that is corrupt or missing.
     """
-    found = newest(run)
+    found = newest_checkpoint(run)
     if found is None:
         return None
     folder, state = found
     verify_digests(folder, state.sha256)
-    return Tensors(*(load_file(folder / name) for name in FILES)), state
+    return CheckpointTensors(*(load_file(folder / name) for name in TENSOR_FILES)), state
 
 
-def _read_state(run: RunFolder, link: str) -> tuple[Path, CheckpointState]:
+def read_state(run: RunFolder, link: str) -> tuple[Path, CheckpointState]:
+    """The folder that `link` names now, and its state; tensors are not read or verified."""
     checkpoints = run.path / "checkpoints"
     folder = checkpoints / (checkpoints / link).readlink()
     return folder, read_record(folder / "state.json", CheckpointState)
 
 
 def write_metrics(run: RunFolder, history: list[Metrics]) -> None:
-    """Write metrics.jsonl, one line an epoch, whole or not at all."""
+    """Write metrics.jsonl, one line for each epoch; the file appears whole or not at all."""
     lines = [json.dumps(row, allow_nan=False) + "\n" for row in history]
     write_bytes(run.metrics_path, "".join(lines).encode())
 
 
 def read_metrics(path: Path, epochs: int) -> list[Metrics]:
-    """The metrics of the first `epochs` epochs; raise InputError when the file does not hold exactly one line each.
+    """The metrics of the first `epochs` epochs; raise InputError unless the file has exactly one line for each.
 
-    Lines of later epochs, which a killed run wrote before its checkpoint became `last`, are left out.
+    Lines of later epochs are left out: a killed run wrote them before the link `last` was switched.
     """
     lines = path.read_text().splitlines() if path.is_file() else []
     try:

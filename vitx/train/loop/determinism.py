@@ -1,8 +1,8 @@
-"""`execution.deterministic`: a GPU gives the same bits for the same steps too, or an error names what cannot.
+"""`execution.deterministic`: equal steps give equal bits on a GPU too, or an error names the operator that cannot.
 
-Under torch's deterministic algorithms an operator with a fixed order of sums takes the place of a faster one, and one
-that has none raises. Attention needs no back end of its own: its flash backward pass is then ordered, the
-memory-efficient one does not split the keys, and cuDNN's is left out where its order is not fixed.
+With torch's deterministic algorithms an operator that sums in a fixed order replaces a faster one, and an operator
+without such a form raises. Attention needs no setting of its own: torch then orders the sums of flash attention's
+backward pass, does not split the keys in the memory-efficient one, and leaves out cuDNN's where its order is not fixed.
 """
 
 import os
@@ -13,42 +13,22 @@ import torch
 
 from vitx.core.errors import InputError
 
-# What cuBLAS reads when CUDA starts: with these its streams share no workspace, so its sums have one order.
+# cuBLAS reads this variable when CUDA starts. With one of these two values its streams share no workspace, so that its
+# sums have one order (NVIDIA's cuBLAS documentation, "Results Reproducibility").
 WORKSPACE, FIXED = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-# What follows the operator's name in torch's refusal.
+# The text after the operator's name in torch's error.
 NO_DETERMINISTIC_FORM = " does not have a deterministic implementation"
 
 
-@contextmanager
-def deterministic_algorithms(device: str, *, on: bool) -> Iterator[None]:
-    """Let torch take only operators with a fixed order of sums while the block runs, where that is `on`.
+def fix_cublas_workspace(device: str) -> None:
+    """Set cuBLAS's workspace for this process, if it may use a GPU: call it before CUDA starts.
 
-    Entered before CUDA starts, so `device` is still auto, cpu or cuda. Afterwards the process is as it was, but for
-    the workspace of cuBLAS: what has started with it keeps it. Raises InputError for an operator that has no such form,
-    and for a CUDA that runs with another workspace.
+    `device` is auto, cpu or cuda. The variable stays set, because cuBLAS keeps what it has started with; it is the only
+    lasting change that training makes to its process. Raises InputError for a CUDA that has started without it, and for
+    another value.
     """
-    if not on:
-        yield
+    if device == "cpu" or not torch.cuda.is_available():
         return
-    if device != "cpu" and torch.cuda.is_available():
-        _fix_workspace()
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark  # would choose the kernels by their time, which is never the same
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    except RuntimeError as error:
-        refusal = _refusal(str(error))
-        if refusal is None:
-            raise
-        raise refusal from None
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.backends.cudnn.benchmark = benchmark
-
-
-def _fix_workspace() -> None:
     found = os.environ.get(WORKSPACE)
     if found in FIXED:
         return
@@ -61,13 +41,38 @@ def _fix_workspace() -> None:
     os.environ[WORKSPACE] = FIXED[0]
 
 
-def _refusal(message: str) -> InputError | None:
-    """What torch's error means for the recipe; None for an error that is not about determinism."""
+@contextmanager
+def deterministic_algorithms(*, enabled: bool) -> Iterator[None]:
+    """Let torch use only operators with a fixed order of sums while the block runs, then restore torch's switches.
+
+    Without `enabled` nothing changes. Raises InputError for an operator that has no such form.
+    """
+    if not enabled:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False  # it times the kernels and takes the fastest, which may differ between runs
+    try:
+        yield
+    except RuntimeError as error:
+        explained = _explain(str(error))
+        if explained is None:
+            raise
+        raise explained from None
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.backends.cudnn.benchmark = benchmark
+
+
+def _explain(message: str) -> InputError | None:
+    """The error for the user that torch's error `message` stands for; None if it is not about determinism."""
     remedy = "leave out what uses it, or do without the same bits: --set execution.deterministic=false"
     operator, found, _ = message.partition(NO_DETERMINISTIC_FORM)
     if found:
         return InputError(f"execution.deterministic: torch's operator '{operator}' has no deterministic form: {remedy}")
-    if WORKSPACE in message:  # torch asks for it where cuBLAS is first used
+    if WORKSPACE in message:  # torch checks the variable when cuBLAS is first used
         return InputError(
             f"execution.deterministic: CUDA has started without {WORKSPACE}: start with {WORKSPACE}={FIXED[0]}"
         )

@@ -1,19 +1,22 @@
-"""`environment.json`: where a run was started, and on which images."""
+"""`environment.json`: the machine on which a run was started, and its images."""
 
 import hashlib
+from pathlib import Path
 from typing import Self
 
 import torch
 from pydantic import Field
 
 from vitx.core.errors import InputError
-from vitx.core.files import Record
+from vitx.core.files import Record, read_record
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.data.image_set import ImageSet
 
+ENVIRONMENT_FILE = "environment.json"
+
 
 class DataRecord(Record):
-    """One split: how many images, which were left out, and the sha256 of all names and labels in order."""
+    """One split: how many images, which unreadable ones were left out, the sha256 of all names and labels in order."""
 
     images: int
     skipped: tuple[str, ...]
@@ -28,7 +31,7 @@ class DataRecord(Record):
 
 
 class RunEnvironment(Record):
-    """What decides a result beside the recipe."""
+    """What a result depends on beside the recipe."""
 
     machine: dict[str, str | int]
     versions: dict[str, str]
@@ -36,6 +39,11 @@ class RunEnvironment(Record):
     threads: int = Field(description="threads of one torch operation; another number rounds differently")
     processes: int = Field(default=1, description="that train together; another number rounds differently")
     data: dict[str, DataRecord]
+
+    @classmethod
+    def read(cls, run: Path) -> "RunEnvironment":
+        """The `environment.json` of the run folder `run`; raise InputError when it is missing or not valid."""
+        return read_record(run / ENVIRONMENT_FILE, cls)
 
     @classmethod
     def now(cls, device: torch.device, train: ImageSet, val: ImageSet, *, processes: int = 1) -> Self:
@@ -49,14 +57,13 @@ class RunEnvironment(Record):
         )
 
     def differences(self, other: "RunEnvironment") -> list[str]:
-        """What rounds differently in `other`: device, numbers of threads and processes, versions of packages."""
-        ours = {"device": self.device, "threads": self.threads, "processes": self.processes, **self.versions}
-        theirs = {"device": other.device, "threads": other.threads, "processes": other.processes, **other.versions}
-        return [
-            f"with {name} {theirs.get(name)}, begun with {ours[name]}"
-            for name in ours
-            if theirs.get(name) != ours[name]
-        ]
+        """Say in words what makes `other` round differently: device, threads, processes, versions of packages."""
+        begun, now = (
+            {"device": each.device, "threads": each.threads, "processes": each.processes, **each.versions}
+            for each in (self, other)
+        )
+        changed = (name for name in begun if now.get(name) != begun[name])
+        return [f"with {name} {now.get(name)}, begun with {begun[name]}" for name in changed]
 
     def check_same_data(self, other: "RunEnvironment") -> None:
         """Raise InputError when a split changed since the run began."""

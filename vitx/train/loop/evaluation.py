@@ -1,7 +1,6 @@
-"""The evaluation split through a network: accuracy, likelihood, calibration, and how alike its tokens are."""
+"""Evaluation of a network on an image set: accuracy, likelihood, calibration, and how similar its tokens are."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from vitx.train.loop.inputs.prefetch import Prefetcher
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics of one network on one image set.
+    """Metrics of one network on one image set; docs/maths.md §5.2 defines `nll`, `ece` and `brier`.
 
-    `cos_sim` is the token similarity of every block's output patches (docs/maths.md §1.1), `attention_std` the spread
-    of every block's softmax maps (§1.2); a network without such blocks leaves them empty.
+    `cos_sim` is the token similarity of each block's output patches (§1.1), `attention_std` the spread of each block's
+    softmax maps (§1.2); both are empty for a network without transformer blocks.
     """
 
     top1: float
@@ -30,9 +29,6 @@ class Evaluation:
     brier: float
     cos_sim: list[float]
     attention_std: list[float]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def evaluate(
@@ -46,39 +42,40 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate in evaluation mode and float32; the network's mode and hooks are restored afterwards.
 
-    Of several processes each evaluates its share, none twice, and all return the metrics of the whole.
+    Several processes evaluate disjoint parts of `images`, and all return the metrics of the whole set.
     """
     logits = []
     was_training = model.training
     model.eval()
-    share = _share(images, processes)
+    own_images = _images_of_process(images, processes)
     with torch.inference_mode(), layer_metrics(model) as layers:
-        for inputs in Prefetcher(preprocessing, device).images(share.batches(preprocessing, batch_size)):
-            logits.append(model(inputs).float().cpu().numpy())
+        for inputs in Prefetcher(preprocessing, device).images(own_images.batches(preprocessing, batch_size)):
+            logits.append(model(inputs).float().cpu().numpy())  # (B, C)
     model.train(was_training)
+    # Parts are contiguous and come by rank, so the logits (N, C) are in the order of `images.labels`.
     parts = processes.gather((np.concatenate(logits), layers.cos_sim.means(), layers.attention_std.means()))
     weights = [len(part[0]) for part in parts]
     return Evaluation(
         **classification_metrics(np.concatenate([part[0] for part in parts]), images.labels),
-        cos_sim=_weighted([part[1] for part in parts], weights),
-        attention_std=_weighted([part[2] for part in parts], weights),
+        cos_sim=_weighted_means([part[1] for part in parts], weights),
+        attention_std=_weighted_means([part[2] for part in parts], weights),
     )
 
 
-def _share(images: ImageSet, processes: Processes) -> ImageSet:
+def _images_of_process(images: ImageSet, processes: Processes) -> ImageSet:
     if processes.count == 1:
         return images
     if len(images) < processes.count:
         raise InputError(
             f"{len(images)} images to evaluate are fewer than the {processes.count} processes: start fewer"
         )
-    share = processes.share(len(images))
-    keys = tuple(images.keys[index] for index in share)
-    return replace(images, keys=keys, labels=images.labels[share], read=lambda index: images.read(int(share[index])))
+    own = processes.indices(len(images))
+    keys = tuple(images.keys[index] for index in own)
+    return replace(images, keys=keys, labels=images.labels[own], read=lambda index: images.read(int(own[index])))
 
 
-def _weighted(means: list[dict[str, float]], weights: list[int]) -> list[float]:
-    """Means of each layer over several parts, in the order of the layers."""
+def _weighted_means(means: list[dict[str, float]], weights: list[int]) -> list[float]:
+    """The mean of each layer over several parts, in the order of the layers; `weights` are the images of a part."""
     if len(means) == 1:
         return list(means[0].values())
     return [float(np.average([part[layer] for part in means], weights=weights)) for layer in means[0]]

@@ -1,4 +1,4 @@
-"""What goes wrong in training: a loss that is not finite, whose batch is kept, a full disk, a process that dies."""
+"""Failures of a training: a loss that is not finite (its batch is kept), a full disk, a process that died."""
 
 import errno
 import math
@@ -14,24 +14,26 @@ from vitx.core.files import staged_folder, write_json
 from vitx.core.run import RunFolder
 from vitx.train.loop.inputs.training_data import Batch, TrainingData
 
-FOLDER = "failed-batch"
+FAILED_BATCH_FOLDER = "failed-batch"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def save_failed_batch(run: RunFolder, data: TrainingData, epoch: int, number: int) -> str:
-    """Write batch `number` of `epoch` into the run folder and return where: `images.png`, the images as they were
-    seen before mixing, row by row, and `batch.json`, their labels and where each is to be found.
+    """Write batch `number` of `epoch` into the run folder and return the folder written.
+
+    `images.png` has the augmented images before mixing, row by row; `batch.json` has their labels in the same order.
     """
-    batch = next(iter(data.batches(epoch, first=number)))
-    folder = run.path / FOLDER
+    batch = next(iter(data.batches(epoch, first=number)))  # made again: a batch follows from (seed, epoch, number)
+    folder = run.path / FAILED_BATCH_FOLDER
     with staged_folder(folder) as stage:
-        _sheet(batch).save(stage / "images.png")
+        _contact_sheet(batch).save(stage / "images.png")
         labels = [{"label": int(label), "class": data.images.class_names[label]} for label in batch.labels]
         write_json(stage / "batch.json", {"epoch": epoch, "batch": number, "seed": data.seed, "images": labels})
     return str(folder)
 
 
-def _sheet(batch: Batch) -> Image.Image:
+def _contact_sheet(batch: Batch) -> Image.Image:
+    """The images (B, S, S, 3) as a square of ⌈√B⌉ columns; places without an image are black."""
     count, size = batch.images.shape[:2]
     columns = math.ceil(math.sqrt(count))
     sheet = np.zeros((math.ceil(count / columns) * columns, size, size, 3), np.uint8)
@@ -41,8 +43,8 @@ def _sheet(batch: Batch) -> Image.Image:
 
 
 @contextmanager
-def naming_a_full_disk(run: RunFolder) -> Iterator[None]:
-    """Turn a full or read-only disk into an error that says what is still there."""
+def explain_full_disk(run: RunFolder) -> Iterator[None]:
+    """Turn the error of a full or read-only disk into an EnvironmentMissing that says how to go on."""
     try:
         yield
     except OSError as error:
@@ -56,8 +58,8 @@ def naming_a_full_disk(run: RunFolder) -> Iterator[None]:
 
 
 @contextmanager
-def naming_a_lost_process(run: RunFolder) -> Iterator[None]:
-    """Turn the failed exchange with a process that has died into an error that says how to go on."""
+def explain_lost_process(run: RunFolder) -> Iterator[None]:
+    """Turn a failed exchange with a process that died into an EnvironmentMissing that says how to go on."""
     try:
         yield
     except RuntimeError as error:

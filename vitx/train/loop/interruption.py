@@ -1,4 +1,4 @@
-"""Stopping between two steps: the first signal asks, the second stops at once."""
+"""Stopping between two steps: the first signal asks training to stop, a second one interrupts it at once."""
 
 import signal
 import threading
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-# torchrun passes on a signal that the terminal has sent to its processes too: what comes together is one request.
+# Ctrl-C reaches the processes from the terminal, and again from torchrun: signals this close together are one request.
 SAME_REQUEST_SECONDS = 1.0
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class TrainingStopped(Exception):
-    """Training was asked to stop and has saved all there is to go on from. `signal` is what asked."""
+    """Training was stopped by `signal`, with a checkpoint saved to resume from."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signal_number).name}")
@@ -21,7 +21,7 @@ class TrainingStopped(Exception):
 
 
 class StopRequest:
-    """The signal that asked to stop, or 0."""
+    """`signal` is the number of the signal that asked training to stop, 0 before one has."""
 
     def __init__(self) -> None:
         self.signal, self.received_at = 0, 0.0
@@ -35,7 +35,10 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Yield a record of SIGTERM and SIGINT while the block runs; outside the main thread no signal arrives."""
+    """Record SIGTERM and SIGINT in the yielded `StopRequest` while the block runs, then restore the old handlers.
+
+    Python delivers signals to the main thread alone: in another thread nothing is recorded.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

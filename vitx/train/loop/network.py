@@ -1,4 +1,4 @@
-"""The network of a recipe: its arguments, its first weights, and what is switched on in it."""
+"""The network of a recipe: its arguments, its initial weights, and how it is executed."""
 
 from pathlib import Path
 
@@ -13,30 +13,30 @@ from vitx.models import build_model
 from vitx.models.public_checkpoint import load_public_checkpoint
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
 from vitx.train.losses.objective import check_model
-from vitx.train.recipes.optimizer_groups import Execution
+from vitx.train.recipes.optimization_settings import Execution
 from vitx.train.recipes.recipe import Recipe
 
-# What `model.initial_checkpoint` is for the weights that timm publishes for `model.name`.
+# The value of `model.initial_checkpoint` that asks for the weights timm publishes for `model.name`.
 PRETRAINED = "timm"
 
 
 def model_spec(recipe: Recipe, num_classes: int) -> ModelSpec:
-    """The network of a recipe, with the arguments that follow from the data, the image size and the losses."""
+    """The recipe's network with the arguments that follow from the data, the image size and the losses."""
     kwargs = dict(recipe.model.kwargs)
     config = timm.get_pretrained_cfg(recipe.model.name) if timm.is_model(recipe.model.name) else None
-    if config is not None and config.fixed_input_size:
+    if config is not None and config.fixed_input_size:  # learned positions; a ResNet takes no img_size
         kwargs["img_size"] = recipe.preprocessing.image_size
     if recipe.losses.mixing:
-        kwargs["patch_head"] = True
+        kwargs["patch_head"] = True  # the linear head g of docs/maths.md §2.3
     return ModelSpec(name=recipe.model.name, num_classes=num_classes, kwargs=kwargs)
 
 
-def build_checked(recipe: Recipe, spec: ModelSpec) -> nn.Module:
-    """Build the network with fresh weights; raise InputError when it cannot compute the recipe's losses."""
+def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
+    """Build the network with random weights; raise InputError when it cannot compute the recipe's losses."""
     try:
         model = build_model(spec)
     except InputError:
-        # A network that has no patch head refuses the argument; name the loss that asked for it instead.
+        # A network without a patch head refuses the argument: then name the loss that needs it.
         kwargs = {name: value for name, value in spec.kwargs.items() if name != "patch_head"}
         check_model(recipe, build_model(spec.model_copy(update={"kwargs": kwargs})))
         raise
@@ -45,10 +45,10 @@ def build_checked(recipe: Recipe, spec: ModelSpec) -> nn.Module:
 
 
 def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quiet: bool) -> None:
-    """Begin with the weights of a run (its best averaged ones), of a file, or with those timm publishes ("timm").
+    """Load initial weights: of a run (the averaged weights of its best epoch), of a file, or timm's ("timm").
 
-    Position embeddings of another image size are interpolated; a classifier of other classes stays as it is.
-    Raises InputError when there is no such checkpoint or it is of another architecture.
+    Position embeddings of another image size are interpolated; a classifier of other classes keeps its random weights.
+    Raises InputError when there is no such checkpoint, or it is of another architecture.
     """
     if source == PRETRAINED:
         published = build_model(spec.model_copy(update={"kwargs": {**spec.kwargs, "pretrained": True}}))
@@ -63,21 +63,24 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
         log(f"initial weights: {line}", quiet=quiet)
 
 
-def switch_on(model: nn.Module, name: str, execution: Execution, device: torch.device, *, processes: int) -> nn.Module:
-    """Return the network as `execution` wants it trained; raise InputError for what this one does not offer."""
+def apply_execution(
+    model: nn.Module, name: str, execution: Execution, device: torch.device, *, processes: int
+) -> nn.Module:
+    """Apply the `execution` settings to the network and return it; raise InputError for one it does not support."""
     if execution.grad_checkpointing:
-        _checkpoint_gradients(model, name)
+        _enable_grad_checkpointing(model, name)
     if execution.channels_last:
         model = model.to(memory_format=torch.channels_last)
     if execution.sync_batch_norm and processes > 1:
         model = synchronize_batch_norm(model, device)
     if execution.compile:
+        # Block by block: equal blocks share one compilation.
         for part in getattr(model, "blocks", None) or [model]:
             part.compile()
     return model
 
 
-def _checkpoint_gradients(model: nn.Module, name: str) -> None:
+def _enable_grad_checkpointing(model: nn.Module, name: str) -> None:
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError) as error:

@@ -11,19 +11,20 @@ from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.train.loop.distributed.fsdp_tensors import like, whole
-from vitx.train.recipes.optimizer_groups import Optimizer, Schedule
+from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
+from vitx.train.recipes.optimization_settings import Optimizer, Schedule
 
-# Where the counters of a parameter group are, among the parameters' names.
+# Names of parameter groups among those of parameters, in a checkpoint: "groups.0", "groups.1", …
 GROUP = "groups."
-# An optimizer that keeps lists of tensors.
-LISTS = "kron"
-COUNTERS = ("step", "lookahead_step")
+# timm's optimizer whose state are lists of tensors, which have no name of their own in a checkpoint.
+KEEPS_LISTS = "kron"
+# What some optimizers count in a parameter group instead of in a parameter's state.
+GROUP_COUNTERS = ("step", "lookahead_step")
 
 
 class OptimizerState(NamedTuple):
-    """`tensors` are named ENTRY/PARAMETER, such as "exp_avg/head.weight", those of a group ENTRY/groups.0; `numbers`
-    are what is counted without a tensor.
+    """`tensors` are named ENTRY/PARAMETER, such as "exp_avg/head.weight", or ENTRY/groups.0 for those of a parameter
+    group; `numbers` has the same names and holds what an optimizer counts as plain numbers.
     """
 
     tensors: dict[str, Tensor]
@@ -31,25 +32,27 @@ class OptimizerState(NamedTuple):
 
 
 def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Return timm's optimizer `settings.name`; weight decay on matrices only: no bias, norm, position or class token.
+    """Return timm's optimizer `settings.name`.
 
+    timm makes the parameter groups: weight decay on matrices only (no biases, norms, positions or class token), and
+    with `layer_decay` < 1 one group a layer, whose rate is lr · layer_decay^(layers after it).
     Raises InputError for a name, an argument or a layer decay that timm cannot use.
     """
     name = settings.name.lower()
-    base = name.removeprefix("lookahead_")
+    base = name.removeprefix("lookahead_")  # timm wraps any optimizer whose name has this prefix
     known = [str(each) for each in list_optimizers()]
     if base not in known:
         raise unknown_name("optimizer.name", settings.name, known)
     info = get_optimizer_info(base)
     if info.second_order:
         raise InputError(f"optimizer.name={settings.name} needs second derivatives: choose one of the first order")
-    if base.startswith(LISTS):
+    if base.startswith(KEEPS_LISTS):
         raise InputError(f"optimizer.name={settings.name} keeps a state that no checkpoint holds: choose another")
     arguments = dict(settings.kwargs)
     if info.has_betas and info.num_betas == 2:
         arguments.setdefault("betas", settings.betas)
     if base in ("adam", "adamw") and "fused" in inspect.signature(get_optimizer_class(base)).parameters:
-        arguments.setdefault("fused", True)
+        arguments.setdefault("fused", True)  # one kernel for all parameters
     try:
         return create_optimizer_v2(
             model,
@@ -65,19 +68,20 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epochs: int, steps: int) -> Scheduler:
-    """Return timm's schedule over `epochs` of `steps` each; `step_update(step)` sets the rates of that step, from 0.
+    """Return timm's schedule over `epochs` of `steps` each; `step_update(step)` sets the rates of step 0, 1, …
 
-    Raises InputError for arguments that timm does not take.
+    A linear warm-up comes first, then the named schedule over the remaining steps. The rate follows from the step
+    alone, so a resumed run needs no state of the schedule. Raises InputError for arguments that timm does not take.
     """
-    warmup = int(settings.warmup * epochs * steps)
+    warmup = int(settings.warmup * epochs * steps)  # in steps
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # timm ignores some arguments with no more than a warning
+            warnings.simplefilter("error")  # timm ignores some arguments and only warns
             schedule: Scheduler
             schedule, _ = create_scheduler_v2(
                 optimizer,
                 settings.name,
-                # In steps: one "epoch" of timm's is `steps` updates, so these may be fractions.
+                # timm counts in epochs and multiplies by updates_per_epoch: fractions give the exact step.
                 num_epochs=epochs - warmup / steps,  # type: ignore[arg-type]
                 warmup_epochs=warmup / steps,  # type: ignore[arg-type]
                 warmup_prefix=True,
@@ -93,18 +97,18 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerState:
-    """Return the whole state; sharded entries are gathered, which every process has to take part in.
+    """Return the whole state. Sharded entries are gathered, so all processes have to call it.
 
-    Raises InputError for an optimizer that keeps something else than tensors and numbers.
+    Raises InputError for an optimizer whose state has something else than tensors and numbers.
     """
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, Any] = {}
-    for place, entries in _entries(optimizer, model).items():
+    for owner, entries in _entries(optimizer, model).items():
         for entry, value in entries.items():
             if isinstance(value, Tensor):
-                tensors[f"{entry}/{place}"] = whole(value)
+                tensors[f"{entry}/{owner}"] = gathered(value)
             elif isinstance(value, int | float | str | None):
-                numbers[f"{entry}/{place}"] = value
+                numbers[f"{entry}/{owner}"] = value
             else:
                 raise InputError(
                     f"the state '{entry}' of this optimizer is a {type(value).__name__}, which no checkpoint holds: "
@@ -114,35 +118,38 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optim
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: OptimizerState) -> None:
-    """Put back what `optimizer_state` returned; the names must be those of the model's parameters."""
+    """Load what `optimizer_state` returned; the names must be those of the model's parameters."""
     parameters = dict(model.named_parameters())
     packed = optimizer.state_dict()
+    # torch numbers the parameters over all groups, and a state_dict holds these numbers instead of names.
     numbers = {
         parameter: number
-        for group, names in zip(_base(optimizer).param_groups, packed["param_groups"], strict=True)
-        for parameter, number in zip(group["params"], names["params"], strict=True)
+        for group, packed_group in zip(_wrapped(optimizer).param_groups, packed["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], packed_group["params"], strict=True)
     }
     for key, value in {**state.tensors, **state.numbers}.items():
-        entry, _, place = key.partition("/")
-        if place in parameters:
-            entries = packed["state"].setdefault(numbers[parameters[place]], {})
+        entry, _, owner = key.partition("/")
+        if owner in parameters:
+            entries = packed["state"].setdefault(numbers[parameters[owner]], {})
         else:
-            entries = packed["param_groups"][int(place.removeprefix(GROUP))]
-        entries[entry] = like(parameters.get(place, value), value) if isinstance(value, Tensor) else value
+            entries = packed["param_groups"][int(owner.removeprefix(GROUP))]
+        entries[entry] = placed_like(parameters.get(owner, value), value) if isinstance(value, Tensor) else value
     optimizer.load_state_dict(packed)
 
 
 def _entries(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, dict[str, Any]]:
-    """The state by parameter, and what is counted by group, such as LAMB's step; settings are the recipe's."""
-    base = _base(optimizer)
+    """The state by parameter name, and the counters by group, such as LAMB's step.
+
+    A group's settings (rate, decay) are left out: the recipe and the schedule set them again.
+    """
+    base = _wrapped(optimizer)
     entries = {name: base.state[parameter] for name, parameter in model.named_parameters() if parameter in base.state}
     for number, group in enumerate(base.param_groups):
-        counters = {key: value for key, value in group.items() if key in COUNTERS}
-        entries[f"{GROUP}{number}"] = counters
+        entries[f"{GROUP}{number}"] = {key: value for key, value in group.items() if key in GROUP_COUNTERS}
     return entries
 
 
-def _base(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """What holds the state: timm's Lookahead keeps it in the optimizer that it wraps."""
+def _wrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that holds the state: timm's Lookahead keeps it in the optimizer that it wraps."""
     base: torch.optim.Optimizer = getattr(optimizer, "_base_optimizer", optimizer)
     return base

@@ -1,4 +1,4 @@
-"""One writer of a run folder: a second one, started by mistake or by a scheduler, would mix two trainings in it."""
+"""The lock of a run folder: a second training, started by mistake or by a scheduler, must not write into it."""
 
 import errno
 import os
@@ -11,33 +11,38 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 
-NAME = "lock"
-# File systems that have no locks say one of these.
+LOCK_FILE = "lock"
+SECONDS_BETWEEN_TRIES = 0.2
+# The errors of file systems without locks.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Held from `take` to the end of the `with` block; the system gives back what a killed process held.
+    """Held from `acquire` to the end of the `with` block; the system releases the lock of a killed process.
 
-    A POSIX lock on the file `lock`, which nothing else opens: it belongs to the process alone, not to the workers that
-    it forks, and NFS has it too. Where the file system has no locks, or on Windows, nothing is held.
+    It is a POSIX lock (`fcntl.lockf`) on the file `lock`, which nothing else opens. Such a lock belongs to one process
+    and is not inherited by the workers that it forks, and NFS supports it. On a file system without locks, and on
+    Windows, nothing is locked.
     """
 
     def __init__(self, run: RunFolder) -> None:
-        self._run, self._path = run, run.path / NAME
+        self._run, self._path = run, run.path / LOCK_FILE
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "RunLock":
         return self
 
-    def take(self, patience: float = 0.0) -> None:
-        """Hold the folder, if it is a run; raise InputError if another still does after `patience` seconds."""
-        if self._file is not None or not self._run.info_path.is_file() or sys.platform == "win32":
+    def acquire(self, timeout: float = 0.0) -> None:
+        """Lock the folder if it is a run; raise InputError if another process still holds it after `timeout` seconds.
+
+        Acquiring it a second time does nothing.
+        """
+        if self._file is not None or not self._run.exists() or sys.platform == "win32":
             return
         import fcntl
 
         self._file = self._path.open("a")
-        deadline, told = time.monotonic() + patience, False
+        deadline, logged = time.monotonic() + timeout, False
         while True:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -49,10 +54,10 @@ class RunLock:
                     raise
             if time.monotonic() > deadline:
                 raise InputError(f"another process trains into '{self._run.path}': wait for its end, or stop it")
-            if not told:
-                log(f"another process still trains into '{self._run.path}': waiting for {patience:.0f} s")
-                told = True
-            time.sleep(0.2)
+            if not logged:
+                log(f"another process still trains into '{self._run.path}': waiting for {timeout:.0f} s")
+                logged = True
+            time.sleep(SECONDS_BETWEEN_TRIES)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -61,6 +66,9 @@ class RunLock:
             self._file.close()
 
 
-def patience_of_torchrun(seconds: float) -> float:
-    """A group that torchrun replaces may need a while to end; whoever starts a second run by hand is told at once."""
+def timeout_under_torchrun(seconds: float) -> float:
+    """How long to wait for the lock: `seconds` under torchrun, 0 without it.
+
+    The processes that torchrun replaces may need a while to end; a second run started by hand is refused at once.
+    """
     return seconds if "WORLD_SIZE" in os.environ else 0.0

@@ -1,4 +1,4 @@
-"""One optimizer step: mix, pass in parts, average over processes, clip, update."""
+"""One optimizer step: mix the batch, forward and backward in parts, average over processes, clip, update."""
 
 import math
 import random
@@ -14,25 +14,28 @@ from vitx.train.loop.inputs.training_data import CUTMIX, NETWORK, seed_of
 from vitx.train.loop.sharpness import perturbed, untracked_batch_norm
 from vitx.train.losses.cutmix import MixedBatch
 from vitx.train.losses.distillation import Teacher
-from vitx.train.losses.objective import losses_of, mix, patch_grid
+from vitx.train.losses.objective import compute_losses, mix_batch, patch_grid
 from vitx.train.recipes.recipe import Recipe
 
 PRECISIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Objective(nn.Module):
-    """Forward pass and losses as one module: what DDP and FSDP wrap is what they see called."""
+    """Forward pass and losses as one module, because DDP and FSDP hook the `forward` of the module that they wrap."""
 
     def __init__(self, network: nn.Module, recipe: Recipe, classes: int, teacher: Teacher | None) -> None:
         super().__init__()
         self.network, self.recipe, self.classes, self.teacher = network, recipe, classes, teacher
 
     def forward(self, batch: MixedBatch) -> dict[str, Tensor]:
-        return losses_of(self.network, batch, self.recipe, self.classes, teacher=self.teacher)
+        return compute_losses(self.network, batch, self.recipe, self.classes, teacher=self.teacher)
 
 
 class Stepper:
-    """Takes the optimizer steps of a run. All randomness follows from (seed, epoch, batch), nothing is carried."""
+    """Takes the optimizer steps of a run.
+
+    All random draws of a step follow from (seed, epoch, batch): no generator's state goes from one step to the next.
+    """
 
     def __init__(
         self,
@@ -55,25 +58,28 @@ class Stepper:
     def __call__(self, epoch: int, batch: DeviceBatch) -> tuple[dict[str, Tensor], Tensor]:
         """Take one step on this process's part of a batch.
 
-        Returns the detached losses by name, and a scalar that is finite exactly if the step was sound.
+        Returns the detached losses by name, and the total loss as a scalar that is also not finite where the norm of
+        the gradient is not. Nothing is read here: reading a value would wait for the device.
         """
         settings = self.recipe.optimizer
-        losses = self._gradients(epoch, batch)
-        health = losses["total"]
+        losses = self._backward(epoch, batch)
+        checked_total = losses["total"]
         if settings.sam_rho:
+            # SAM's second pass: the gradient at w + ρ·g/‖g‖ replaces the one at w (docs/maths.md §2.7).
             with perturbed(self.parameters, settings.sam_rho), untracked_batch_norm(self.network):
-                self._gradients(epoch, batch)
-        self.scaler.unscale_(self.optimizer)
+                self._backward(epoch, batch)
+        self.scaler.unscale_(self.optimizer)  # without float16 the scaler is off, and this does nothing
         if settings.clip:
             norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip)
-            if not self.scaler.is_enabled():  # which skips a step whose gradient overflows
-                health = health + 0 * getattr(norm, "full_tensor", lambda: norm)()
+            if not self.scaler.is_enabled():  # the scaler itself skips a step whose gradient overflows
+                # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
+                checked_total = checked_total + 0 * getattr(norm, "full_tensor", lambda: norm)()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return losses, health
+        return losses, checked_total
 
-    def _gradients(self, epoch: int, batch: DeviceBatch) -> dict[str, Tensor]:
-        """Sum the gradients of all parts of the batch; return the means of the losses."""
+    def _backward(self, epoch: int, batch: DeviceBatch) -> dict[str, Tensor]:
+        """Leave the gradient of the whole batch in the parameters; return the mean losses over its parts."""
         self.optimizer.zero_grad(set_to_none=True)
         parts = self.recipe.optimizer.accumulate
         means: dict[str, Tensor] = {}
@@ -81,41 +87,42 @@ class Stepper:
             with accumulating(self.objective, last=number == parts):
                 with torch.autocast(self.device.type, self.precision, enabled=self.precision is not None):
                     losses = self.objective(part)
+                # Each part's loss is a mean over its images, so 1/parts makes the sum a mean over the batch.
                 self.scaler.scale(losses["total"] / parts).backward()
             for name, loss in losses.items():
                 means[name] = means.get(name, 0) + loss.detach() / parts
         return means
 
     def _parts(self, epoch: int, batch: DeviceBatch) -> Iterator[MixedBatch]:
-        """The batch in the parts of gradient accumulation, mixed, the generators seeded for each."""
+        """The parts of gradient accumulation, mixed, with the generators seeded for each part's forward pass."""
         recipe, count = self.recipe, self.recipe.optimizer.accumulate
         for index in range(count):
             pixels, labels = batch.part(index, count)
             images = self.prefetcher.normalized(pixels)
-            if images is pixels and recipe.optimizer.sam_rho:  # which takes the batch twice, and mixing may change it
+            if images is pixels and recipe.optimizer.sam_rho:  # SAM takes the batch twice, and mixing may change it
                 images = images.clone()
-            number = self.processes.rank * count + index
-            # What is drawn once for a batch must be the same in all of its parts.
-            place = (epoch, batch.number, number) if number and _mixes_each_image(recipe) else (epoch, batch.number)
+            number = self.processes.rank * count + index  # of this part among the parts of all processes
+            # A draw for the whole batch (one CutMix box) must be equal in all parts, draws for each image must differ.
+            place = (epoch, batch.number, number) if number and _draws_per_image(recipe) else (epoch, batch.number)
             rng = random.Random(seed_of(recipe.seed, CUTMIX, *place))
-            mixed = mix(images, labels, recipe, self.grid, rng, classes=self.classes)
-            seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number))
+            mixed = mix_batch(images, labels, recipe, self.grid, rng, classes=self.classes)
+            seed_generators(seed_of(recipe.seed, NETWORK, epoch, batch.number, number))  # dropout, drop path
             yield mixed
 
 
-def _mixes_each_image(recipe: Recipe) -> bool:
+def _draws_per_image(recipe: Recipe) -> bool:
     return bool(recipe.augmentation.erasing) or recipe.cutmix.box == "sample" or recipe.mixup.mode != "batch"
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what a network may draw from: torch on all devices, numpy and Python."""
+    """Seed the generators that a network may draw from: torch's on all devices, numpy's and Python's."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def autocast_precision(recipe: Recipe, device: torch.device) -> torch.dtype | None:
-    """The dtype of autocast, or None for none: auto is bfloat16 on a GPU."""
+    """The dtype of autocast, None for no autocast: auto is bfloat16 on a GPU and none on a CPU."""
     choice = recipe.execution.precision
     if choice == "auto":
         return torch.bfloat16 if device.type == "cuda" else None
@@ -123,37 +130,41 @@ def autocast_precision(recipe: Recipe, device: torch.device) -> torch.dtype | No
 
 
 class EpochLog:
-    """What one epoch's steps were like, kept on the device: reading a value there would wait for it."""
+    """The losses of one epoch's steps, kept on the device: reading a value after each step would wait for the device.
+
+    `sums` are the sums so far when an epoch is resumed. `checked_totals` is float32 (steps,), 0 for steps to come.
+    """
 
     def __init__(self, steps: int, device: torch.device, sums: dict[str, float] | None = None) -> None:
         self.sums = {name: torch.tensor(value, device=device) for name, value in (sums or {}).items()}
-        self.health = torch.zeros(steps, device=device)
+        self.checked_totals = torch.zeros(steps, device=device)
 
-    def add(self, number: int, losses: dict[str, Tensor], health: Tensor) -> None:
+    def add(self, number: int, losses: dict[str, Tensor], checked_total: Tensor) -> None:
+        """Add the outcome of batch `number`, as `Stepper` returns it."""
         for name, loss in losses.items():
             self.sums[name] = self.sums[name] + loss if name in self.sums else loss
-        self.health[number] = health
+        self.checked_totals[number] = checked_total
 
-    def first_unsound(self) -> int | None:
+    def first_not_finite(self) -> int | None:
         """The first batch whose loss or gradient was not finite."""
-        found = (~torch.isfinite(self.health)).nonzero()
+        found = (~torch.isfinite(self.checked_totals)).nonzero()
         return int(found[0]) if len(found) else None
 
     def totals(self) -> dict[str, float]:
-        """The sums of the losses by name; exact, so that an epoch can go on from them."""
+        """The sums of the losses by name. A Python float holds a float32 exactly, so a resumed epoch has equal sums."""
         return {name: value.item() for name, value in self.sums.items()}
 
 
-def sums_for(rank: int, count: int, sums: list[dict[str, float]]) -> dict[str, float]:
-    """What process `rank` of `count` goes on from, where processes had come to `sums` in an epoch.
+def resumed_sums(rank: int, count: int, sums: list[dict[str, float]]) -> dict[str, float]:
+    """The loss sums from which process `rank` of `count` resumes an epoch; `sums` has one entry a saved process.
 
-    Each goes on from its own; where there were more or fewer of them, all from the mean.
+    Each process takes its own sums. After a change of their number all take the mean, so the epoch's mean is kept.
     """
     if len(sums) == count:
         return sums[rank]
-    return mean_losses(sums, 1)
+    return mean_losses(sums, steps=1)
 
 
-def mean_losses(totals: list[dict[str, float]], steps: int) -> dict[str, float]:
-    """The mean of each loss over `steps` steps and all processes, whose sums are `totals`."""
-    return {name: math.fsum(part[name] for part in totals) / (steps * len(totals)) for name in totals[0]}
+def mean_losses(sums: list[dict[str, float]], steps: int) -> dict[str, float]:
+    """The mean of each loss over `steps` steps and all processes; `sums` has one entry a process."""
+    return {name: math.fsum(part[name] for part in sums) / (steps * len(sums)) for name in sums[0]}

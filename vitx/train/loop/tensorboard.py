@@ -9,23 +9,26 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 @contextmanager
-def scalar_board(folder: Path, epochs_done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that writes an epoch's metrics; events after `epochs_done` of a killed run are hidden."""
-    board = SummaryWriter(str(folder), purge_step=epochs_done + 1 if epochs_done else None)
+def tensorboard_writer(folder: Path, epochs_done: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that writes the metrics of an epoch.
+
+    A resumed run hides the events after `epochs_done`: a killed process wrote them for epochs that are trained again.
+    """
+    writer = SummaryWriter(str(folder), purge_step=epochs_done + 1 if epochs_done else None)
     try:
-        yield lambda metrics: _write(board, metrics)
+        yield lambda metrics: _write(writer, metrics)
     finally:
-        board.close()
+        writer.close()
 
 
-def _write(board: SummaryWriter, metrics: dict[str, Any]) -> None:
+def _write(writer: SummaryWriter, metrics: dict[str, Any]) -> None:
     for name, value in scalars(metrics):
-        board.add_scalar(name, value, metrics["epoch"])
-    board.flush()
+        writer.add_scalar(name, value, metrics["epoch"])
+    writer.flush()
 
 
 def scalars(metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of an epoch by name, such as "losses/total" and "cos_sim/layer-01"."""
+    """The metrics of an epoch as single numbers by name, such as "losses/total" and "cos_sim/layer-01"."""
     for name, value in metrics.items():
         if isinstance(value, dict):
             yield from ((f"{name}/{part}", number) for part, number in value.items())

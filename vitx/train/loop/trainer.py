@@ -1,52 +1,52 @@
 """The training loop: one epoch, one evaluation, one checkpoint, until the recipe's epochs are done.
 
-Nothing random is carried from one step to the next, so resuming needs the weights, the optimizer's state and the
-number of the step, and gives the same bits as never having stopped.
+No random generator's state goes from one step to the next. So resuming needs the weights, the optimizer's state and the
+number of the step alone, and a resumed run ends in the same bits as one that was never stopped.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
-from vitx.core.files import read_record, staged_folder, write_json
+from vitx.core.files import staged_folder, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models.device import choose_device
 from vitx.models.recalibration import measure_batch_norm
 from vitx.train.loop.checkpoint import (
+    CheckpointTensors,
     Metrics,
-    Tensors,
+    best_row,
     is_finished,
-    load_last,
-    publish,
+    load_newest,
     read_metrics,
-    save,
+    remove_unfinished_writes,
+    save_epoch,
     save_within_epoch,
-    tidy,
+    switch_links,
     write_metrics,
 )
-from vitx.train.loop.determinism import deterministic_algorithms
-from vitx.train.loop.distributed.fsdp_tensors import load_whole_state, whole_state
-from vitx.train.loop.distributed.process_share import Shard
-from vitx.train.loop.distributed.processes import Processes, joined, parallelize, shard_module, unsharded
-from vitx.train.loop.environment import RunEnvironment
+from vitx.train.loop.determinism import deterministic_algorithms, fix_cublas_workspace
+from vitx.train.loop.distributed.batch_part import BatchPart
+from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
+from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
+from vitx.train.loop.environment import ENVIRONMENT_FILE, RunEnvironment
 from vitx.train.loop.evaluation import evaluate
-from vitx.train.loop.failures import naming_a_full_disk, naming_a_lost_process, save_failed_batch
+from vitx.train.loop.failures import explain_full_disk, explain_lost_process, save_failed_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
 from vitx.train.loop.inputs.training_data import WEIGHTS, TrainingData, seed_of
 from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
-from vitx.train.loop.network import build_checked, load_initial_weights, model_spec, switch_on
+from vitx.train.loop.network import apply_execution, build_network, load_initial_weights, model_spec
 from vitx.train.loop.optimization import (
     OptimizerState,
     build_optimizer,
@@ -54,33 +54,46 @@ from vitx.train.loop.optimization import (
     optimizer_state,
     restore_optimizer,
 )
-from vitx.train.loop.resuming import SECONDS_TO_BE_SEEN, check_alike, check_out, layout_differences
-from vitx.train.loop.run_lock import RunLock, patience_of_torchrun
-from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, sums_for
-from vitx.train.loop.tensorboard import scalar_board
-from vitx.train.loop.weights_and_biases import project_board
+from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check_processes_agree, check_run_folder
+from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
+from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
+from vitx.train.loop.tensorboard import tensorboard_writer
+from vitx.train.loop.weights_and_biases import wandb_writer
 from vitx.train.losses.distillation import load_teacher
-from vitx.train.recipes.recipe import Recipe
+from vitx.train.recipes.optimization_settings import Metric
+from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
-# Training images that measure the BatchNorm statistics of the averaged weights.
+# Training images from which the BatchNorm statistics of the averaged weights are measured (docs/training.md).
 CALIBRATION_IMAGES = 256
-# Steps between two looks at whether the losses are finite: each look waits for the device.
+# Steps between two checks that the losses are finite: each check waits for the device.
 STEPS_BETWEEN_CHECKS = 50
-# Steps between two exchanges of several processes on whether one of them was asked to stop.
+# Steps after which several processes tell each other whether one of them got a signal to stop.
 STEPS_BETWEEN_SIGNALS = 8
-SECONDS_BETWEEN_UPDATES = 0.1
+SECONDS_BETWEEN_UPDATES = 0.1  # of the progress bar
 
-
+# Called with the number of the epoch that was saved, and the averaged network.
 AfterEpoch = Callable[[int, nn.Module], None]
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished run and its metrics, one entry an epoch."""
+    """A run whose training has ended: its metrics, one entry for each epoch, and how many epochs it resumed from."""
 
     run: RunFolder
     history: list[Metrics]
     resumed_from: int
+
+    def summary(self, metric: Metric) -> dict[str, Any]:
+        """The metrics of the epoch that is best by `metric`, the last epoch's top-1, and the seconds of all epochs."""
+        best = best_row(self.history, metric)
+        return {
+            "run": str(self.run.path),
+            "epochs": len(self.history),
+            "best_epoch": best["epoch"],
+            **{name: best[name] for name in ("top1", "nll", "ece", "cos_sim", "attention_std")},
+            "last_top1": self.history[-1]["top1"],
+            "seconds": round(sum(row["seconds"] for row in self.history), 1),
+        }
 
 
 def train(
@@ -94,40 +107,47 @@ def train(
     after_epoch: AfterEpoch | None = None,
     quiet: bool = False,
 ) -> TrainingResult:
-    """Train `recipe` into the run folder `out`; see docs/run-folder.md for what it holds.
+    """Train `recipe` into the run folder `out`, which docs/run-folder.md describes.
 
-    With `resume` a run that was stopped goes on where it last saved; one that has finished is returned as it is. Under
-    torchrun the processes share every batch. `wandb` names a project of Weights & Biases that the metrics go to.
-    `after_epoch` is called when an epoch is saved, in every process, with its number and the averaged network.
+    With `resume` a run that was stopped continues from its newest checkpoint; a finished run is returned as it is.
+    Under torchrun the processes share every batch. `wandb` names a project of Weights & Biases for the metrics.
+    `after_epoch` is called when an epoch is saved, in the process that writes the files, with the number of the epoch
+    and the averaged network.
 
     Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
-    when the data or a checkpoint cannot be read, or when `execution.deterministic` cannot be had; CheckFailed when a
-    loss is no longer finite; EnvironmentMissing when the disk is full; TrainingStopped when SIGTERM or SIGINT asked to
-    stop, after all has been saved.
+    when the data or a checkpoint cannot be read, or when `execution.deterministic` is not possible; CheckFailed when a
+    loss is no longer finite; EnvironmentMissing when the disk is full; TrainingStopped after a SIGTERM or SIGINT, when
+    all is saved.
     """
     folder = RunFolder(out)
+    if recipe.execution.deterministic:
+        fix_cublas_workspace(device)  # before `choose_device` may start CUDA
     with (
-        deterministic_algorithms(device, on=recipe.execution.deterministic),
-        joined(chosen := choose_device(device)) as processes,
-        naming_a_lost_process(folder),
+        deterministic_algorithms(enabled=recipe.execution.deterministic),
+        join_processes(chosen := choose_device(device)) as processes,
+        explain_lost_process(folder),
         RunLock(folder) as lock,
     ):
         if processes.writes and resume:
-            lock.take(patience_of_torchrun(SECONDS_TO_BE_SEEN))
-        processes.wait()  # nobody else writes from here on
-        check_alike(processes, folder, recipe)
-        check_out(folder, recipe, resume=resume)
-        processes.wait()  # before the first of them makes the folder
+            lock.acquire(timeout_under_torchrun(VISIBILITY_TIMEOUT))
+        processes.barrier()  # from here on no other training writes into the folder
+        check_processes_agree(processes, folder, recipe)
+        check_run_folder(folder, recipe, resume=resume)
+        processes.barrier()  # all have looked at the folder before the first process makes it
         trainer = Trainer(recipe, folder, chosen, processes, skip_bad=skip_bad, quiet=quiet or not processes.writes)
-        with naming_a_full_disk(folder):
+        with explain_full_disk(folder):
             trainer.open_run()
             if processes.writes:
-                lock.take()
+                lock.acquire()  # of a new run, which had no folder to lock until now
             return trainer.train(wandb, after_epoch)
 
 
 class Trainer:
-    """Everything a run holds in memory between its steps."""
+    """All that a run keeps in memory between its steps.
+
+    `model` is trained, `ema.module` is its moving average (evaluated, exported and served), `history` has the metrics
+    of the finished epochs, `batches_done` and `log` belong to the epoch under way.
+    """
 
     def __init__(
         self,
@@ -150,8 +170,8 @@ class Trainer:
             batch_size=recipe.batch_size,
             seed=recipe.seed,
         )
-        whole_batch = np.arange(self.data.batch_size)
-        Shard(0, processes.count * recipe.optimizer.accumulate).of(whole_batch)  # or say what batch_size fits
+        # Raises before anything is built if the batch cannot be split into the parts of all processes and passes.
+        BatchPart(0, processes.count * recipe.optimizer.accumulate).slices(self.data.batch_size)
         self._build_network()
         self.optimizer = build_optimizer(self.model, recipe.optimizer)
         self.schedule = build_schedule(self.optimizer, recipe.schedule, epochs=recipe.epochs, steps=self.data.steps)
@@ -166,44 +186,45 @@ class Trainer:
         recipe, class_names = self.recipe, self.train_images.class_names
         self.spec = model_spec(recipe, len(class_names))
         torch.manual_seed(seed_of(recipe.seed, WEIGHTS))
-        model = build_checked(recipe, self.spec)
+        model = build_network(recipe, self.spec)
         if recipe.model.initial_checkpoint:
             load_initial_weights(model, self.spec, recipe.model.initial_checkpoint, quiet=self.quiet)
         model = model.to(self.device)
         sharded = recipe.execution.parallel == "fsdp" and self.processes.count > 1
-        # Tensors in parts cannot be mixed with whole ones in one fused update.
+        # foreach updates all tensors in one kernel, which cannot mix FSDP's sharded tensors with whole ones.
         self.ema = ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=True, foreach=not sharded)
-        self.model: nn.Module = switch_on(
+        self.model: nn.Module = apply_execution(
             model, recipe.model.name, recipe.execution, self.device, processes=self.processes.count
         )
         teacher = load_teacher(recipe.distillation, recipe.preprocessing, class_names)
         if teacher is not None:
             teacher.to(self.device)
-            getattr(self.model, "set_distilled_training", lambda _: None)(True)  # DeiT's distilled networks
+            # DeiT's distilled networks then return the logits of both heads; others have no such method.
+            getattr(self.model, "set_distilled_training", lambda _: None)(True)
         objective = Objective(self.model, recipe, self.spec.num_classes, teacher)
         self.objective = parallelize(objective, recipe.execution.parallel, self.processes, self.device)
         if sharded:
             shard_module(self.ema.module, self.device)
 
     def open_run(self) -> None:
-        """Make the run folder, or take up the one that is there."""
+        """Make the run folder, or resume from the one that exists."""
         environment = RunEnvironment.now(
             self.device, self.train_images, self.val_images, processes=self.processes.count
         )
-        self.processes.same(
+        self.processes.agreed(
             lambda: environment.data, "the processes see other images than each other: copy the same to each node"
         )
-        if self.run.info_path.is_file():
-            begun = read_record(self.run.path / "environment.json", RunEnvironment)
+        if self.run.exists():
+            begun = RunEnvironment.read(self.run.path)
             begun.check_same_data(environment)
             for difference in begun.differences(environment):
                 log(f"resumed {difference}: the result may differ in its last bits", quiet=self.quiet)
-            for difference in layout_differences(read_record(self.run.path / "recipe.json", Recipe), self.recipe):
+            for difference in changed_settings(read_recipe(self.run.path), self.recipe):
                 log(f"resumed {difference}", quiet=self.quiet)
             self._restore()
         elif self.processes.writes:
             self._make_folder(environment)
-        self.processes.wait()
+        self.processes.barrier()
 
     def _make_folder(self, environment: RunEnvironment) -> None:
         info = RunInfo(
@@ -216,80 +237,84 @@ class Trainer:
             seed=self.recipe.seed,
         )
         with staged_folder(self.run.path) as stage:
-            write_json(stage / "recipe.json", self.recipe)
-            write_json(stage / "environment.json", environment)
-            write_json(stage / "run.json", info)
+            write_json(stage / RECIPE_FILE, self.recipe)
+            write_json(stage / ENVIRONMENT_FILE, environment)
+            write_json(RunFolder(stage).info_path, info)
 
     def _restore(self) -> None:
-        loaded = load_last(self.run)
-        self.processes.wait()  # all have read before one tidies up
+        """Load the newest checkpoint, and complete on the disk what a kill interrupted."""
+        loaded = load_newest(self.run)
+        self.processes.barrier()  # all have read before the first process removes or switches anything
         if self.processes.writes:
-            tidy(self.run)
+            remove_unfinished_writes(self.run)
         if loaded is None:
             if self.processes.writes:
                 write_metrics(self.run, [])
             return
         tensors, state = loaded
         self.history = read_metrics(self.run.metrics_path, state.epoch)
-        self._restore_progress(state)
-        load_whole_state(self.model, tensors.model)
-        load_whole_state(self.ema.module, tensors.ema)
+        self._restore_epoch_progress(state)
+        load_gathered_state(self.model, tensors.model)
+        load_gathered_state(self.ema.module, tensors.ema)
         restore_optimizer(
             self.optimizer, self.model, OptimizerState(tensors.optimizer, state.trainer.get("optimizer", {}))
         )
         if self.stepper.scaler.is_enabled():
             self.stepper.scaler.load_state_dict(state.trainer["scaler"])
-        self.processes.wait()
+        self.processes.barrier()
         if self.processes.writes:
-            write_metrics(self.run, self.history)
-            if not self.batches_done:
-                publish(self.run, state)
+            write_metrics(self.run, self.history)  # without lines of epochs that are trained again
+            if not self.batches_done:  # the end of an epoch: its links may not have been switched
+                switch_links(self.run, state)
 
-    def _restore_progress(self, state: CheckpointState) -> None:
-        """How far into the next epoch the checkpoint is, and what its batches have cost so far."""
+    def _restore_epoch_progress(self, state: CheckpointState) -> None:
+        """Restore how many batches of the epoch under way are done, and the sums of their losses."""
         self.batches_done = state.trainer.get("batches", 0)
         sums = state.trainer["losses"] if self.batches_done else [{}]
-        ours = sums_for(self.processes.rank, self.processes.count, sums)
-        self.log = EpochLog(self.data.steps, self.device, ours)
+        own_sums = resumed_sums(self.processes.rank, self.processes.count, sums)
+        self.log = EpochLog(self.data.steps, self.device, own_sums)
 
     def train(self, wandb: str | None = None, after_epoch: AfterEpoch | None = None) -> TrainingResult:
-        """Train the epochs that are left; see `train`."""
+        """Train the remaining epochs; the arguments and errors are those of the function `train`."""
         done = len(self.history)
         if not self._finished():
             with ExitStack() as stack:
-                boards = [stack.enter_context(board) for board in self._boards(done, wandb)]
+                metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
                 request = stack.enter_context(stop_request())
                 while not self._finished():
                     self.history.append(self._epoch(len(self.history) + 1, request))
                     self._save()
-                    for write in boards:
+                    for write in metric_writers:
                         write(self.history[-1])
                     log(_summary(self.history[-1], self.recipe.epochs), quiet=self.quiet)
                     if after_epoch is not None:
-                        with unsharded(self.ema.module):
-                            after_epoch(len(self.history), self.ema.module)
+                        with unsharded(self.ema.module):  # a collective call
+                            if self.processes.writes:
+                                after_epoch(len(self.history), self.ema.module)
                     signal = self._stop_signal(request)
                     if signal and not self._finished():
                         raise TrainingStopped(signal)
         return TrainingResult(self.run, self.history, done)
 
-    def _boards(self, done: int, wandb: str | None) -> Iterator[Any]:
+    def _metric_writers(self, done: int, wandb: str | None) -> Iterator[Any]:
         if self.processes.writes:
-            yield scalar_board(self.run.path / "tensorboard", done)
+            yield tensorboard_writer(self.run.path / "tensorboard", done)
             if wandb is not None:
-                yield project_board(wandb, self.run.path, self.recipe.model_dump(mode="json"))
+                yield wandb_writer(wandb, self.run.path, self.recipe.model_dump(mode="json"))
 
     def _finished(self) -> bool:
         return is_finished(self.history, self.recipe.epochs, self.recipe.selection)
 
     def _stop_signal(self, request: StopRequest) -> int:
-        """The signal that asked any process to stop, or 0; all stop after the same step."""
+        """The signal that any process has received, 0 for none; exchanged, so that all stop after the same step."""
         return max(self.processes.gather(request.signal))
 
     def _epoch(self, epoch: int, request: StopRequest) -> Metrics:
+        """Train one epoch and evaluate the averaged weights; return its line of metrics.jsonl."""
         started = time.perf_counter()
         losses = self._optimize(epoch, request)
         with unsharded(self.ema.module):
+            # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
             measure_batch_norm([self.ema.module], self._calibration_images())
             values = evaluate(
                 self.ema.module,
@@ -304,14 +329,14 @@ class Trainer:
             "step": epoch * self.data.steps,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "losses": losses,
-            **values.as_dict(),
+            **asdict(values),
             "seconds": round(time.perf_counter() - started, 3),
         }
 
     def _optimize(self, epoch: int, request: StopRequest) -> dict[str, float]:
-        """The rest of one pass over the training images; returns the mean of every loss over the whole pass."""
+        """Take the remaining steps of `epoch`; return the mean of each loss over all steps of the epoch."""
         self.model.train()
-        steps, every, shown = self.data.steps, self.recipe.checkpoint_steps, 0.0
+        steps, checkpoint_steps, shown = self.data.steps, self.recipe.checkpoint_steps, 0.0
         with progress(f"epoch {epoch}/{self.recipe.epochs}", steps, quiet=self.quiet) as bar:
             for batch in self.batches(epoch):
                 self.step(epoch, batch)
@@ -323,9 +348,9 @@ class Trainer:
                     self._check_finite(epoch)
                 if done == steps:
                     break
-                asked = self.processes.count == 1 or done % STEPS_BETWEEN_SIGNALS == 0
-                signal = self._stop_signal(request) if asked else 0
-                if signal or (every and done % every == 0):
+                exchange = self.processes.count == 1 or done % STEPS_BETWEEN_SIGNALS == 0
+                signal = self._stop_signal(request) if exchange else 0
+                if signal or (checkpoint_steps and done % checkpoint_steps == 0):
                     self._save_within_epoch(epoch)
                 if signal:
                     raise TrainingStopped(signal)
@@ -335,22 +360,23 @@ class Trainer:
         return means
 
     def batches(self, epoch: int) -> Iterator[DeviceBatch]:
-        """This process's part of what is left of the batches of `epoch`, on the device."""
+        """This process's part of each remaining batch of `epoch`, on the device."""
         workers = self.recipe.workers
-        batches = self.data.batches(epoch, workers, first=self.batches_done, shard=self.processes.shard)
-        # Without workers samples are made where they are taken, and draw from generators that the steps draw from too.
+        batches = self.data.batches(epoch, workers, first=self.batches_done, part=self.processes.batch_part)
+        # Without workers this process makes the samples, and seeds the global generators that the steps draw from: a
+        # thread must not do that during a step.
         return self.prefetcher.batches(batches, ahead=workers > 0)
 
     def step(self, epoch: int, batch: DeviceBatch) -> None:
-        """One optimizer step, and what it moves: the schedule, the averaged weights, the log."""
+        """Take one optimizer step, at the rate of the schedule; update the averaged weights and the log."""
         step = (epoch - 1) * self.data.steps + batch.number
         self.schedule.step_update(step)
-        losses, health = self.stepper(epoch, batch)
-        self.ema.update(self.model, step=step + 1)
-        self.log.add(batch.number, losses, health)
+        losses, checked_total = self.stepper(epoch, batch)
+        self.ema.update(self.model, step=step + 1)  # the step sets the warm-up of the decay
+        self.log.add(batch.number, losses, checked_total)
 
     def _calibration_images(self) -> Iterator[Tensor]:
-        """Some training images, the same in every epoch and process, as evaluation sees them."""
+        """Some training images, equal in every epoch and process, prepared as for evaluation: float32 (B, 3, S, S)."""
         size = self.data.batch_size
         chosen = self.train_images.subset(self.data.order(0)[: max(CALIBRATION_IMAGES, size)])
         return Prefetcher(self.recipe.preprocessing, self.device).images(
@@ -358,8 +384,8 @@ class Trainer:
         )
 
     def _check_finite(self, epoch: int) -> None:
-        """Stop before anything is saved when a loss or gradient of the epoch so far was not finite."""
-        found = [number for number in self.processes.gather(self.log.first_unsound()) if number is not None]
+        """Raise CheckFailed when a loss or gradient of the epoch so far was not finite; called before saving."""
+        found = [number for number in self.processes.gather(self.log.first_not_finite()) if number is not None]
         if not found:
             return
         where = save_failed_batch(self.run, self.data, epoch, min(found)) if self.processes.writes else ""
@@ -372,14 +398,14 @@ class Trainer:
 
     def _save(self) -> None:
         """Save the epoch that has just ended."""
-        tensors, trainer = self._state()
+        tensors, trainer = self._state()  # a collective call, so it stands before `writes`
         if self.processes.writes:
             rng = {"seed": self.recipe.seed, "next_epoch": len(self.history) + 1}
-            save(self.run, tensors, self.history, rng, trainer, metric=self.recipe.selection.metric)
-        self.processes.wait()
+            save_epoch(self.run, tensors, self.history, rng, trainer, metric=self.recipe.selection.metric)
+        self.processes.barrier()
 
     def _save_within_epoch(self, epoch: int) -> None:
-        """Save what the rest of `epoch` goes on from."""
+        """Save a checkpoint from which the rest of `epoch` can be trained."""
         self._check_finite(epoch)
         tensors, trainer = self._state()
         trainer |= {"batches": self.batches_done, "losses": self.processes.gather(self.log.totals())}
@@ -388,15 +414,15 @@ class Trainer:
             rng = {"seed": self.recipe.seed, "next_epoch": epoch, "next_batch": self.batches_done}
             metric = self.recipe.selection.metric
             save_within_epoch(self.run, tensors, self.history, step, rng, trainer, metric=metric)
-        self.processes.wait()
+        self.processes.barrier()
 
-    def _state(self) -> tuple[Tensors, dict[str, Any]]:
-        """Everything that training goes on from; gathered, so all processes take part."""
+    def _state(self) -> tuple[CheckpointTensors, dict[str, Any]]:
+        """The tensors and numbers of a checkpoint. They are gathered, so all processes have to call it."""
         state = optimizer_state(self.optimizer, self.model)
         trainer: dict[str, Any] = {"optimizer": state.numbers}
         if self.stepper.scaler.is_enabled():
             trainer["scaler"] = self.stepper.scaler.state_dict()
-        return Tensors(whole_state(self.model), whole_state(self.ema.module), state.tensors), trainer
+        return CheckpointTensors(gathered_state(self.model), gathered_state(self.ema.module), state.tensors), trainer
 
 
 def _log_skipped(*sets: ImageSet) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of a run in a project of Weights & Biases, where that package is installed and asked for."""
+"""Logging the metrics of a run to a project of Weights & Biases, an optional package."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,23 +13,23 @@ ID_FILE = "wandb-id"
 
 
 @contextmanager
-def project_board(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that writes an epoch's metrics; a resumed run goes on in the same place.
+def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that logs the metrics of an epoch; a resumed run continues the same run there.
 
-    Whether anything is sent is the package's own setting (WANDB_MODE=offline keeps it here). Raises EnvironmentMissing
-    when the package is not installed.
+    The package's own settings decide whether anything is sent: WANDB_MODE=offline writes to the disk alone. Raises
+    EnvironmentMissing when the package is not installed.
     """
     try:
         import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
     except ImportError:
         raise missing_package("wandb", "train,wandb") from None
     path = run / ID_FILE
-    known = path.read_text() if path.is_file() else None
-    board = wandb.init(
-        project=project, name=run.resolve().name, dir=run, config=recipe, id=known, resume="allow" if known else None
+    run_id = path.read_text() if path.is_file() else None
+    wandb_run = wandb.init(
+        project=project, name=run.resolve().name, dir=run, config=recipe, id=run_id, resume="allow" if run_id else None
     )
-    write_bytes(path, board.id.encode())
+    write_bytes(path, wandb_run.id.encode())
     try:
-        yield lambda metrics: board.log(dict(scalars(metrics)), step=metrics["epoch"])
+        yield lambda metrics: wandb_run.log(dict(scalars(metrics)), step=metrics["epoch"])
     finally:
-        board.finish()
+        wandb_run.finish()

@@ -1,6 +1,6 @@
-"""What is minimised: cross-entropy, the over-smoothing losses, DeepViT's regulariser, distillation."""
+"""The losses: cross-entropy, the patch losses against over-smoothing, DeepViT's regulariser, distillation."""
 
-from vitx.train.losses.over_smoothing import (
+from vitx.train.losses.patch_losses import (
     patch_contrastive_loss,
     patch_cosine_loss,
     patch_mixing_loss,

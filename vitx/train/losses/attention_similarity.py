@@ -1,8 +1,10 @@
-"""DeepViT's regulariser: the attention maps of adjacent blocks should not be alike (arXiv 2103.11886, and its code).
+"""DeepViT's regulariser: the attention maps of adjacent blocks should differ (Zhou et al., arXiv 2103.11886, and its
+code; docs/maths.md §2.6).
 
-Two maps are alive at a time. A block leaves its queries and keys behind, which its own backward pass keeps anyway; the
-maps of a pair are made from them, compared and dropped, and made again for the gradient. Fused attention stays fused.
-Shape letters: B batch, H heads, N tokens, D width.
+At most two maps (B, H, N, N) are in memory at a time, whatever the depth. A forward hook records the output of each
+block's `qkv` projection, which the block's own backward pass keeps anyway. The maps of a pair are computed from it,
+compared and dropped, and computed again in the backward pass. So the blocks themselves can keep fused attention.
+Shape letters: B batch, H heads, N tokens, K head width, D width.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +24,8 @@ from vitx.models.similarity import Over, map_similarity
 def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", pairs: int = 0) -> Tensor:
     """Return the mean `map_similarity` of the first `pairs` adjacent pairs (0: all) of (B, H, N, N) maps; a scalar.
 
-    `maps` is read one by one. Raises InputError for fewer than `pairs` + 1 maps, or than two.
+    `maps` are block by block, first block first; they are taken one at a time, so an iterator need not hold all of
+    them. Raises InputError for fewer than `pairs` + 1 maps, or fewer than two.
     """
     similarities = []
     for first, second in pairwise(maps):
@@ -32,14 +35,14 @@ def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", p
     return _mean(similarities, pairs)
 
 
-class Projected(NamedTuple):
-    """One block's attention and the output of its `qkv`, (B, N, 3·D)."""
+class BlockQkv(NamedTuple):
+    """One block's attention layer and the output of its `qkv` projection, (B, N, 3·D)."""
 
     layer: HeadMixAttention
     qkv_BN3D: Tensor
 
     def maps(self) -> Tensor:
-        """The softmax maps before dropout and before any mix over heads, in float32 or wider: (B, H, N, N)."""
+        """The softmax maps before dropout and before any head mix, in float32 or wider: (B, H, N, N)."""
         q_BHNK, k_BHNK, _ = self.layer.split_heads(
             self.qkv_BN3D.to(torch.promote_types(self.qkv_BN3D.dtype, torch.float32))
         )
@@ -48,13 +51,13 @@ class Projected(NamedTuple):
 
 
 @contextmanager
-def queries_and_keys(model: nn.Module, *, compared: bool = True) -> Iterator[list[Projected]]:
-    """Collect what each attention layer of `model` projects during one forward pass, first block first.
+def record_qkv(model: nn.Module, *, enabled: bool = True) -> Iterator[list[BlockQkv]]:
+    """Record the `qkv` output of each attention layer during one forward pass of `model`, first block first.
 
-    Without `compared` it does nothing, so that the caller needs no branch.
-    Raises InputError for a network without vitx's attention layers.
+    Without `enabled` nothing is recorded, so that the caller needs no branch.
+    Raises InputError for a network with fewer than two of vitx's attention layers.
     """
-    if not compared:
+    if not enabled:
         yield []
         return
     layers = [module for module in model.modules() if isinstance(module, HeadMixAttention)]
@@ -63,28 +66,29 @@ def queries_and_keys(model: nn.Module, *, compared: bool = True) -> Iterator[lis
             f"{type(model).__name__} has {len(layers)} attention layers to compare: set losses.attention=0, or choose "
             "a model of `vitx models`"
         )
-    collected: list[Projected] = []
+    recorded: list[BlockQkv] = []
     with ExitStack() as hooks:
         for layer in layers:
-
+            # The default argument binds this iteration's layer; a closure would see the last one.
             def keep(_: nn.Module, __: object, output: Tensor, layer: HeadMixAttention = layer) -> None:
-                collected.append(Projected(layer, output))
+                recorded.append(BlockQkv(layer, output))
 
             hooks.callback(layer.qkv.register_forward_hook(keep).remove)
-        yield collected
+        yield recorded
 
 
-def projected_similarity(blocks: list[Projected], *, over: Over = "heads", pairs: int = 0) -> Tensor:
-    """`attention_similarity_loss` of the blocks' maps, made pair by pair and made again in the backward pass."""
+def qkv_similarity_loss(blocks: list[BlockQkv], *, over: Over = "heads", pairs: int = 0) -> Tensor:
+    """`attention_similarity_loss` from recorded `qkv` outputs: each pair's maps are recomputed in the backward pass."""
     chosen = list(pairwise(blocks))[: pairs or None]
     return _mean([_pair_similarity(first, second, over) for first, second in chosen], pairs)
 
 
-def _pair_similarity(first: Projected, second: Projected, over: Over) -> Tensor:
+def _pair_similarity(first: BlockQkv, second: BlockQkv, over: Over) -> Tensor:
     def compare(first_qkv: Tensor, second_qkv: Tensor) -> Tensor:
-        maps = Projected(first.layer, first_qkv).maps()
-        return map_similarity(maps, Projected(second.layer, second_qkv).maps(), over)
+        maps = BlockQkv(first.layer, first_qkv).maps()
+        return map_similarity(maps, BlockQkv(second.layer, second_qkv).maps(), over)
 
+    # `compare` draws nothing, so no random state has to be saved for the second computation.
     operands = (first.qkv_BN3D, second.qkv_BN3D)
     similarity: Tensor = checkpoint(compare, *operands, use_reentrant=False, preserve_rng_state=False)
     return similarity

@@ -1,4 +1,7 @@
-"""Learning from a teacher's predictions beside the labels (Touvron et al., DeiT, arXiv 2012.12877, §4)."""
+"""Learning from a teacher's predictions beside the labels (Touvron et al., DeiT, arXiv 2012.12877, §4).
+
+Shape letters: B batch, S image size in pixels, C classes.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +16,16 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder
 from vitx.models import load_run_model
 from vitx.models.public_checkpoint import load_public_checkpoint
-from vitx.train.recipes.optimizer_groups import Distillation
+from vitx.train.recipes.optimization_settings import Distillation
 
 TIMM = "timm:"
 
 
 def distillation_loss(student_BC: Tensor, teacher_BC: Tensor, settings: Distillation) -> Tensor:
-    """Return a scalar, in float32. Hard: cross-entropy with the teacher's class (eq. 3). Soft: τ²·KL(teacher‖student)
-    at temperature τ (eq. 2), the mean over the images; the authors' code divides by images and classes instead.
+    """Return the distillation loss of logits (B, C), docs/maths.md §2.7; a scalar in float32.
+
+    Hard: the cross-entropy with the class that the teacher predicts (eq. 3). Soft: τ²·KL(teacher‖student) at
+    temperature τ (eq. 2), the mean over the images; the authors' code divides by images and classes instead.
     """
     student_BC, teacher_BC = student_BC.float(), teacher_BC.float()
     if settings.kind == "hard":
@@ -31,14 +36,17 @@ def distillation_loss(student_BC: Tensor, teacher_BC: Tensor, settings: Distilla
 
 
 class Teacher:
-    """A network that is not trained, and what its predictions count."""
+    """A network that is not trained, and the settings by which its predictions count.
+
+    The student's images are normalised with `student.mean` and `student.std`; the teacher expects `mean` and `std`.
+    """
 
     def __init__(
         self, network: nn.Module, settings: Distillation, *, student: Preprocessing, mean: object, std: object
     ) -> None:
         self.network, self.settings = network.eval().requires_grad_(False), settings
-        ours, theirs = ((student.mean, student.std), (mean, std))
-        (mean_S, std_S), (mean_T, std_T) = (tuple(map(_per_channel, pair)) for pair in (ours, theirs))
+        mean_S, std_S, mean_T, std_T = map(_per_channel, (student.mean, student.std, mean, std))
+        # x_T = (x_S·std_S + mean_S − mean_T)/std_T, from student (S) to teacher (T), as one scale and shift.
         self.scale, self.shift = std_S / std_T, (mean_S - mean_T) / std_T
 
     def to(self, device: torch.device) -> "Teacher":
@@ -54,10 +62,10 @@ class Teacher:
 
 
 def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_names: tuple[str, ...]) -> Teacher | None:
-    """Return the teacher of `settings`, or None where there is none.
+    """Return the teacher of `settings`, or None where `settings.teacher` is empty.
 
-    A run's classes must be the student's; a network of timm must have as many. Raises InputError for a teacher that
-    is not there, predicts other classes, or takes images of another size.
+    The classes of a run must be the student's `class_names`; a network of timm must have as many outputs. Raises
+    InputError for a teacher that does not exist, predicts other classes, or takes images of another size.
     """
     name = settings.teacher
     if not name:
@@ -70,12 +78,11 @@ def load_teacher(settings: Distillation, preprocessing: Preprocessing, class_nam
         run = RunFolder.open(Path(name))
         info = run.info
         if info.class_names != class_names:
-            raise InputError(
-                f"distillation.teacher '{name}' predicts {_classes(info.class_names)}, the data has others"
-            )
-        theirs = info.preprocessing
-        teacher = Teacher(load_run_model(run)[0], settings, student=preprocessing, mean=theirs.mean, std=theirs.std)
-    _try(teacher, preprocessing.image_size, len(class_names))
+            predicted = _list_classes(info.class_names)
+            raise InputError(f"distillation.teacher '{name}' predicts {predicted}, the data has others")
+        mean, std = info.preprocessing.mean, info.preprocessing.std
+        teacher = Teacher(load_run_model(run)[0], settings, student=preprocessing, mean=mean, std=std)
+    _check_outputs(teacher, preprocessing.image_size, len(class_names))
     return teacher
 
 
@@ -89,7 +96,8 @@ def _timm_network(name: str, classes: int) -> nn.Module:
     return network
 
 
-def _try(teacher: Teacher, size: int, classes: int) -> None:
+def _check_outputs(teacher: Teacher, size: int, classes: int) -> None:
+    """Run one black image through the teacher, so that a wrong size or number of classes shows before training."""
     try:
         with torch.inference_mode():
             logits = teacher.network(torch.zeros(1, 3, size, size))
@@ -104,9 +112,10 @@ def _try(teacher: Teacher, size: int, classes: int) -> None:
         )
 
 
-def _classes(names: tuple[str, ...]) -> str:
+def _list_classes(names: tuple[str, ...]) -> str:
     return f"{len(names)} classes ({', '.join(names[:3])}, …)" if len(names) > 3 else f"the classes {', '.join(names)}"
 
 
 def _per_channel(values: object) -> Tensor:
+    """Three numbers as (1, 3, 1, 1), which broadcasts over (B, 3, S, S)."""
     return torch.tensor(values).view(1, 3, 1, 1)

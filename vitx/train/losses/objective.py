@@ -1,4 +1,7 @@
-"""What is minimised: cross-entropy and the token losses of one batch, by name."""
+"""One training batch: mixing its images, and the losses that are minimised on it (docs/maths.md §2).
+
+Shape letters: B batch, S image size in pixels, n patches, D width, C classes.
+"""
 
 import random
 from collections.abc import Callable
@@ -13,73 +16,77 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
-from vitx.train.losses.attention_similarity import projected_similarity, queries_and_keys
+from vitx.train.losses.attention_similarity import qkv_similarity_loss, record_qkv
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
 from vitx.train.losses.distillation import Teacher
-from vitx.train.losses.over_smoothing import (
+from vitx.train.losses.patch_losses import (
     patch_contrastive_loss,
     patch_cosine_loss,
     patch_mixing_loss,
     region_mixing_loss,
 )
 from vitx.train.randomness import seeded
-from vitx.train.recipes.image_groups import CutMix, Losses
+from vitx.train.recipes.image_and_loss_settings import CutMix, Losses
 from vitx.train.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class PatchGrid:
-    """`side` × `side` patches of `patch_size` pixels."""
+    """`size` × `size` patches of `patch_size` pixels."""
 
-    side: int
+    size: int
     patch_size: int
 
 
 def patch_grid(model: nn.Module) -> PatchGrid | None:
-    """The grid of a model with a square patch embedding; None for one that has none, such as a ResNet."""
+    """The patch grid of a model; None for a model without a square patch embedding, such as a ResNet."""
     embedding: Any = getattr(model, "patch_embed", None)
-    sides = getattr(embedding, "grid_size", None)
-    if not sides or sides[0] != sides[1]:
+    grid_size = getattr(embedding, "grid_size", None)  # (rows, columns), timm's name
+    if not grid_size or grid_size[0] != grid_size[1]:
         return None
-    return PatchGrid(sides[0], embedding.patch_size[0])
+    return PatchGrid(grid_size[0], embedding.patch_size[0])
 
 
 def check_model(recipe: Recipe, model: nn.Module) -> None:
     """Refuse a network that cannot compute the recipe's losses; raise InputError naming the setting to change."""
-    losses, ours = recipe.losses, isinstance(model, VisionTransformer)
-    if losses.need_tokens and not ours:
+    losses = recipe.losses
+    if losses.need_tokens and not isinstance(model, VisionTransformer):
         raise InputError(
             f"model '{recipe.model.name}' does not give its patch tokens, which the token losses need: set "
             "losses.cosine=0, losses.contrastive=0 and losses.mixing=0, or choose a model of `vitx models`"
         )
     if losses.attention:
-        with queries_and_keys(model):
+        with record_qkv(model):  # refuses a network without attention layers to compare
             pass
     if recipe.cutmix.probability and patch_grid(model) is None:
         raise InputError(f"model '{recipe.model.name}' has no square patch grid for CutMix: set cutmix.probability=0")
 
 
-def mix(
+def mix_batch(
     images: Tensor, labels: Tensor, recipe: Recipe, grid: PatchGrid | None, rng: random.Random, *, classes: int
 ) -> MixedBatch:
-    """Apply the recipe's random erasing, then its mixup or its patch-aligned CutMix, to float (B, 3, S, S) images.
+    """Apply the recipe's random erasing, then its mixup or its patch-aligned CutMix.
 
-    All randomness comes from `rng`. The images may be changed in place. Raises InputError for mixup of an odd batch.
+    `images` are normalised floats (B, 3, S, S) and may be changed in place, `labels` int64 (B,). All randomness comes
+    from `rng`. Raises InputError for mixup of an odd batch.
     """
     if recipe.augmentation.erasing or recipe.mixup.on:
+        # timm's erasing and mixup draw from the global generators: seed those from `rng`.
         with seeded(rng.getrandbits(63), images.device):
             images, targets_BC = _erase_and_mixup(images, labels, recipe, classes)
         if targets_BC is not None:
             return unmixed(images, labels, 0, targets_BC)
     if grid is None or not recipe.cutmix.probability:
-        return unmixed(images, labels, patches=0 if grid is None else grid.side**2)
-    boxes = [_sample_box(recipe.cutmix, grid.side, rng) for _ in range(_boxes(recipe.cutmix, len(images)))]
+        return unmixed(images, labels, patches=0 if grid is None else grid.size**2)
+    count = len(images) if recipe.cutmix.box == "sample" else 1
+    boxes = [_sample_box(recipe.cutmix, grid.size, rng) for _ in range(count)]
     if not any(box.area for box in boxes):
-        return unmixed(images, labels, patches=grid.side**2)
+        return unmixed(images, labels, patches=grid.size**2)
     return cutmix(images, labels, boxes, grid.patch_size)
 
 
 def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: int) -> tuple[Tensor, Tensor | None]:
+    """The images, and mixup's soft labels (B, C) or None where mixup is off. Erasing comes first, as in timm."""
     augmentation, mixup = recipe.augmentation, recipe.mixup
     if augmentation.erasing:
         erase: Callable[[Tensor], Tensor] = RandomErasing(  # type: ignore[no-untyped-call]  # timm's
@@ -102,40 +109,39 @@ def _erase_and_mixup(images: Tensor, labels: Tensor, recipe: Recipe, classes: in
     return blend(images, labels)
 
 
-def _boxes(cutmix: CutMix, batch: int) -> int:
-    return batch if cutmix.box == "sample" else 1
-
-
-def _sample_box(settings: CutMix, side: int, rng: random.Random) -> Box:
-    """A box of a share ~ Beta(alpha, alpha) of the grid, or an empty one."""
+def _sample_box(settings: CutMix, grid_size: int, rng: random.Random) -> Box:
+    """A box of a share ~ Beta(alpha, alpha) of the grid; with probability 1 − p an empty one."""
     if rng.random() >= settings.probability:
         return Box(0, 0, 0, 0)
-    return sample_box(side, rng.betavariate(settings.alpha, settings.alpha), rng)
+    return sample_box(grid_size, rng.betavariate(settings.alpha, settings.alpha), rng)
 
 
-def losses_of(
+def compute_losses(
     model: nn.Module, batch: MixedBatch, recipe: Recipe, classes: int, *, teacher: Teacher | None = None
 ) -> dict[str, Tensor]:
     """Return the unweighted losses by name, and their weighted sum as "total"; scalars.
 
-    With a `teacher` a network that returns two logits (DeiT's distilled ones) learns the labels with the first and
-    the teacher's predictions with the second; one that returns logits alone learns both with them.
+    total = CE + Σ weight·loss (docs/maths.md §2). With a `teacher`, CE becomes (1−w)·CE + w·distillation (§2.7).
+    A network that returns two logits (DeiT's distilled networks) learns the labels with the first and the teacher's
+    predictions with the second; a network with one logits tensor learns both with it.
     """
     weights, smoothing = recipe.losses, recipe.losses.label_smoothing
-    with queries_and_keys(model, compared=bool(weights.attention)) as blocks:
+    with record_qkv(model, enabled=bool(weights.attention)) as blocks:
         tokens, output = _forward(model, batch.images_B3SS, weights)
     logits_BC, distilled_BC = output if isinstance(output, tuple) else (output, output)
+    # Cross-entropy in float32: under autocast the logits are in half precision.
     losses = {"classification": F.cross_entropy(logits_BC.float(), image_targets(batch, classes, smoothing))}
     if tokens is not None:
         losses |= _token_losses(model, tokens, batch, weights, classes)
     if weights.attention:
-        losses["attention"] = projected_similarity(blocks, over=weights.attention_over, pairs=weights.attention_pairs)
+        losses["attention"] = qkv_similarity_loss(blocks, over=weights.attention_over, pairs=weights.attention_pairs)
     total = losses["classification"]
     for name, loss in losses.items():
         if name != "classification":
             total = total + getattr(weights, name) * loss
     if teacher is not None:
         losses["distillation"] = teacher.loss(distilled_BC, batch.images_B3SS)
+        # CE has weight 1 in `total` so far, and CE + w·(distillation − CE) = (1−w)·CE + w·distillation.
         total = total + teacher.settings.weight * (losses["distillation"] - losses["classification"])
     return {**losses, "total": total}
 
@@ -143,9 +149,11 @@ def losses_of(
 def _forward(
     model: nn.Module, images: Tensor, weights: Losses
 ) -> tuple[TokenOutputs | None, Tensor | tuple[Tensor, Tensor]]:
+    """The patch tokens, where a loss needs them, and the network's output: logits (B, C), or two of them."""
     if not weights.need_tokens:
         return None, model(images)
     assert isinstance(model, VisionTransformer)
+    # The official mixing loss classifies pooled regions, so it does not need the logits of every patch.
     tokens = model.forward_with_tokens(images, classify_patches=weights.mixing_variant == "paper")
     return tokens, tokens.logits_BC
 
@@ -158,6 +166,7 @@ def _token_losses(
         losses["cosine"] = patch_cosine_loss(tokens.late_BnD)
     if weights.contrastive:
         variant = weights.contrastive_variant
+        # After the first block, or the patch embedding before positions are added (docs/maths.md §2.2 and §2.5).
         early_BnD = tokens.early_BnD if variant == "paper" else tokens.embedding_BnD
         losses["contrastive"] = patch_contrastive_loss(early_BnD, tokens.late_BnD, variant=variant)
     if weights.mixing and weights.mixing_variant == "official":
@@ -176,7 +185,7 @@ def _token_losses(
 
 
 def image_targets(batch: MixedBatch, classes: int, smoothing: float) -> Tensor:
-    """The images' soft labels (B, C): those of mixup, or own and partner's weighted with the box's area."""
+    """The images' soft labels (B, C): mixup's, or (1 − a)·own + a·partner's with a the box's share of the image."""
     if batch.targets_BC is not None:
         return batch.targets_BC
     own_BC = smooth_one_hot(batch.labels_B, classes, smoothing)

@@ -1,8 +1,8 @@
-"""Recipes of the digits. Each docstring carries command, hardware, time and the expected result."""
+"""The recipes for the digits. Each docstring has the command, the hardware, the time and the expected result."""
 
 from vitx.core.preprocess import Preprocessing
-from vitx.train.recipes.image_groups import Augmentation, CutMix, Losses, Mixup
-from vitx.train.recipes.optimizer_groups import Optimizer, Schedule
+from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Losses, Mixup
+from vitx.train.recipes.optimization_settings import Optimizer, Schedule
 from vitx.train.recipes.recipe import ModelChoice, Recipe
 
 
@@ -77,8 +77,8 @@ def _digits(name: str, model: str) -> Recipe:
     return Recipe(
         name=name,
         data="digits",
-        # One 4 px patch is about one pixel of the original 8×8 image, so what is where decides: positions start at the
-        # scale of the patch embedding.
+        # One 4 px patch is about one pixel of the original 8×8 image, so its position says nearly everything: positions
+        # are initialised at the scale of the patch embedding (docs/training.md, "Small images").
         model=ModelChoice(name=model, kwargs={"weight_init": "jax", "position_std": 0.5}),
         preprocessing=Preprocessing(image_size=32),
         augmentation=Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8),

@@ -1,18 +1,17 @@
-"""The papers' recipes for ImageNet and CIFAR. Each docstring carries command, hardware, time and the published result.
+"""The papers' recipes for ImageNet and CIFAR. Each docstring has the command, hardware, time and published result.
 
-None of them has been run to its end by us: results are quoted, with their source. `--data` takes the images; without
-it they are looked for in $VITX_DATA/imagenet or $VITX_DATA/cifar100. On N GPUs put `torchrun --nproc-per-node N
---no-python` before the command; batch sizes are of all processes together.
+We have run none of them to its end: results are quoted with their source. `--data` is the path of the images, by
+default $VITX_DATA/imagenet or $VITX_DATA/cifar100. On N GPUs put `torchrun --nproc-per-node N --no-python` before the
+command; a batch size is that of all processes together.
 """
 
 from typing import Any
 
-from vitx.core.preprocess import Preprocessing
-from vitx.train.recipes.image_groups import Augmentation, CutMix, Losses, Mixup
-from vitx.train.recipes.optimizer_groups import Optimizer, Schedule
+from vitx.core.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
+from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Losses, Mixup
+from vitx.train.recipes.optimization_settings import Optimizer, Schedule
 from vitx.train.recipes.recipe import ModelChoice, Recipe
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 RANDAUGMENT = "rand-m9-mstd0.5-inc1"
 PIXELS = Preprocessing(image_size=224, crop_fraction=0.875, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 # What DeiT trains with: RandAugment, erasing, and each image three times in an epoch of a third of the images.
@@ -235,7 +234,7 @@ def _deepvit(name: str, model: str) -> Recipe:
 
 
 def _patchvit(name: str, model: str, *, drop_path: float) -> Recipe:
-    """The paper's 300 epochs and the 100 that follow at the same drop path, as one cosine."""
+    """The paper's 300 epochs and its 100 further ones at the same drop path, as one cosine schedule of 400."""
     return _on_imagenet(
         name,
         model,
@@ -252,7 +251,7 @@ def _patchvit(name: str, model: str, *, drop_path: float) -> Recipe:
 def _on_imagenet(
     name: str, model: str, arguments: dict[str, Any], *, epochs: int, min_lr: float, **settings: Any
 ) -> Recipe:
-    """AdamW, lr 5e-4 · batch/512, five epochs of warm-up, half a cosine, averaged weights."""
+    """DeiT's training: AdamW, lr 5e-4 · batch/512, five epochs of warm-up, half a cosine, averaged weights."""
     return Recipe(
         name=name,
         data="imagenet",

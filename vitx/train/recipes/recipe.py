@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a training run, as one immutable record that JSON holds."""
+"""A recipe: all settings of a training run, as one immutable record that is written as JSON."""
 
 import contextlib
 import json
@@ -9,11 +9,11 @@ from typing import Any, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.core.files import Record
+from vitx.core.files import Record, read_record
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import NAMED_SETS
-from vitx.train.recipes.image_groups import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
-from vitx.train.recipes.optimizer_groups import (
+from vitx.train.recipes.image_and_loss_settings import Augmentation, CutMix, Decay, Losses, Mixup, refuse_double_mixing
+from vitx.train.recipes.optimization_settings import (
     Distillation,
     Execution,
     Optimizer,
@@ -22,9 +22,10 @@ from vitx.train.recipes.optimizer_groups import (
     refuse_unsupported,
 )
 
-# What --set cannot change: the name says which recipe it is, and --data adapts the augmentation too.
-FIXED = ("name", "data")
-# Model arguments that follow from the rest of the recipe or from the data.
+RECIPE_FILE = "recipe.json"
+# Settings that --set cannot change: `name` says which recipe it is, and --data adapts the augmentation as well.
+NOT_OVERRIDABLE = ("name", "data")
+# Model arguments that follow from other settings or from the data.
 DERIVED_ARGUMENTS = {
     "num_classes": "the data",
     "img_size": "preprocessing.image_size",
@@ -34,7 +35,7 @@ DERIVED_ARGUMENTS = {
 
 
 class ModelChoice(Record):
-    """A name that `timm.create_model` knows, and its arguments."""
+    """A name that `timm.create_model` knows, and the arguments for it."""
 
     name: str
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -82,8 +83,10 @@ class Recipe(Record):
         return self
 
     def on_data(self, data: str) -> "Recipe":
-        """The same recipe on other images: a folder of photographs gets random crops and flips instead of the digits'
-        rotations and shifts.
+        """The recipe on other images.
+
+        A folder gets random crops and flips instead of the rotations and shifts of the digits' recipes: photographs
+        may be mirrored, digits may not.
         """
         if data in NAMED_SETS:
             return self.model_copy(update={"data": data})
@@ -95,10 +98,11 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """Return the recipe with `key=value` texts applied, such as "optimizer.lr=3e-4".
 
     A value is JSON, or plain text where the field is a text. Another `model.name` drops the recipe's `model.kwargs`,
-    which were chosen for its own network. Raises InputError for an unknown key (the nearest and all valid names), for a
-    value of another type or out of range (key, given, expected), and for a contradiction.
+    which were chosen for its own network. Raises InputError for an unknown key (naming the nearest and all valid ones),
+    for a value of another type or out of range, and for settings that contradict each other.
     """
     plain = recipe.model_dump(mode="json")
+    # model.name first, wherever it was given: it must not drop the arguments that were given for the new network.
     for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
         _check_key(recipe, key)
         plain = _with_value(plain, key, text)
@@ -116,26 +120,28 @@ def _split(override: str) -> tuple[str, str]:
 
 def setting_names(recipe: Recipe) -> list[str]:
     """Every key that `apply_overrides` accepts, dotted; arguments of the model appear as `model.kwargs.NAME`."""
-    return [name for name in _leaves(recipe, "") if name not in FIXED]
+    return [name for name in _setting_names(recipe, "") if name not in NOT_OVERRIDABLE]
 
 
-def first_difference(given: Recipe, stored: Recipe, *, but: Collection[str] = ()) -> str | None:
-    """Name the first setting, none of `but`, in which two recipes differ, with both values; None when none does."""
-    ours, theirs = (
-        dict(flat_settings(given.model_dump(mode="json"))),
-        dict(flat_settings(stored.model_dump(mode="json"))),
-    )
-    for key in [*theirs, *(key for key in ours if key not in theirs)]:
-        if key not in but and ours.get(key) != theirs.get(key):
-            return f"{key} is {theirs.get(key, 'absent')} in the run but {ours.get(key, 'absent')} was asked for"
+def read_recipe(run: Path) -> Recipe:
+    """The `recipe.json` of the run folder `run`; raise InputError when it is missing or not valid."""
+    return read_record(run / RECIPE_FILE, Recipe)
+
+
+def first_difference(given: Recipe, stored: Recipe, *, ignoring: Collection[str] = ()) -> str | None:
+    """Say in words in which setting `given` differs first from the `stored` recipe of a run; None if they are equal."""
+    now, before = (dict(flat_settings(recipe.model_dump(mode="json"))) for recipe in (given, stored))
+    for key in [*before, *(key for key in now if key not in before)]:
+        if key not in ignoring and now.get(key) != before.get(key):
+            return f"{key} is {before.get(key, 'absent')} in the run but {now.get(key, 'absent')} was asked for"
     return None
 
 
-def _leaves(record: Record, prefix: str) -> Iterator[str]:
+def _setting_names(record: Record, prefix: str) -> Iterator[str]:
     for name in type(record).model_fields:
         value = getattr(record, name)
         if isinstance(value, Record):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from _setting_names(value, f"{prefix}{name}.")
         elif isinstance(value, dict):
             yield f"{prefix}{name}.NAME"
         else:
@@ -143,7 +149,7 @@ def _leaves(record: Record, prefix: str) -> Iterator[str]:
 
 
 def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a recipe as plain values, each with its dotted name."""
+    """The values of nested settings, each with its dotted name, such as ("optimizer.lr", 0.001)."""
     for name, value in plain.items():
         if isinstance(value, dict):
             yield from flat_settings(value, f"{prefix}{name}.")
@@ -165,7 +171,7 @@ def _check_key(recipe: Recipe, key: str) -> None:
 
 
 def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
-    """Return a copy in which `key` holds the value of `text`, whose type is right."""
+    """Return a copy of `plain` in which `key` has the first reading of `text` that the field's type accepts."""
     problems: list[str] = []
     for value in _readings(text):
         changed = json.loads(json.dumps(plain))
@@ -174,7 +180,7 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
         for group in groups:
             place = place[group]
         place[name] = value
-        problem = _problem_at(changed, tuple(key.split(".")))
+        problem = _validation_error(changed, tuple(key.split(".")))
         if problem is None:
             return dict(changed)
         problems.append(problem)
@@ -182,12 +188,14 @@ def _with_value(plain: dict[str, Any], key: str, text: str) -> dict[str, Any]:
 
 
 def _readings(text: str) -> Iterator[Any]:
+    """The JSON value of `text`, if it is one, then the text itself: 123 is a number, or the name "123"."""
     with contextlib.suppress(json.JSONDecodeError):
         yield json.loads(text)
     yield text
 
 
-def _problem_at(plain: dict[str, Any], place: tuple[str, ...]) -> str | None:
+def _validation_error(plain: dict[str, Any], place: tuple[str, ...]) -> str | None:
+    """What pydantic says about the field at `place`; contradictions with other fields are not looked at here."""
     try:
         Recipe.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:

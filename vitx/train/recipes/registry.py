@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vitx.core.errors import unknown_name
-from vitx.core.files import read_record
 from vitx.train.recipes import imagenet
 from vitx.train.recipes.digits import digits_alternet, digits_deepvit, digits_deit, digits_patchvit
-from vitx.train.recipes.recipe import Recipe, apply_overrides
+from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, apply_overrides, read_recipe
 
-# A recipe is called like its function, with dashes.
+# A recipe has the name of its function, with dashes.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     make.__name__.replace("_", "-"): make
     for make in (
@@ -56,12 +55,12 @@ def resolve_recipe(
 ) -> Recipe:
     """Return the recipe `name` on `data` with `key=value` overrides.
 
-    For a run folder `resumed` the settings are those of its own recipe.json, so that what was overridden at the start
-    need not be said again.
+    With a run folder `resumed` the overrides apply to its recipe.json, so that the overrides of the first start need
+    not be given again.
     """
     recipe = get_recipe(name)
-    if resumed is not None and (resumed / "recipe.json").is_file():
-        stored = read_record(resumed / "recipe.json", Recipe)
+    if resumed is not None and (resumed / RECIPE_FILE).is_file():
+        stored = read_recipe(resumed)
         recipe = stored if stored.name == name else recipe
     if data is not None and recipe.on_data(data).data != recipe.data:
         recipe = recipe.on_data(data)

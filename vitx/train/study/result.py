@@ -1,4 +1,4 @@
-"""What a study comes to: one score a run, one row a variant, and `study.json`."""
+"""The results of a study: a score for each run, a row for each variant, and `study.json`."""
 
 import math
 import statistics
@@ -9,16 +9,16 @@ from typing import Any, Literal
 from pydantic import Field
 
 from vitx.core.files import Record
-from vitx.train.loop.checkpoint import Metrics, best_of
+from vitx.train.loop.checkpoint import Metrics, best_row
 
 Kind = Literal["ablation", "depth", "alternet"]
-# The last layers are the last of so many equal parts of the blocks.
-LAST_PART = 4
+# "Last layers" are the last 1/4 of the blocks.
+LAST_LAYERS_DIVISOR = 4
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of a study: what it is called, and the settings that make it."""
+    """A row of a study: its name, its settings, its factors for the table, and the published top-1 in percent."""
 
     name: str
     overrides: tuple[str, ...]
@@ -27,7 +27,7 @@ class Variant:
 
 
 class Score(Record):
-    """What one run came to: its last epoch, and the top-1 of its best one, which the evaluation split has chosen."""
+    """The result of one run: its last epoch, and the top-1 of its best epoch, which the evaluation split has chosen."""
 
     variant: str
     seed: int
@@ -41,31 +41,31 @@ class Score(Record):
 
     @classmethod
     def of(cls, variant: str, seed: int, history: list[Metrics]) -> "Score":
-        """Of a finished run's history, one entry an epoch."""
+        """The score of a finished run's history, which has one entry for each epoch."""
         last = history[-1]
         return cls(
             variant=variant,
             seed=seed,
             epochs=len(history),
-            best_top1=best_of(history)["top1"],
+            best_top1=best_row(history)["top1"],
             seconds=round(math.fsum(row["seconds"] for row in history), 1),
             **{name: last[name] for name in ("top1", "nll", "cos_sim", "attention_std")},
         )
 
 
-class Spread(Record):
-    """A mean over seeds and the standard deviation of a sample (n − 1); none of a single one."""
+class MeanStd(Record):
+    """The mean over seeds and the sample standard deviation (n − 1), None for one seed."""
 
     mean: float
     std: float | None
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def of(cls, values: Sequence[float]) -> "MeanStd":
         return cls(mean=statistics.fmean(values), std=statistics.stdev(values) if len(values) > 1 else None)
 
     def text(self, scale: float = 1.0, digits: int = 3) -> str:
-        spread = "" if self.std is None else f" ± {scale * self.std:.{digits}f}"
-        return f"{scale * self.mean:.{digits}f}{spread}"
+        deviation = "" if self.std is None else f" ± {scale * self.std:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{deviation}"
 
 
 class Row(Record):
@@ -75,13 +75,13 @@ class Row(Record):
     factors: dict[str, Any]
     settings: tuple[str, ...]
     seeds: tuple[int, ...]
-    top1: Spread
-    gain: Spread | None = Field(description="top-1 over the first row's with the same seed; of the first row none")
-    best_top1: Spread
-    nll: Spread
-    cos_sim_last_block: Spread | None
-    cos_sim_last_layers: Spread | None
-    attention_std_last_layers: Spread | None
+    top1: MeanStd
+    gain: MeanStd | None = Field(description="top-1 less the first row's with the same seed; none for the first row")
+    best_top1: MeanStd
+    nll: MeanStd
+    cos_sim_last_block: MeanStd | None
+    cos_sim_last_layers: MeanStd | None
+    attention_std_last_layers: MeanStd | None
     cos_sim_by_block: tuple[float, ...]
     published_top1: float | None
 
@@ -108,7 +108,7 @@ class StudyResult(Record):
 
 
 def rows_of(variants: Sequence[Variant], scores: Sequence[Score]) -> Iterator[Row]:
-    """The table: each variant with at least one finished run, against the first variant."""
+    """A row for each variant with at least one finished run; gains are over the first variant, seed by seed."""
     first = {score.seed: score.top1 for score in scores if score.variant == variants[0].name}
     for variant in variants:
         runs = [score for score in scores if score.variant == variant.name]
@@ -120,13 +120,13 @@ def rows_of(variants: Sequence[Variant], scores: Sequence[Score]) -> Iterator[Ro
             factors=dict(variant.factors),
             settings=variant.overrides,
             seeds=tuple(run.seed for run in runs),
-            top1=Spread.of([run.top1 for run in runs]),
-            gain=Spread.of(gains) if gains and variant is not variants[0] else None,
-            best_top1=Spread.of([run.best_top1 for run in runs]),
-            nll=Spread.of([run.nll for run in runs]),
-            cos_sim_last_block=_spread([run.cos_sim[-1:] for run in runs]),
-            cos_sim_last_layers=_spread([last_layers(run.cos_sim) for run in runs]),
-            attention_std_last_layers=_spread([last_layers(run.attention_std) for run in runs]),
+            top1=MeanStd.of([run.top1 for run in runs]),
+            gain=MeanStd.of(gains) if gains and variant is not variants[0] else None,
+            best_top1=MeanStd.of([run.best_top1 for run in runs]),
+            nll=MeanStd.of([run.nll for run in runs]),
+            cos_sim_last_block=_over_runs([run.cos_sim[-1:] for run in runs]),
+            cos_sim_last_layers=_over_runs([last_layers(run.cos_sim) for run in runs]),
+            attention_std_last_layers=_over_runs([last_layers(run.attention_std) for run in runs]),
             cos_sim_by_block=tuple(map(statistics.fmean, zip(*(run.cos_sim for run in runs), strict=True))),
             published_top1=variant.published,
         )
@@ -134,9 +134,9 @@ def rows_of(variants: Sequence[Variant], scores: Sequence[Score]) -> Iterator[Ro
 
 def last_layers(by_block: Sequence[float]) -> Sequence[float]:
     """The last quarter of the blocks, at least one."""
-    return by_block[-max(1, len(by_block) // LAST_PART) :]
+    return by_block[-max(1, len(by_block) // LAST_LAYERS_DIVISOR) :]
 
 
-def _spread(parts: Sequence[Sequence[float]]) -> Spread | None:
-    """Over runs, of each run's mean over blocks; None for networks without blocks."""
-    return Spread.of([statistics.fmean(part) for part in parts]) if all(parts) else None
+def _over_runs(parts: Sequence[Sequence[float]]) -> MeanStd | None:
+    """Mean and deviation over runs of each run's mean over blocks; None for networks without blocks."""
+    return MeanStd.of([statistics.fmean(part) for part in parts]) if all(parts) else None

@@ -13,7 +13,7 @@ from vitx.core.errors import InputError
 from vitx.core.files import read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.data.open import open_images
-from vitx.train.loop.network import build_checked, model_spec
+from vitx.train.loop.network import build_network, model_spec
 from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
@@ -22,7 +22,9 @@ from vitx.train.study.trials import Runner, Trial
 LOSSES = ("cosine", "contrastive", "mixing")
 ATTENTIONS = ("plain", "talking-heads", "re-attention")
 DEPTHS = (6, 12, 24, 32)
-# ImageNet top-1 (%) of DeiT-B with these losses: Gong et al., arXiv 2104.12753, Table 1. All three are not in it.
+# What may be in the folder of a study before its first run has finished, when study.json is written.
+BEGUN_STUDY = ("runs", "logs", ".lock")
+# ImageNet top-1 (%) of DeiT-B with these losses: Gong et al., arXiv 2104.12753, Table 1. It has no row for all three.
 PUBLISHED = {
     (): 81.8,
     ("cosine",): 82.0,
@@ -60,7 +62,10 @@ def depth_variants(depths: Sequence[int], attentions: Sequence[str] = ATTENTIONS
 
 @dataclass
 class Study:
-    """What all variants have in common, and where the runs go."""
+    """What all variants have in common, the folder of the runs, and the results so far.
+
+    Raises InputError for bad arguments, and for an `out` that holds another study or something else.
+    """
 
     kind: Kind
     recipe: str
@@ -87,14 +92,12 @@ class Study:
                 raise InputError(f"--set {override}: a study has --seeds instead")
         _check_folder(self.out, self.kind)
         self.base = resolve_recipe(self.recipe, data=self.data, overrides=self.overrides)
-        data = self.base.data
         self.train_images, self.val_images = (
-            open_images(data, "train", skip_bad=self.skip_bad),
-            open_images(data, "val", skip_bad=self.skip_bad),
+            open_images(self.base.data, split, skip_bad=self.skip_bad) for split in ("train", "val")
         )
 
     def trials(self, variants: Sequence[Variant]) -> list[Trial]:
-        """Seed by seed, so that a study that is stopped has whole sets of rows."""
+        """A trial for each seed and variant, seed by seed: a stopped study has every row for its first seeds."""
         return [
             Trial(variant.name, seed, self.recipe, self.data, (*self.overrides, *variant.overrides))
             for seed in self.seeds
@@ -102,16 +105,19 @@ class Study:
         ]
 
     def check(self, variants: Sequence[Variant]) -> None:
-        """Raise InputError for a variant that cannot be built, and for runs begun with other settings or images."""
+        """Raise InputError for a variant that cannot be built, and for runs begun with other settings or images.
+
+        A network depends on the variant alone, so it is built for the first seed only.
+        """
         classes = len(self.train_images.class_names)
         for trial in self.trials(variants):
             trial.check_begun(self.out, self.train_images, self.val_images)
             if trial.seed == self.seeds[0]:
                 recipe = trial.resolved()
-                build_checked(recipe, model_spec(recipe, classes))
+                build_network(recipe, model_spec(recipe, classes))
 
     def run(self, variants: Sequence[Variant], after_each: Callable[[], object] = lambda: None) -> None:
-        """Bring every trial to its end; those that failed are in `failed`, the others in `scores`."""
+        """Train every trial to its end; failed ones are then in `failed`, the others in `scores`."""
         self.out.mkdir(parents=True, exist_ok=True)
         trials = self.trials(variants)
         runner = Runner(self.out, self.jobs, self.device, self.skip_bad)
@@ -121,14 +127,14 @@ class Study:
                 if failure is None and history is not None:
                     self.scores[trial] = Score.of(trial.variant, trial.seed, history)
                     self.failed.pop(trial.name, None)
-                    said = _said(self.scores[trial])
+                    outcome = _in_words(self.scores[trial])
                 else:
-                    self.failed[trial.name] = said = failure or "its run folder is gone"
-                log(f"{count}/{len(trials)} {trial.name}: {said}", quiet=self.quiet)
+                    self.failed[trial.name] = outcome = failure or "its run folder is gone"
+                log(f"{count}/{len(trials)} {trial.name}: {outcome}", quiet=self.quiet)
                 after_each()
 
     def result(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:
-        """All that is known so far."""
+        """The results so far; `steps` are those of the build-up rule."""
         scores = [self.scores[trial] for trial in self.trials(variants) if trial in self.scores]
         return StudyResult(
             study=self.kind,
@@ -156,28 +162,25 @@ class Study:
 
 
 def compare(study: Study, variants: Sequence[Variant]) -> StudyResult:
-    """Train every variant with every seed. study.json is there from the first finished run on.
+    """Train every variant with every seed, and write study.json after each run.
 
-    Raises InputError before anything is trained, TrainingStopped when asked to stop.
+    Raises InputError before anything is trained, and TrainingStopped after SIGTERM or SIGINT.
     """
     study.check(variants)
     study.run(variants, lambda: study.write(variants))
     return study.write(variants)
 
 
-def _said(score: Score) -> str:
+def _in_words(score: Score) -> str:
     similarity = f", CosSim of the last block {score.cos_sim[-1]:.3f}" if score.cos_sim else ""
     return f"top-1 {score.top1:.2%}{similarity}, {score.seconds:.0f} s"
 
 
 def _check_folder(out: Path, kind: Kind) -> None:
-    """Refuse a folder that holds another study, or something else."""
+    """Raise InputError for a folder that holds another study, or something else."""
     if (out / "study.json").is_file():
-        there = read_record(out / "study.json", StudyResult)
-        if there.study != kind:
-            raise InputError(f"'{out}' holds a study of {there.study}, not of {kind}: choose another --out")
-    elif out.exists() and (not out.is_dir() or any(path.name not in _OURS for path in out.iterdir())):
+        stored = read_record(out / "study.json", StudyResult)
+        if stored.study != kind:
+            raise InputError(f"'{out}' holds a study of {stored.study}, not of {kind}: choose another --out")
+    elif out.exists() and (not out.is_dir() or any(path.name not in BEGUN_STUDY for path in out.iterdir())):
         raise InputError(f"'{out}' holds something that is no study: choose another --out")
-
-
-_OURS = ("runs", "logs", ".lock")

@@ -1,4 +1,4 @@
-"""The runs of a study: each a `vitx train` in a process of its own, taken up where it was left."""
+"""The runs of a study: each is a `vitx train` in a separate process, and resumes where it was stopped."""
 
 import ctypes
 import os
@@ -14,25 +14,24 @@ from pathlib import Path
 from types import FrameType
 
 from vitx.core.errors import InputError
-from vitx.core.files import read_record
-from vitx.core.run import CheckpointState, RunFolder
+from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
-from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics
+from vitx.train.loop.checkpoint import Metrics, is_finished, read_metrics, read_state
 from vitx.train.loop.environment import DataRecord, RunEnvironment
 from vitx.train.loop.interruption import TrainingStopped
-from vitx.train.recipes.recipe import Recipe, first_difference
+from vitx.train.recipes.recipe import Recipe, first_difference, read_recipe
 from vitx.train.recipes.registry import resolve_recipe
 
-# A child asks the kernel for SIGTERM when its study dies, so that nothing trains on unseen.
+# What a run's process executes: it asks the kernel for SIGTERM when the study dies, so that no run goes on unseen.
 _CHILD = (
     "from vitx.train.study.trials import end_with_parent; end_with_parent({parent}); from vitx.cli import main; main()"
 )
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl(2)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One run of a study. `variant` is the row it counts for, `overrides` what `vitx train --set` gets."""
+    """One run of a study: its row in the table (`variant`), its seed, and the `--set` texts of `vitx train`."""
 
     variant: str
     seed: int
@@ -51,24 +50,24 @@ class Trial:
         return study / "runs" / self.name
 
     def history(self, study: Path) -> list[Metrics] | None:
-        """One entry an epoch of a run that has come to its end; None before."""
+        """The metrics of a finished run, one entry for each epoch; None for a run that is not finished."""
         run = RunFolder(self.folder(study))
-        last = run.checkpoint_path("last")
-        if not last.is_symlink():
+        if not run.checkpoint_path("last").is_symlink():
             return None
-        history = read_metrics(run.metrics_path, read_record(last / "state.json", CheckpointState).epoch)
+        _, state = read_state(run, "last")
+        history = read_metrics(run.metrics_path, state.epoch)
         recipe = self.resolved()
         return history if is_finished(history, recipe.epochs, recipe.selection) else None
 
     def check_begun(self, study: Path, train: ImageSet, val: ImageSet) -> None:
-        """Raise InputError when the run has been begun with another recipe or on other images."""
+        """Raise InputError when the run was begun with another recipe or on other images."""
         folder = self.folder(study)
-        if not (folder / "run.json").is_file():
+        if not RunFolder(folder).exists():
             return
-        difference = first_difference(self.resolved(), read_record(folder / "recipe.json", Recipe))
+        difference = first_difference(self.resolved(), read_recipe(folder))
         if difference:
             raise InputError(f"cannot go on with '{folder}': {difference}; choose another --out")
-        begun = read_record(folder / "environment.json", RunEnvironment)
+        begun = RunEnvironment.read(folder)
         classes = RunFolder(folder).info.class_names
         found = {"train": DataRecord.of(train), "val": DataRecord.of(val)}
         if classes != train.class_names or begun.data != found:
@@ -81,7 +80,10 @@ class Trial:
 
 @dataclass
 class Runner:
-    """Runs trials, `jobs` at a time; with more than one each computes with one thread."""
+    """Runs trials, `jobs` at a time; with several jobs each computes with one thread.
+
+    `_lock` guards `_live`, the processes under way, and `_stopping`.
+    """
 
     study: Path
     jobs: int
@@ -92,15 +94,16 @@ class Runner:
     _stopping: bool = False
 
     def run(self, trials: Sequence[Trial]) -> Generator[tuple[Trial, str | None], None, None]:
-        """Yield each trial when it has ended, with the reason if it failed; finished ones are not run again.
+        """Yield each trial when it has ended, with the reason if it failed, else None. Finished runs are kept.
 
-        SIGTERM and Ctrl-C end the runs under way after the step they are at, all saved. Raises TrainingStopped then.
+        On SIGTERM and Ctrl-C the runs under way save and end, and TrainingStopped is raised.
         """
         waiting = [trial for trial in trials if trial.history(self.study) is None]
         yield from ((trial, None) for trial in trials if trial not in waiting)
         if not waiting:
             return
-        with _in_use(self.study) as lock, _raising_when_stopped(), ThreadPoolExecutor(self.jobs) as pool:
+        # Leaving the pool waits for its threads, and so for the runs, which `_stop` has asked to save and end.
+        with _study_lock(self.study) as lock, _raise_on_signal(), ThreadPoolExecutor(self.jobs) as pool:
             try:
                 futures = {pool.submit(self._train, trial, lock): trial for trial in waiting}
                 for future in as_completed(futures):
@@ -110,7 +113,7 @@ class Runner:
                 raise
 
     def _train(self, trial: Trial, lock: int) -> str | None:
-        """Train to the end in a process; return what went wrong, or None."""
+        """Train to the end in a separate process; return the reason if it failed, else None."""
         log = self.study / "logs" / f"{trial.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
@@ -123,8 +126,8 @@ class Runner:
                     stderr=output,
                     stdin=subprocess.DEVNULL,
                     env=self._environment(),
-                    pass_fds=(lock,),  # the study is in use as long as one of its runs is
-                    start_new_session=True,  # Ctrl-C is the study's to pass on
+                    pass_fds=(lock,),  # a run that outlives its study keeps the study's folder locked
+                    start_new_session=True,  # Ctrl-C reaches the study alone, which sends SIGTERM to its runs
                 )
                 self._live.add(process)
             code = process.wait()
@@ -141,10 +144,11 @@ class Runner:
         for override in (*trial.overrides, f"seed={trial.seed}"):
             words += ["--set", override]
         words += ["--skip-bad"] if self.skip_bad else []
-        words += ["--resume"] if (folder / "run.json").is_file() else []
+        words += ["--resume"] if RunFolder(folder).exists() else []
         return [sys.executable, "-c", _CHILD.format(parent=os.getpid()), *words]
 
     def _environment(self) -> Mapping[str, str]:
+        """The environment of a run's process: one thread if there are several jobs."""
         return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"} if self.jobs > 1 else os.environ
 
     def _stop(self) -> None:
@@ -155,17 +159,20 @@ class Runner:
 
 
 def end_with_parent(parent: int) -> None:
-    """Get SIGTERM when the process `parent`, which began this one, ends however it does; on Linux."""
+    """Ask Linux to send this process SIGTERM when its `parent` ends, in whatever way; elsewhere do nothing."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # it has ended before the call
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextmanager
-def _in_use(study: Path) -> Iterator[int]:
-    """Hold the study's lock and yield its descriptor; raise InputError while another study or its runs hold it."""
+def _study_lock(study: Path) -> Iterator[int]:
+    """Lock the study's folder and yield the lock's file descriptor; raise InputError if it is locked already.
+
+    It is an flock, which a child process holds on to as well when it inherits the descriptor.
+    """
     import fcntl  # POSIX only, like the signals that stop a run
 
     descriptor = os.open(study / ".lock", os.O_CREAT | os.O_RDWR, 0o666)
@@ -183,8 +190,8 @@ def _in_use(study: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _raising_when_stopped() -> Iterator[None]:
-    """SIGTERM and SIGINT raise TrainingStopped in the main thread, once; a second Ctrl-C is KeyboardInterrupt."""
+def _raise_on_signal() -> Iterator[None]:
+    """The first SIGTERM or SIGINT raises TrainingStopped in the main thread, a second one KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

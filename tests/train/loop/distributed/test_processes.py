@@ -1,4 +1,4 @@
-"""Two processes that train one network are one process with their batches put together."""
+"""Two processes that train one network compute what one process does with the whole batch."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_ten_steps_of_two_processes_are_those_of_one(tmp_path: Path, overrides: 
 
 
 def test_a_run_of_two_processes_is_written_once_and_resumes(tmp_path: Path, image_folder: Path) -> None:
-    """The whole of `train`: evaluation in shares, one writer, checkpoints that both begin from."""
+    """All of `train`: each process evaluates a part, one writes, both resume from its checkpoint."""
     small = recipe_of(*TINY, "epochs=2", "batch_size=8", "checkpoint_steps=1").on_data(str(image_folder))
     train_one(small, tmp_path / "one", {})
     start_all(train_one_of, 2, 2, free_port(), small, tmp_path / "two")

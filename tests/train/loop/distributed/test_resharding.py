@@ -1,4 +1,4 @@
-"""A checkpoint is whole, whatever number of processes wrote it: any other number goes on from the same bits."""
+"""A checkpoint is whole, whatever number of processes wrote it: any other number resumes from the same bits."""
 
 import json
 import shutil
@@ -21,8 +21,8 @@ from training_jobs import (
     train_one_of,
 )
 from vitx.core.errors import InputError
-from vitx.train.loop.checkpoint import FILES
-from vitx.train.loop.step import mean_losses, sums_for
+from vitx.train.loop.checkpoint import TENSOR_FILES
+from vitx.train.loop.step import mean_losses, resumed_sums
 
 # Matrices of 10 and 16 rows and norms of 2 values: over 3 and 4 processes parts are unequal, and some are empty.
 SMALL = (*TINY, "epochs=2", "batch_size=240", "checkpoint_steps=2", "workers=0")
@@ -33,7 +33,7 @@ def checkpoint_of(run: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint, by file and name."""
     folder = run / "checkpoints"
     folder = folder / ("resume" if (folder / "resume").is_symlink() else "last")
-    return {f"{name}: {key}": value for name in FILES for key, value in load_file(folder / name).items()}
+    return {f"{name}: {key}": value for name in TENSOR_FILES for key, value in load_file(folder / name).items()}
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +89,12 @@ def test_another_number_of_processes_ends_where_one_does(
 
 def test_sums_of_an_epoch_keep_their_mean() -> None:
     sums = [{"total": 3.0}, {"total": 5.0}]
-    assert [sums_for(rank, 2, sums) for rank in range(2)] == sums
+    assert [resumed_sums(rank, 2, sums) for rank in range(2)] == sums
     for count in (1, 3, 4):
-        assert mean_losses([sums_for(rank, count, sums) for rank in range(count)], 2) == mean_losses(sums, 2)
+        assert mean_losses([resumed_sums(rank, count, sums) for rank in range(count)], 2) == mean_losses(sums, 2)
 
 
-def test_processes_that_mean_different_runs_are_refused(tmp_path: Path, image_folder: Path, alone: Path) -> None:
+def test_processes_that_disagree_about_the_run_are_refused(tmp_path: Path, image_folder: Path, alone: Path) -> None:
     """Another recipe, a run folder that only one of them sees, other images at the same path."""
     recipe, new, here = recipe_of(*SMALL), tmp_path / "new", tmp_path / "here"
     shutil.copytree(image_folder, here / "images")
@@ -110,7 +110,7 @@ def test_processes_that_mean_different_runs_are_refused(tmp_path: Path, image_fo
     assert not new.exists()
 
 
-def test_how_a_run_is_spread_may_change_and_nothing_else(tmp_path: Path, killed: dict[str, Path]) -> None:
+def test_only_settings_of_how_a_run_is_computed_may_change(tmp_path: Path, killed: dict[str, Path]) -> None:
     with pytest.raises(InputError, match=r"execution\.parallel=fsdp .* start them with torchrun, or go on in one with"):
         train_one(recipe_of(*SMALL, FSDP), killed["two"], {}, resume=True)
     with pytest.raises(InputError, match=r"cannot resume .*: batch_size is 240 in the run but 120 was asked for"):

@@ -1,4 +1,4 @@
-"""torchrun on two nodes, one of which dies: the run goes on, and ends where one process does."""
+"""torchrun on two nodes, one of which dies: the run continues, and ends with the losses of one process."""
 
 from pathlib import Path
 

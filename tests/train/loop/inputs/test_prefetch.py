@@ -9,7 +9,7 @@ import torch
 
 from vitx.core.preprocess import Preprocessing
 from vitx.models import image_tensor
-from vitx.train.loop.distributed.process_share import Shard
+from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.inputs.prefetch import Prefetcher, one_ahead
 from vitx.train.loop.inputs.training_data import Batch
 
@@ -46,10 +46,10 @@ def test_normalisation_is_by_its_formula() -> None:
     torch.testing.assert_close(found, ((x / 255 - mean) / std).float(), rtol=1e-5, atol=1e-6)
 
 
-def test_parts_are_those_of_the_shards() -> None:
+def test_parts_are_those_of_batch_part() -> None:
     (whole,) = Prefetcher(PREPROCESSING, CPU).batches(iter([batch()]), ahead=True)
     for index in range(2):
-        rows = Shard(index, 2).of(np.arange(8))
+        rows = BatchPart(index, 2).of(np.arange(8))
         images, labels = whole.part(index, 2)
         assert labels.tolist() == rows.tolist()
         assert torch.equal(images, whole.images[rows])

@@ -15,11 +15,11 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.train.loop.distributed.process_share import Shard
+from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.inputs.augment import Augment, random_crop
 from vitx.train.loop.inputs.training_data import TrainingData, generator
 from vitx.train.randomness import seeded
-from vitx.train.recipes.image_groups import Augmentation
+from vitx.train.recipes.image_and_loss_settings import Augmentation
 
 AFFINE = Augmentation(rotation=12, translation=0.1, scale=0.1, shear=8)
 CROPS = Augmentation(smallest_crop=0.3, flip=0.5)
@@ -55,12 +55,12 @@ def test_batches_do_not_depend_on_workers(augmentation: Augmentation) -> None:
 
 
 def test_workers_go_on_from_any_batch_and_epoch() -> None:
-    """The same two processes prepare an epoch that is broken off, part of another, and a shard of a third."""
+    """The same two processes prepare an epoch that is broken off, then rest and half batches of two others."""
     used, fresh = data(CROPS, images=64, batch_size=8), data(CROPS, images=64, batch_size=8)
     next(used.batches(1, workers=2))
-    for epoch, first, shard in ((1, 5, Shard()), (2, 0, Shard(1, 2))):
-        wanted = list(fresh.batches(epoch, first=first, shard=shard))
-        found = list(used.batches(epoch, workers=2, first=first, shard=shard))
+    for epoch, first, part in ((1, 5, BatchPart()), (2, 0, BatchPart(1, 2))):
+        wanted = list(fresh.batches(epoch, first=first, part=part))
+        found = list(used.batches(epoch, workers=2, first=first, part=part))
         assert [batch.number for batch in found] == list(range(first, 8))
         for one, other in zip(wanted, found, strict=True):
             np.testing.assert_array_equal(one.images, other.images)

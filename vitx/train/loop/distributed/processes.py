@@ -1,4 +1,7 @@
-"""Several processes that train one network: started by torchrun, each with its part of every batch."""
+"""Several processes that train one network: started by torchrun, each with its part of every batch.
+
+torchrun sets RANK (the number of a process), LOCAL_RANK (its number on the node) and WORLD_SIZE (how many there are).
+"""
 
 import os
 import time
@@ -17,66 +20,76 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from vitx.core.errors import InputError
-from vitx.train.loop.distributed.process_share import Shard
+from vitx.train.loop.distributed.batch_part import BatchPart
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the `count` that train together. Every method is called by all of them, or by none."""
+    """This process among the `count` that train together.
+
+    Every method is a collective call: either all processes make it, in the same order, or none does.
+    """
 
     rank: int = 0
     count: int = 1
 
     @property
     def writes(self) -> bool:
-        """Whether this is the one process that writes files and speaks."""
+        """Whether this is the one process that writes files and prints."""
         return self.rank == 0
 
     @property
-    def shard(self) -> Shard:
-        """The part of every training batch that is this process's."""
-        return Shard(self.rank, self.count)
+    def batch_part(self) -> BatchPart:
+        """This process's part of every training batch."""
+        return BatchPart(self.rank, self.count)
 
-    def share(self, number: int) -> npt.NDArray[np.int64]:
-        """The part of `number` things that is this process's: in order, none twice, none left out."""
-        return np.array_split(np.arange(number), self.count)[self.rank]
+    def indices(self, length: int) -> npt.NDArray[np.int64]:
+        """This process's indices of a list of `length`: contiguous, none twice over the processes, none left out."""
+        return np.array_split(np.arange(length), self.count)[self.rank]
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order."""
+        """The values of all processes, by rank."""
         if self.count == 1:
             return [value]
         values: list[T] = [value] * self.count
         dist.all_gather_object(values, value)
         return values
 
-    def same(self, look: Callable[[], T], complaint: str, patience: float = 0.0) -> T:
-        """What every process sees when it looks; raise InputError(complaint) in all of them where that differs.
+    def agreed(self, read: Callable[[], T], error: str, timeout: float = 0.0) -> T:
+        """Return what `read` returns if it is equal in all processes; otherwise raise InputError(error) in all of them.
 
-        They look again for `patience` seconds: a network file system shows a change late.
+        They read again, once a second, for `timeout` seconds: a network file system shows a change late.
         """
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while True:
-            seen = self.gather((look(), time.monotonic() > deadline))
-            if all(value == seen[0][0] for value, _ in seen):
-                return seen[0][0]
-            if any(late for _, late in seen):
-                raise InputError(complaint)
+            # The deadline is exchanged too, so that all processes stop after the same try.
+            values = self.gather((read(), time.monotonic() > deadline))
+            if all(value == values[0][0] for value, _ in values):
+                return values[0][0]
+            if any(late for _, late in values):
+                raise InputError(error)
             time.sleep(1)
 
-    def wait(self) -> None:
-        """Return when all processes are here."""
+    def barrier(self) -> None:
+        """Return when all processes have called it."""
         if self.count > 1:
-            self.gather(None)  # a barrier of the CPU's back end, whatever the GPUs' is
+            # dist.barrier would go through NCCL on GPUs, and wait on the device; this goes through gloo.
+            self.gather(None)
 
 
 ALONE = Processes()
 
 
+def is_first_process() -> bool:
+    """Whether torchrun counts this process as the first, the one that prints; True without torchrun."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
-def joined(device: torch.device) -> Iterator[Processes]:
-    """Join the processes that torchrun started, over gloo on CPUs and NCCL on GPUs; alone where it started none."""
+def join_processes(device: torch.device) -> Iterator[Processes]:
+    """Join the processes that torchrun started, over gloo on CPUs and NCCL on GPUs; without torchrun yield `ALONE`."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield ALONE
@@ -91,8 +104,8 @@ def joined(device: torch.device) -> Iterator[Processes]:
 def parallelize(objective: nn.Module, parallel: str, processes: Processes, device: torch.device) -> nn.Module:
     """Return the module whose backward pass averages the gradients of all processes.
 
-    `objective` holds the network as `network`. One process that torchrun started, such as the last that is left of
-    several, holds all of it. Raises InputError for FSDP without torchrun.
+    `objective` has the network as its attribute `network`. A single process of torchrun, such as the last one that is
+    left of several, holds the whole network. Raises InputError for FSDP without torchrun.
     """
     if parallel == "fsdp" and "WORLD_SIZE" not in os.environ:
         raise InputError(
@@ -108,17 +121,20 @@ def parallelize(objective: nn.Module, parallel: str, processes: Processes, devic
 
 
 def shard_module(module: nn.Module, device: torch.device) -> None:
-    """Keep each block's parameters in parts (FSDP2), and the others' together."""
+    """Split the parameters over all processes (FSDP2): those of each block as a group, all others as one more.
+
+    A group is gathered when its forward or backward pass begins, so one block is whole in memory at a time.
+    """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     network = getattr(module, "network", module)
     for block in getattr(network, "blocks", ()):
         fully_shard(block, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    fully_shard(module, mesh=mesh)  # last: it takes the parameters that no block has taken
 
 
 @contextmanager
 def accumulating(module: nn.Module, *, last: bool) -> Iterator[None]:
-    """Gradients of the passes before the `last` are only summed; the last one's backward pass averages the sums."""
+    """Run one pass of gradient accumulation: only the `last` pass exchanges the summed gradients with the others."""
     with ExitStack() as stack:
         if isinstance(module, FSDPModule):
             module.set_requires_gradient_sync(last)
@@ -129,14 +145,17 @@ def accumulating(module: nn.Module, *, last: bool) -> Iterator[None]:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Hold whole parameters, so that each process can run as many forward passes as it has to."""
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-        part.unshard()
+    """Keep whole parameters inside the block, so that processes may run different numbers of forward passes.
+
+    A forward pass of a sharded module is a collective call, which would wait for processes with fewer images.
+    """
+    groups = [group for group in module.modules() if isinstance(group, FSDPModule)]
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
     try:
         yield
     finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(True, recurse=False)
+        for group in groups:
+            group.reshard()
+            group.set_reshard_after_forward(True, recurse=False)

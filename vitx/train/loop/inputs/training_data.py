@@ -1,8 +1,8 @@
 """Training images: shuffled, augmented, and the same for any number of worker processes.
 
-All randomness of a sample follows from (seed, epoch, index, repeat) and the order of an epoch from (seed, epoch), so
-nothing has to be stored to resume. timm's and torchvision's transforms draw from the global generators, which threads
-would share: workers are processes, and each sample seeds them (`vitx.train.randomness`).
+All random draws for a sample follow from (seed, epoch, index, repeat) and the order of an epoch from (seed, epoch), so
+resuming needs no generator's state. timm's and torchvision's transforms draw from the global generators, which threads
+would share. So the workers are processes, and each sample seeds the generators (`vitx.train.randomness`).
 """
 
 import os
@@ -18,20 +18,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vitx.core.errors import InputError
-from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode
+from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array, decode, ignore_bomb_warnings
 from vitx.data.image_set import ImageSet
-from vitx.train.loop.distributed.process_share import WHOLE, Shard
+from vitx.train.loop.distributed.batch_part import WHOLE_BATCH, BatchPart
 from vitx.train.loop.inputs.augment import Augment
-from vitx.train.recipes.image_groups import Augmentation
+from vitx.train.recipes.image_and_loss_settings import Augmentation
 
-# Separate streams of one seed. Numbers must stay as they are: they decide every result.
+# Independent streams of random numbers from one seed. These numbers must not change: every result depends on them.
 ORDER, SAMPLE, CUTMIX, WEIGHTS, NETWORK = range(5)
 
-BATCHES_AHEAD = 2  # of each worker
+BATCHES_AHEAD = 2  # that each worker prepares
 
 
 def generator(seed: int, stream: int, *place: int) -> np.random.Generator:
-    """The random generator of one purpose at one place of a run."""
+    """The generator of one stream at one place of a run, such as (epoch, batch). numpy hashes the whole tuple."""
     return np.random.default_rng((seed, stream, *place))
 
 
@@ -49,8 +49,8 @@ class Batch:
     labels: npt.NDArray[np.int64]
 
 
-class _Part(NamedTuple):
-    """What a worker is asked for: images by index, and how often each was seen before in this epoch."""
+class _Request(NamedTuple):
+    """The batch that a worker is to make: images by index, and how often each was shown before in this epoch."""
 
     number: int
     epoch: int
@@ -58,24 +58,25 @@ class _Part(NamedTuple):
     repeats: npt.NDArray[np.int64]
 
 
-class _Samples(Dataset[Any]):
-    """Makes whole batches, in this process or in a worker."""
+class _BatchDataset(Dataset[Any]):
+    """Makes whole batches, in this process or in a worker. A batch a request saves the pickling of single samples."""
 
     def __init__(self, images: ImageSet, augment: Augment, seed: int) -> None:
         self.images, self.augment, self.seed = images, augment, seed
 
-    def __getitem__(self, part: _Part) -> torch.Tensor | ImageError:
-        """The images of one batch, uint8 (B, S, S, 3), or what is wrong with one of them."""
-        side = self.augment.preprocessing.image_size
-        images = torch.empty(len(part.indices), side, side, 3, dtype=torch.uint8)
+    def __getitem__(self, request: _Request) -> torch.Tensor | ImageError:
+        """The images of one batch, uint8 (B, S, S, 3), or the error of one that cannot be read."""
+        size = self.augment.preprocessing.image_size
+        images = torch.empty(len(request.indices), size, size, 3, dtype=torch.uint8)
         if get_worker_info() is not None:
-            images.share_memory_()  # type: ignore[no-untyped-call]  # torch; written where the process that trains reads it
+            # Written straight into memory that the training process reads, so that no copy is sent to it.
+            images.share_memory_()  # type: ignore[no-untyped-call]  # torch's
         pixels = images.numpy()
         try:
-            for row, (index, repeat) in enumerate(zip(part.indices.tolist(), part.repeats.tolist(), strict=True)):
-                pixels[row] = self.sample(part.epoch, index, repeat)
+            for row, (index, repeat) in enumerate(zip(request.indices.tolist(), request.repeats.tolist(), strict=True)):
+                pixels[row] = self.sample(request.epoch, index, repeat)
             return images
-        except ImageError as error:  # returned, so that its text crosses the processes unchanged
+        except ImageError as error:  # returned: the DataLoader would wrap a raised error in a worker's traceback
             return error
 
     def sample(self, epoch: int, index: int, repeat: int) -> UInt8Array:
@@ -83,6 +84,7 @@ class _Samples(Dataset[Any]):
             image = decode(self.images.read(index))
         except ImageError as error:
             raise ImageError(f"{self.images.keys[index]}: {error}") from None
+        # A repeat of 0 is left out: it would change the draws of every recipe without repeats.
         place = (epoch, index, repeat) if repeat else (epoch, index)
         return self.augment(image, generator(self.seed, SAMPLE, *place))
 
@@ -102,8 +104,8 @@ class TrainingData:
             raise InputError(f"'{images.name}' has no images to train on")
         self.images, self.augmentation = images, augmentation
         self.batch_size, self.seed = min(batch_size, len(images)), seed
-        self._samples = _Samples(images, Augment(preprocessing, augmentation), seed)
-        self._plan: list[_Part] = []
+        self._dataset = _BatchDataset(images, Augment(preprocessing, augmentation), seed)
+        self._requests: list[_Request] = []  # the DataLoader's sampler, filled anew for each epoch
         self._loader: DataLoader[Any] | None = None
 
     @property
@@ -112,44 +114,48 @@ class TrainingData:
         return len(self.images) // self.batch_size
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The images of `epoch` in their order; without repeats a permutation of all."""
+        """The indices of the images of `epoch` in their order, int64 (N,); without repeats a permutation of all."""
         shuffled = generator(self.seed, ORDER, epoch).permutation(len(self.images))
         return np.repeat(shuffled, self.augmentation.repeats)[: len(shuffled)]
 
     def sample(self, epoch: int, index: int, repeat: int = 0) -> UInt8Array:
         """Image `index` as it is seen in `epoch`, for the `repeat`-th time: uint8 (S, S, 3)."""
-        return self._samples.sample(epoch, index, repeat)
+        return self._dataset.sample(epoch, index, repeat)
 
-    def batches(self, epoch: int, workers: int = 0, *, first: int = 0, shard: Shard = WHOLE) -> Iterator[Batch]:
-        """Return the batches of `epoch` from number `first`, or a part of each; `workers` processes prepare them ahead.
+    def batches(
+        self, epoch: int, workers: int = 0, *, first: int = 0, part: BatchPart = WHOLE_BATCH
+    ) -> Iterator[Batch]:
+        """Return `part` of each batch of `epoch` from number `first` on; `workers` processes prepare them ahead.
 
-        The processes start here, so that a thread which takes the batches forks none, and live as long as this object.
+        The worker processes start in this call, not in a thread that takes the batches, which must not fork. They live
+        as long as this object.
         """
-        parts = self._parts(epoch, shard)[first:]
-        prepared = self._ahead(parts, workers) if workers else map(self._samples.__getitem__, parts)
-        return self._labelled(parts, prepared)
+        requests = self._requests_of(epoch, part)[first:]
+        prepared = self._prepared_ahead(requests, workers) if workers else map(self._dataset.__getitem__, requests)
+        return self._labelled(requests, prepared)
 
-    def _labelled(self, parts: list[_Part], prepared: Iterator[Any]) -> Iterator[Batch]:
-        for part, images in zip(parts, prepared, strict=True):
+    def _labelled(self, requests: list[_Request], prepared: Iterator[Any]) -> Iterator[Batch]:
+        for request, images in zip(requests, prepared, strict=True):
             if isinstance(images, ImageError):
                 raise images
-            yield Batch(part.number, images.numpy(), self.images.labels[part.indices])
+            yield Batch(request.number, images.numpy(), self.images.labels[request.indices])
 
-    def _parts(self, epoch: int, shard: Shard) -> list[_Part]:
-        used = self.steps * self.batch_size
+    def _requests_of(self, epoch: int, part: BatchPart) -> list[_Request]:
+        used = self.steps * self.batch_size  # the images of a smaller last batch are dropped
         indices = self.order(epoch)[:used].reshape(self.steps, -1)
+        # `order` has each image `repeats` times in a row, so this counts 0, 1, … for each of them.
         repeats = (np.arange(used) % self.augmentation.repeats).reshape(self.steps, -1)
         return [
-            _Part(number, epoch, shard.of(indices[number]), shard.of(repeats[number])) for number in range(self.steps)
+            _Request(number, epoch, part.of(indices[number]), part.of(repeats[number])) for number in range(self.steps)
         ]
 
-    def _ahead(self, parts: list[_Part], workers: int) -> Iterator[Any]:
-        self._plan[:] = parts
+    def _prepared_ahead(self, requests: list[_Request], workers: int) -> Iterator[Any]:
+        self._requests[:] = requests  # in place: the loader, whose workers stay alive, keeps this list as its sampler
         if self._loader is None or self._loader.num_workers != workers:
             self._loader = DataLoader(
-                self._samples,
-                batch_size=None,
-                sampler=self._plan,
+                self._dataset,
+                batch_size=None,  # a request is a whole batch already
+                sampler=self._requests,
                 num_workers=workers,
                 collate_fn=_unchanged,
                 prefetch_factor=BATCHES_AHEAD,
@@ -164,14 +170,20 @@ def _unchanged(images: Any) -> Any:
 
 
 def _start_worker(_: int) -> None:
-    """A terminal and torchrun signal the whole group, but only the process that trains stops, and ends its workers."""
+    """Let the worker ignore signals that do not come from the process that trains.
+
+    A terminal and torchrun signal the whole process group. Only the training process is to react, after the step under
+    way; it ends its workers itself.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):
+    ignore_bomb_warnings()
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
 def _end_with_parent(parent: int) -> None:
+    """End this process at the SIGTERM that `parent` sends; ignore those of other senders."""
     while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
         pass
     os._exit(0)

@@ -1,0 +1,30 @@
+"""`vitx demo`: what it refuses, and how a verb's failure ends it. `make demo` runs the whole of it."""
+
+from pathlib import Path
+
+import pytest
+
+from vitx.bench import demo
+from vitx.core.errors import CheckFailed, InputError
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(InputError, match=r"holds 'thesis\.tex', which no demo made: choose another --out"):
+        demo.run_demo(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_the_exit_code_is_that_of_the_verb_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "RECIPE", "no-such-recipe")
+    with pytest.raises(demo.VerbFailed, match=r"^`vitx train` ended with exit code 2$") as failed:
+        demo.run_demo(tmp_path / "demo")
+    assert failed.value.exit_code == 2
+
+
+def test_other_classes_over_http_or_a_failed_certificate_fail_the_demo() -> None:
+    demo.DemoResult(0.975, 0.975, "pass", {}).check()
+    with pytest.raises(CheckFailed, match=r"served top-1 0\.5 is not the checkpoint's 0\.975"):
+        demo.DemoResult(0.975, 0.5, "pass", {}).check()
+    with pytest.raises(CheckFailed, match="does not say pass"):
+        demo.DemoResult(0.975, 0.975, "fail", {}).check()

@@ -1,0 +1,227 @@
+"""Open loop, scenarios and tuning: arrivals, where a latency begins, bisection, the choice of a setting."""
+
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from bundle_fixture import Float32Array
+from vitx.bench import autotune
+from vitx.bench.autotune import best_setting, core_splits, tune
+from vitx.bench.open_loop import OpenLoopRun, poisson_arrivals, run_open_loop
+from vitx.bench.scenarios import RATE_TOLERANCE, ScenarioSettings, largest_passing, parse_scenarios, run_scenario
+from vitx.bench.timing import percentiles
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.latency import Setting
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes import load_session
+from vitx.runtimes.session import Session
+from vitx.serve.models.instances import SessionPool, load_instances
+from vitx.serve.options import ServeOptions
+
+IMAGES = np.zeros((8, 16, 16, 3), dtype=np.uint8)
+
+
+def answer(images: UInt8Array) -> Float32Array:
+    return np.zeros((len(images), 4), dtype=np.float32)
+
+
+def test_percentiles_are_linear_between_neighbours() -> None:
+    times = [5.0, 1.0, 4.0, 2.0, 3.0]
+    shares = (0.0, 0.5, 0.9, 0.95, 0.99, 1.0)
+    expected = dict(zip(shares, np.quantile(times, shares), strict=True))
+    assert percentiles(times, shares) == pytest.approx(expected)
+    assert percentiles([2.0], (0.5, 0.99)) == {0.5: 2.0, 0.99: 2.0}
+
+
+def test_arrivals_are_poisson_and_repeat_with_their_seed() -> None:
+    arrivals = poisson_arrivals(50, 400, seed=1)
+    np.testing.assert_array_equal(arrivals, poisson_arrivals(50, 400, seed=1))
+    assert not np.array_equal(arrivals[:9], poisson_arrivals(50, 400, seed=2)[:9])
+    assert np.all(np.diff(arrivals) > 0)
+    assert arrivals[0] > 0
+    assert arrivals[-1] < 400
+    # 20,000 expected, with a standard deviation of 141; as many in each half; gaps are exponential: mean = deviation.
+    assert abs(len(arrivals) - 20_000) < 5 * 141
+    assert abs(np.sum(arrivals < 200) - 10_000) < 5 * 100
+    gaps = np.diff(arrivals)
+    assert gaps.mean() == pytest.approx(1 / 50, rel=0.04)
+    assert gaps.std() == pytest.approx(1 / 50, rel=0.04)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, -1.0, math.nan])
+def test_a_rate_without_arrivals_is_refused(rate: float) -> None:
+    with pytest.raises(InputError, match="at least one arrival"):
+        poisson_arrivals(rate, 1.0)
+
+
+def test_a_refused_request_is_infinitely_late() -> None:
+    result = OpenLoopRun(10.0, (0.3, 0.1, 0.2), refused=1, late=0.0, elapsed=1.0)
+    assert [result.percentile(share) for share in (0.25, 0.5, 0.75)] == [0.1, 0.2, 0.3]
+    assert result.percentile(0.99) == math.inf
+    assert result.images_per_second == 3
+
+
+def test_latency_counts_from_the_schedule_through_a_stall() -> None:
+    """One stall of 0.2 s while ten more requests fall due: each of them waited for the rest of the stall."""
+    stalled = threading.Event()
+
+    def stalling(images: UInt8Array) -> Float32Array:
+        if not stalled.is_set():
+            stalled.set()
+            time.sleep(0.2)
+        return answer(images)
+
+    arrivals = [index * 0.01 for index in range(11)]
+    result = run_open_loop(stalling, IMAGES, arrivals, ServeOptions(max_batch=1).batching)
+    assert result.refused == 0
+    ordered = sorted(result.latencies, reverse=True)
+    # Request i is due at 10·i ms and is answered after 200 ms at the earliest. The clock can only be late.
+    for index, latency in enumerate(ordered):
+        assert latency >= 0.2 - 0.01 * index - 1e-3
+
+
+def test_refused_requests_are_counted() -> None:
+    release = threading.Event()
+
+    def held(images: UInt8Array) -> Float32Array:
+        release.wait(10)
+        return answer(images)
+
+    timer = threading.Timer(0.3, release.set)
+    timer.start()
+    result = run_open_loop(held, IMAGES, [0.0] * 8, ServeOptions(max_batch=1, queue=2).batching)
+    timer.join()
+    assert result.refused + len(result.latencies) == 8
+    assert result.refused >= 4
+    assert result.percentile(0.99) == math.inf
+
+
+@pytest.mark.parametrize("limit", [3.0, 17.3, 99.9])
+def test_bisection_ends_at_the_largest_rate_that_passed(limit: float) -> None:
+    tried: list[float] = []
+
+    def passes(rate: float) -> bool:
+        tried.append(rate)
+        return rate <= limit
+
+    found = largest_passing(passes, 2.0, 100.0)
+    assert found is not None
+    assert found in tried
+    assert found <= limit <= found + RATE_TOLERANCE * 100
+    assert limit - found <= RATE_TOLERANCE * limit / (1 - RATE_TOLERANCE)
+    assert len(tried) < 16
+
+
+def test_bisection_at_its_ends() -> None:
+    assert largest_passing(lambda rate: True, 1.0, 8.0) == 8.0
+    assert largest_passing(lambda rate: False, 1.0, 8.0) is None
+
+
+def test_scenarios_ask_through_the_batcher(tiny_bundle: Bundle) -> None:
+    session = load_session(tiny_bundle, device="cpu", threads=1)
+    sizes: set[int] = set()
+
+    def infer(images: UInt8Array) -> Float32Array:
+        sizes.add(len(images))
+        return session.infer(images)
+
+    settings = ScenarioSettings(ServeOptions(max_batch=4).batching, seconds=0.2, p99=5.0)
+    offline = run_scenario("offline", infer, IMAGES, settings)
+    assert sizes <= {1, 2, 3, 4}
+    assert 4 in sizes
+    assert offline.value > 0
+    server = run_scenario("server", infer, IMAGES, settings)
+    assert server.p99_ms is not None
+    assert server.p99_ms <= 5000 == server.p99_bound_ms
+    sizes.clear()
+    single = run_scenario("single-stream", infer, IMAGES, settings)
+    assert sizes == {1}
+    assert single.value == single.p90_ms
+
+
+def test_a_bound_that_no_rate_keeps_is_an_error(tiny_bundle: Bundle) -> None:
+    def slow(images: UInt8Array) -> Float32Array:
+        time.sleep(0.002)
+        return answer(images)
+
+    with pytest.raises(CheckFailed, match=r"p99 is .* ms at .* images/s, the lowest rate that was offered, and 1 ms"):
+        run_scenario("server", slow, IMAGES, ScenarioSettings(ServeOptions().batching, seconds=0.3, p99=0.001))
+
+
+def test_scenarios_are_read_from_text() -> None:
+    assert parse_scenarios("single-stream, offline") == ("offline", "single-stream")
+    with pytest.raises(InputError, match="did you mean server"):
+        parse_scenarios("sever")
+
+
+def test_settings_use_every_core() -> None:
+    assert core_splits(1) == [(1, 1)]
+    assert core_splits(2) == [(2, 1), (1, 2)]
+    assert core_splits(6) == [(6, 1), (3, 2), (2, 3), (1, 6)]
+    # Never more than eight copies of the weights.
+    assert core_splits(32) == [(32, 1), (8, 4), (4, 8), (2, 16), (1, 32)]
+
+
+def setting(instances: int, rate: float, median: float) -> Setting:
+    return Setting(instances=instances, threads=1, batch_size=1, images_per_second=rate, median_ms=median)
+
+
+def test_the_fastest_wins_and_among_equals_the_shortest_call() -> None:
+    assert best_setting([setting(1, 43, 20), setting(2, 74, 27)]).instances == 2
+    assert best_setting([setting(1, 98, 10), setting(2, 100, 20), setting(4, 96, 5)]).instances == 1
+
+
+def test_tuning_finds_that_two_sessions_of_one_thread_are_faster(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of two threads that gains nothing from the second one: two of one thread each do twice as much."""
+
+    class Machine(Session):
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            time.sleep(0.002 * len(images))
+            return answer(images)
+
+        def describe(self) -> dict[str, object]:
+            return {"runtime": "sleep", "provider": "cpu", "threads": 1}
+
+    asked: list[int] = []
+
+    def load(threads: int) -> Session:
+        asked.append(threads)
+        return Machine()
+
+    monkeypatch.setattr(autotune, "TRIAL_SECONDS", 0.02)
+    tuning = tune(tiny_bundle, load, cores=2, quiet=True)
+    assert (tuning.best.instances, tuning.best.threads) == (2, 1)
+    assert asked == [1, 2]
+    kept = tiny_bundle.latency()
+    assert kept is not None
+    assert kept.tuning == tuning
+
+
+def test_instances_of_several_threads_have_their_own_sessions() -> None:
+    class Busy(Session):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lock = threading.Lock()
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            assert self.lock.acquire(blocking=False), "two callers in one session"
+            time.sleep(0.02)
+            self.lock.release()
+            return answer(images)
+
+        def describe(self) -> dict[str, object]:
+            return {"threads": 2}
+
+    pool = load_instances(Busy, 2, 2)
+    assert isinstance(pool, SessionPool)
+    assert pool.describe() == {"threads": 2, "sessions": 2}
+    with ThreadPoolExecutor(6) as callers:
+        assert [len(logits) for logits in callers.map(pool.infer, [IMAGES] * 6)] == [8] * 6
+    assert isinstance(load_instances(Busy, 4, 1), Busy)

@@ -1,0 +1,78 @@
+"""The mutants that are made of a source, and which tests are asked about them."""
+
+import textwrap
+
+import mutate
+import pytest
+
+from mutation.mutants import Mutant, mutants_of
+
+SOURCE = textwrap.dedent(
+    """
+    def newest(files: "list[str]", least: int = 1) -> str:
+        '''The doc stays.'''
+        if len(files) < least:
+            raise ValueError("none")
+        files.sort()
+        return files[least - 2]
+    """
+)
+
+
+def changes(source: str) -> set[tuple[str, str]]:
+    return {(mutant.before, mutant.after) for mutant in mutants_of("vitx/core/newest.py", source)}
+
+
+def test_each_kind_of_wrong_line_is_made_once() -> None:
+    head = 'def newest(files: "list[str]", least: int = 1) -> str:'
+    assert changes(SOURCE) == {
+        (head, head.replace("= 1", "= 2")),
+        ("if len(files) < least:", "if False:"),
+        ("if len(files) < least:", "if True:"),
+        ("if len(files) < least:", "if len(files) <= least:"),
+        ('raise ValueError("none")', "pass"),
+        ('raise ValueError("none")', 'raise ArithmeticError("none")'),
+        ('raise ValueError("none")', 'raise ValueError("XXnoneXX")'),
+        ("files.sort()", "pass"),
+        ("return files[least - 2]", "return files[least + 2]"),
+        ("return files[least - 2]", "return files[2 - least]"),
+        ("return files[least - 2]", "return files[least - 3]"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("x = a / (b + c)", "x = (b + c) / a"),
+        ("f(a, b, c)", "f(b, a, c)"),
+        ("f(a, key=b)", "f(a, )"),
+        ("x = min(a, b)", "x = max(a, b)"),
+        ("x = not a", "x = a"),
+        ("x.y = a", "pass"),
+        ("await f()", "pass"),
+        ("x = a if b else c", "x = a if (b) and False else c"),
+        ("RATE = 0.05", "RATE = 1.05"),
+    ],
+)
+def test_a_wrong_line_is_among_the_mutants(before: str, after: str) -> None:
+    assert (before, after) in changes(f"{before}\n")
+
+
+def mutant(file: str, line: int) -> Mutant:
+    return Mutant(file, line, line, "number", "1", "2", "source")
+
+
+def test_the_tests_that_reach_the_line_are_asked_fastest_first_else_those_of_the_file_else_all() -> None:
+    covering = {
+        "lines": {"vitx/a.py": {"3": ["slow", "fast"], "4": ["other"]}},
+        "seconds": {"slow": 2.0, "fast": 0.5, "other": 1.0, "elsewhere": 0.1},
+    }
+    assert mutate.tests_of(mutant("vitx/a.py", 3), covering) == ["fast", "slow"]
+    assert mutate.tests_of(mutant("vitx/a.py", 1), covering) == ["fast", "other", "slow"]
+    assert mutate.tests_of(mutant("vitx/b.py", 1), covering) == ["elsewhere", "fast", "other", "slow"]
+
+
+def test_a_room_without_an_entry_has_the_floor_above_it_and_the_tests_of_its_name() -> None:
+    assert mutate.room_settings("train/losses") == (90.0, ["tests/train/losses"])
+    assert mutate.room_settings("parity/statistics.py") == (90.0, ["tests/parity/test_statistics.py"])
+    assert mutate.room_settings("parity/options.py") == (90.0, ["tests/parity"])

@@ -1,0 +1,121 @@
+"""A bundle is opened only whole, and served only with a certificate of its own files."""
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from bundle_fixture import add_files, write_bundle
+from certificate_fixture import certificate
+from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle, Manifest, timestamp
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_file, write_json
+from vitx.core.latency import Latency, LatencyPoint, machine_key
+from vitx.core.machine import describe_machine
+
+REMEDY = "run `vitx parity RUN BUNDLE`, or serve it with --allow-uncertified"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "tiny.vitx")
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        Bundle.open(tmp_path / "none")
+    assert str(caught.value) == f"no bundle at '{tmp_path}/none': expected a folder made by `vitx export`"
+    with pytest.raises(InputError) as caught:
+        Bundle.open(tmp_path)
+    assert str(caught.value) == f"'{tmp_path}' is not a bundle: it has no manifest.json"
+
+
+def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:
+    bundle = add_files(bundle, {"engines/a.plan": b"plan"})
+    assert bundle.model_path == bundle.path / "model.onnx"
+    (bundle.path / "engines" / "a.plan").write_bytes(b"plaN")
+    with pytest.raises(InputError, match=r"a\.plan is corrupt: sha256 [0-9a-f]{16}… but [0-9a-f]{16}… was recorded"):
+        Bundle.open(bundle.path)
+    (bundle.path / "engines" / "a.plan").unlink()
+    with pytest.raises(InputError, match=r"a\.plan is missing: the folder is incomplete, make or copy it again"):
+        Bundle.open(bundle.path)
+
+
+def test_the_subject_is_the_manifest_and_every_file_it_names(bundle: Bundle) -> None:
+    bundle = add_files(bundle, {"extra.bin": b"extra"})
+    names = (MANIFEST, "model.onnx", "extra.bin")
+    assert bundle.subject() == {name: sha256_file(bundle.path / name) for name in names}
+
+
+def test_a_certificate_is_of_these_files_passes_and_is_unchanged(bundle: Bundle) -> None:
+    path = bundle.path
+    assert bundle.certificate() is None
+    with pytest.raises(CheckFailed) as caught:
+        bundle.require_certificate()
+    assert str(caught.value) == f"bundle '{path}' has no certificate: {REMEDY}"
+
+    good = certificate(subject=bundle.subject()).sealed()
+    write_json(path / CERTIFICATE, good)
+    assert bundle.require_certificate() == good == bundle.certificate()
+
+    other = bundle.subject() | {MANIFEST: "0" * 64}
+    del other["model.onnx"]
+    write_json(path / CERTIFICATE, certificate(subject=other).sealed())
+    with pytest.raises(CheckFailed) as caught:
+        bundle.require_certificate()
+    assert str(caught.value) == (
+        f"the certificate of '{path}' is of other files (manifest.json, model.onnx differ): {REMEDY}"
+    )
+
+    failed = certificate(subject=bundle.subject(), verdict="fail", reasons=("3 flips", "drift"))
+    write_json(path / CERTIFICATE, failed.sealed())
+    with pytest.raises(CheckFailed) as caught:
+        bundle.require_certificate()
+    assert str(caught.value) == f"the certificate of '{path}' says fail: 3 flips; drift"
+
+    write_json(path / CERTIFICATE, good.model_copy(update={"accuracy_candidate": 0.99}))
+    with pytest.raises(CheckFailed, match="its own digest differs"):
+        bundle.require_certificate()
+
+
+def test_latencies_of_other_machines_stay(bundle: Bundle) -> None:
+    assert bundle.latency() is None
+    here = describe_machine()
+    there: dict[str, str | int] = {"processor": "Other", "cores": 4, "system": "Linux x"}
+    assert machine_key(there) == "Other, 4 cores, Linux x"
+
+    def measured(machine: dict[str, str | int], milliseconds: float) -> Latency:
+        point = LatencyPoint(batch_size=1, median_ms=milliseconds, p95_ms=9.0, images_per_second=1.0)
+        return Latency(runtime={}, machine=machine, points=(point,), created="now")
+
+    for latency in (measured(there, 5.0), measured(here, 2.0), measured(here, 3.0)):
+        bundle.record_latency(latency)
+    assert bundle.latency() == measured(here, 3.0)
+    assert bundle.latency_file().machines == {
+        machine_key(there): measured(there, 5.0),
+        machine_key(here): measured(here, 3.0),
+    }
+    path = bundle.path / LATENCY
+    path.write_text(path.read_text().replace("3.0", "1.0"))
+    with pytest.raises(CheckFailed, match=r"its own digest differs\): remove it, and run `vitx bench BUNDLE` again"):
+        bundle.latency()
+
+
+@pytest.mark.parametrize(
+    ("name", "valid"), [("a-1.B_c", True), ("9", True), (".a", False), ("a/b", False), ("", False)]
+)
+def test_a_name_fits_into_a_url(bundle: Bundle, name: str, valid: bool) -> None:
+    plain = bundle.manifest.model_dump() | {"name": name}
+    if valid:
+        assert Manifest(**plain).name == name
+    else:
+        with pytest.raises(ValueError, match="name"):
+            Manifest(**plain)
+
+
+def test_a_timestamp_is_in_utc_to_the_second() -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    stamp = timestamp()
+    assert stamp.endswith("+00:00")
+    assert len(stamp) == len("2026-01-02T03:04:05+00:00")
+    assert before <= datetime.fromisoformat(stamp) <= datetime.now(UTC)

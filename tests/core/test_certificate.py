@@ -1,0 +1,81 @@
+"""A certificate holds the digest of its own file, and any change of the file is found."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from certificate_fixture import certificate
+from vitx.core.certificate import TokenSimilarity, read_certificate
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import write_bytes, write_json
+
+
+def test_the_digest_is_of_the_files_bytes_with_the_field_empty(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    write_json(path, certificate(reference="Größe").sealed())
+    text = path.read_text(encoding="utf-8")
+    digest = json.loads(text)["sha256"]
+    assert digest == hashlib.sha256(text.replace(digest, "").encode()).hexdigest()
+    assert "Größe" in text
+    assert read_certificate(path) == certificate(reference="Größe", sha256=digest)
+
+
+def test_sealing_twice_changes_nothing() -> None:
+    once = certificate().sealed()
+    assert once.sealed() == once
+    assert once.sha256 != certificate(verdict="fail").sealed().sha256
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"accuracy_candidate": 0.5', '"accuracy_candidate": 0.9'),
+        ('"verdict": "pass"', '"verdict":  "pass"'),
+        ('"images": 300,', '"images": 3e2,'),
+        ("}\n", "}"),
+    ],
+)
+def test_a_changed_byte_is_found(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "certificate.json"
+    write_json(path, certificate().sealed())
+    content = path.read_text()
+    assert old in content
+    write_bytes(path, content.replace(old, new).encode())
+    with pytest.raises((CheckFailed, InputError)) as caught:
+        read_certificate(path)
+    if new != '"images": 3e2,':
+        assert str(caught.value) == (
+            f"{path} was changed after it was written (its own digest differs): run `vitx parity RUN BUNDLE` again"
+        )
+        assert caught.value.exit_code == 1
+
+
+def test_a_certificate_without_a_seal_or_with_that_of_another_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "certificate.json"
+    for wrong in (certificate(), certificate(sha256=certificate(images=301).digest())):
+        write_json(path, wrong)
+        with pytest.raises(CheckFailed, match="its own digest differs"):
+            read_certificate(path)
+    with pytest.raises(InputError, match=r"other\.json does not exist"):
+        read_certificate(tmp_path / "other.json")
+
+
+def test_the_worst_layer_is_that_of_the_largest_difference_either_way() -> None:
+    similarity = TokenSimilarity(
+        images=4, layers=("a", "b", "c"), reference=(0.5, 0.9, 0.2), candidate=(0.6, 0.7, 0.3), allowed=0.01
+    )
+    assert similarity.worst() == ("b", 0.9, 0.7)
+    assert similarity.model_copy(update={"candidate": (0.9, 0.8, 0.3)}).worst() == ("a", 0.5, 0.9)
+    with pytest.raises(ValueError, match="shorter"):
+        similarity.model_copy(update={"candidate": (0.9, 0.8)}).worst()
+
+
+def test_a_certificate_of_few_fields_claims_the_least() -> None:
+    """Fields that older files lack: no probe image, and so no bound below one."""
+    found = certificate()
+    assert (found.format_version, found.batch_size, found.probe_images, found.probe_flips) == (1, 0, 0, 0)
+    assert (found.probe_flip_rate_bound, found.max_position_error) == (1.0, 0.0)
+    assert (found.min_cosine, found.mean_cosine, found.ece_reference, found.ece_candidate) == (1.0, 1.0, 0.0, 0.0)
+    assert (found.token_similarity, found.classes_sha256, found.sha256) == (None, "", "")

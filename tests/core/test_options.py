@@ -1,0 +1,43 @@
+"""Texts of the command line as values, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from vitx.core.options import Options, comma_separated, number_range, option, parse_batch_sizes
+
+
+def test_comma_separated_texts() -> None:
+    assert comma_separated("1, 8,32") == ("1", "8", "32")
+    assert comma_separated(None) == ()
+    assert comma_separated(["a,b"]) == ["a,b"]
+
+
+@pytest.mark.parametrize(("given", "found"), [("4", (4, 4)), ("2:8", (2, 8)), ("1:1", (1, 1)), ((3, 9), (3, 9))])
+def test_a_range_is_a_number_or_two(given: Any, found: tuple[int, int]) -> None:
+    assert number_range(given) == found
+
+
+@pytest.mark.parametrize("given", ["0", "0:3", "8:2", "-1:2", "a", "1:b", ":4", "²", "1:2:3", ""])
+def test_no_range(given: str) -> None:
+    with pytest.raises(ValueError, match="expected a number such as 4, or a least and a most such as 2:8"):
+        number_range(given)
+
+
+def test_batch_sizes_of_a_text() -> None:
+    assert parse_batch_sizes("1, 8,32") == (1, 8, 32)
+    assert parse_batch_sizes((4,)) == (4,)
+    for wrong in ("0", "1,0", "1,,2", "", "x", "-1", "1.5"):
+        with pytest.raises(ValueError, match="expected batch sizes such as 1,8,32"):
+            parse_batch_sizes(wrong)
+
+
+def test_bounds_include_their_ends() -> None:
+    class Oven(Options):
+        trays: int = option(2, "Trays.", ge=1, le=9)
+
+    assert [Oven(trays=trays).trays for trays in (1, 9)] == [1, 9]
+    for wrong in (0, 10):
+        with pytest.raises(ValueError, match="trays"):
+            Oven(trays=wrong)
+    assert Oven().trays == 2

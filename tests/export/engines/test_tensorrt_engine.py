@@ -1,0 +1,467 @@
+"""TensorRT plans: built by the real TensorRT for RTX, which needs no GPU; sidecars, profiles, graphs and reports."""
+
+import errno
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+from onnx import TensorProto, helper, numpy_helper
+from sklearn.datasets import load_sample_images
+
+from engines import write_half
+from reference import randomize, randomize_like_trained
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.machine import local_architectures
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, Profile, check_plan, read_plan, sidecar_path
+from vitx.export import onnx_from_model, rewrite_for_export
+from vitx.export.engines.build_log import BuildLog, BuildProgress
+from vitx.export.engines.inspector import count_kinds, inspect_plan, layer_table, working_layers
+from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, profiles_for, write_plan
+from vitx.export.engines.tensorrt_engine import EngineReport, check_options, engine_from_onnx, known_issues
+from vitx.export.engines.tensorrt_graph import cast_before_moving, load_for_tensorrt, precision_of, write_attention_out
+from vitx.export.engines.tensorrt_library import check_version, load_flavor
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.precision.half import HalfGraph
+from vitx.export.precision.lower import lower_precision
+
+RTX: Flavor = "tensorrt-rtx"
+OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False)
+has_no_gpu = pytest.mark.skipif(bool(local_architectures()), reason="tests a machine without a GPU")
+
+
+def export_half(name: str, size: int, path: Path) -> Path:
+    """Write a network with random weights and statistics as an fp16 graph."""
+    write_half(randomize(timm.create_model(name)).eval(), size, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_half("deepvit_digits", 32, tmp_path_factory.mktemp("graph") / "model.onnx")
+
+
+@pytest.fixture(scope="module")
+def small_plan(small_graph: Path) -> EngineReport:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    plan = small_graph.with_name("model.plan")
+    return engine_from_onnx(small_graph, plan, flavor=RTX, architectures=("sm120", "sm86", "sm89"), quiet=True)
+
+
+def crops(count: int, size: int) -> UInt8Array:
+    """Random squares of two photographs, uint8 (count, size, size, 3)."""
+    photos, generator = load_sample_images().images, np.random.default_rng(0)
+    corners = [[int(generator.integers(0, side - size + 1)) for side in photos[0].shape[:2]] for _ in range(count)]
+    return np.stack([photos[i % 2][top : top + size, left : left + size] for i, (top, left) in enumerate(corners)])
+
+
+@pytest.mark.parametrize("name", ["deit_small_12", "deepvit_s"])
+def test_full_size_fp16_plans(name: str, tmp_path: Path) -> None:
+    """The steps of `vitx export --precision fp16 --trt-rtx` at 224 px: float32 graph, islands, plan.
+
+    DeepViT-S needs no island (test_networks.py, smaller images), so its search is left out to save time.
+    """
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    preprocessing = Preprocessing(image_size=224)
+    model = randomize_like_trained(timm.create_model(name)).eval()
+    exact = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "fp32.onnx")
+    lowered = HalfGraph(Dataflow(exact), TensorProto.FLOAT16).build(())
+    if name == "deit_small_12":
+        found = lower_precision(exact, "fp16", crops(32, 224), quiet=True)
+        assert found.graph == lowered
+    graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
+    onnx.save(lowered, graph)
+    profiles = profiles_for((1, 32))
+    report = engine_from_onnx(graph, plan, flavor=RTX, architectures=("sm89", "sm120"), profiles=profiles, quiet=True)
+    assert report.info.precision == "fp16"
+    assert report.info.size > graph.stat().st_size  # the weights are in it
+    kinds = count_kinds(report.layers)
+    assert kinds["SOFTMAX"] == (12 if name == "deit_small_12" else 16)
+    assert "SCALE" not in kinds  # no BatchNorm was left
+    assert {row[2] for row in working_layers(report.layers) if row[1] == "MATRIX_MULTIPLY"} == {"HALF"}
+    assert check_plan(plan, architecture="sm120") == report.info
+
+
+def test_the_sidecar_describes_the_plan(small_plan: EngineReport) -> None:
+    info = small_plan.info
+    assert PlanInfo.model_validate_json(sidecar_path(small_plan.path).read_bytes()) == info
+    assert info.architectures == ("sm86", "sm89", "sm120")
+    assert info.profiles == DEFAULT_PROFILES
+    assert info.flavor == RTX
+    assert info.version.count(".") == 3
+    assert info.size == small_plan.path.stat().st_size
+    assert info.options == OPTIONS
+    assert info.timing_cache_in_sha256 is None
+
+
+def test_building_twice_gives_the_same_layers(small_graph: Path, small_plan: EngineReport, tmp_path: Path) -> None:
+    again = engine_from_onnx(
+        small_graph, tmp_path / "b.plan", flavor=RTX, architectures=("sm86", "sm89", "sm120"), quiet=True
+    )
+    assert again.info.size == small_plan.info.size
+    assert again.layers == small_plan.layers
+
+
+def test_every_architecture_since_ampere_is_the_default() -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    library = load_flavor(RTX)
+    assert {"sm75", "sm80", "sm86", "sm89", "sm120"} <= set(library.architectures())
+    assert library.targets(()) == tuple(n for n in library.architectures() if n != "sm75")
+
+
+def test_a_plan_is_checked_before_it_is_loaded(small_plan: EngineReport, tmp_path: Path) -> None:
+    plan = tmp_path / "copy.plan"
+    plan.write_bytes(small_plan.path.read_bytes())
+    with pytest.raises(InputError, match=r"has no 'copy\.plan\.json': build it with vitx export"):
+        check_plan(plan)
+    sidecar_path(plan).write_bytes(sidecar_path(small_plan.path).read_bytes())
+    assert check_plan(plan) == small_plan.info
+    with pytest.raises(CheckFailed, match="was built for sm86, sm89, sm120 and this GPU is sm90"):
+        check_plan(plan, architecture="sm90")
+    with pytest.raises(CheckFailed, match=r"and 1\.8\.0\.1 is installed: it loads with exactly that version"):
+        check_plan(plan, version="1.8.0.1")
+    content = bytearray(plan.read_bytes())
+    content[len(content) // 2] ^= 1
+    plan.write_bytes(content)
+    with pytest.raises(CheckFailed, match="is not the plan its sidecar describes"):
+        check_plan(plan)
+    with pytest.raises(InputError, match="no plan at"):
+        check_plan(tmp_path / "none.plan")
+
+
+def fake_info(data: bytes, **changes: object) -> PlanInfo:
+    import hashlib
+
+    fields: dict[str, object] = {
+        "flavor": "tensorrt",
+        "version": "10.16.1.11",
+        "architectures": ("sm89",),
+        "profiles": DEFAULT_PROFILES,
+        "precision": "fp16",
+        "options": OPTIONS,
+        "onnx_sha256": "0" * 64,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "size": len(data),
+        "build_seconds": 1.0,
+        "layers": 1,
+        "created": "2026-01-01T00:00:00+00:00",
+        **changes,
+    }
+    return PlanInfo.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("compatible", "installed", "loads"),
+    [
+        (False, "10.16.1.11", True),
+        (False, "10.16.1.12", False),
+        (True, "10.16.1.11", True),
+        (True, "10.17.0.1", True),
+        (True, "10.15.1.29", False),
+        (True, "11.4.0.106", True),
+        (True, "12.0.0.1", False),
+    ],
+)
+def test_versions_that_load_a_plan(compatible: bool, installed: str, loads: bool, tmp_path: Path) -> None:
+    options = OPTIONS.model_copy(update={"version_compatible": compatible})
+    write_plan(tmp_path / "a.plan", b"plan", fake_info(b"plan", options=options))
+    if loads:
+        check_plan(tmp_path / "a.plan", version=installed)
+    else:
+        with pytest.raises(CheckFailed, match="build it again, or install that version"):
+            check_plan(tmp_path / "a.plan", version=installed)
+
+
+def test_a_hardware_compatible_plan_runs_on_newer_gpus(tmp_path: Path) -> None:
+    options = OPTIONS.model_copy(update={"hardware_compatible": True})
+    write_plan(tmp_path / "a.plan", b"plan", fake_info(b"plan", options=options))
+    check_plan(tmp_path / "a.plan", architecture="sm120", version="10.16.1.11")
+    with pytest.raises(CheckFailed, match="this GPU is sm75"):
+        check_plan(tmp_path / "a.plan", architecture="sm75", version="10.16.1.11")
+
+
+def test_no_tensorrt_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorrt_rtx", None)
+    with pytest.raises(EnvironmentMissing, match=r"cannot be imported .*: pip install 'vitx\[trt-rtx\]'") as caught:
+        load_flavor(RTX)
+    assert caught.value.exit_code == 3
+    write_plan(tmp_path / "a.plan", b"plan", fake_info(b"plan"))
+    with pytest.raises(EnvironmentMissing, match=r"pip install 'tensorrt==10\.16\.1\.11'"):
+        check_plan(tmp_path / "a.plan")
+    with pytest.raises(InputError, match="unknown TensorRT 'tensort': did you mean tensorrt"):
+        load_flavor("tensort")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "version", "message"),
+    [
+        ("tensorrt", "10.0.0.6", "issues/3777"),
+        ("tensorrt", "10.3.0", "issues/4419"),
+        ("tensorrt", "10.7.0.23", "issues/4333"),
+        ("tensorrt", "10.8.0.43", "is too old: vitx needs 10.9"),
+        (RTX, "1.2.0.54", "is too old: vitx needs 1.4"),
+    ],
+)
+def test_releases_with_known_errors_are_refused(flavor: Flavor, version: str, message: str) -> None:
+    with pytest.raises(EnvironmentMissing, match=message):
+        check_version(flavor, version)
+    for good in ("10.9.0.34", "10.16.1.11", "11.4.0.106"):
+        check_version("tensorrt", good)
+    check_version(RTX, "1.7.1.116")
+
+
+def test_an_architecture_that_the_library_does_not_know_writes_nothing(small_graph: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    with pytest.raises(InputError, match="cannot build for 'sm90'"):
+        engine_from_onnx(small_graph, tmp_path / "a.plan", flavor=RTX, architectures=("sm90",), quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_profiles_cover_each_batch_once() -> None:
+    assert [str(p) for p in DEFAULT_PROFILES][1:3] == ["2..8 (best at 8)", "9..32 (best at 32)"]
+    covered = [size for p in DEFAULT_PROFILES for size in range(p.minimum, p.maximum + 1)]
+    assert covered == list(range(1, 129))
+
+
+@pytest.mark.parametrize("batches", [(), (0, 8), (8, 8), (32, 8)])
+def test_invalid_batch_sizes(batches: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="expected positive numbers, each larger than the one before"):
+        profiles_for(batches)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((8, 4, 16), "profile 8:4:16 is no range of batch sizes"),
+        ((1, 32, 8), "profile 1:32:8 is no range"),
+        ((0, 1, 8), "profile 0:1:8 is no range"),
+        ((-3, 1, 8), "expected 1 <= minimum <= optimum <= maximum"),
+        ((1, 8, 20_000), "goes beyond 14266, the most images of 150,528 numbers"),
+    ],
+)
+def test_invalid_profiles(given: tuple[int, int, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_profiles((Profile(minimum=given[0], optimum=given[1], maximum=given[2]),), 224 * 224 * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"builder_level": 6}, "builder level 6"),
+        ({"version_compatible": True}, "version-compatible needs --trt"),
+        ({"hardware_compatible": True}, "list them instead"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        check_options(RTX, OPTIONS.model_copy(update=changes), None)
+
+
+@has_no_gpu
+def test_options_that_need_a_gpu_are_refused(tmp_path: Path, small_plan: EngineReport) -> None:
+    with pytest.raises(InputError, match="no use for a timing cache"):
+        check_options(RTX, OPTIONS, tmp_path / "cache")
+    with pytest.raises(EnvironmentMissing, match="asks the NVIDIA driver when it strips the weights"):
+        check_options(RTX, OPTIONS.model_copy(update={"weight_stripped": True}), None)
+    with pytest.raises(EnvironmentMissing, match="can be inspected only on a GPU"):
+        inspect_plan(small_plan.path)
+
+
+def test_an_unconfirmed_report_is_a_warning() -> None:
+    assert "issues/4837" in known_issues("tensorrt", ("sm120",), "fp16, fp32")[0]
+    assert known_issues("tensorrt", ("sm89",), "fp16") == known_issues("tensorrt", ("sm120",), "fp32") == ()
+
+
+def one_node_graph(path: Path, node: onnx.NodeProto, *, batch: int | str = "N", domain: str = "") -> Path:
+    pixels = helper.make_tensor_value_info("images", TensorProto.FLOAT, [batch, 4, 4, 3])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    opsets = [helper.make_opsetid("", 20), *([helper.make_opsetid(domain, 1)] if domain else [])]
+    onnx.save(helper.make_model(helper.make_graph([node], "g", [pixels], [result]), opset_imports=opsets), path)
+    return path
+
+
+def test_a_parser_error_names_the_node(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    node = helper.make_node("HeadMix", ["images"], ["y"], name="block7.attn.mix", domain="our.own")
+    graph = one_node_graph(tmp_path / "g.onnx", node, domain="our.own")
+    with pytest.raises(InputError, match=r"cannot parse the graph: node 'block7\.attn\.mix' \(HeadMix\)"):
+        engine_from_onnx(graph, tmp_path / "a.plan", flavor=RTX, quiet=True)
+    assert not (tmp_path / "a.plan").exists()
+
+
+def test_bad_graphs(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    frozen = one_node_graph(tmp_path / "f.onnx", helper.make_node("Relu", ["images"], ["y"]), batch=4)
+    with pytest.raises(InputError, match="inputs images: expected one, with a dynamic batch first"):
+        engine_from_onnx(frozen, tmp_path / "a.plan", flavor=RTX, quiet=True)
+    (tmp_path / "text.onnx").write_text("no graph at all")
+    with pytest.raises(InputError, match="is not an ONNX graph"):
+        load_for_tensorrt(tmp_path / "text.onnx")
+    with pytest.raises(InputError, match="no ONNX graph at"):
+        load_for_tensorrt(tmp_path / "none.onnx")
+
+
+@has_no_gpu
+def test_a_failed_build_gives_the_librarys_reason(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    nodes = [
+        helper.make_node("Cast", ["images"], ["low"], to=TensorProto.BFLOAT16),
+        helper.make_node("MatMul", ["low", "w"], ["product"]),
+        helper.make_node("Cast", ["product"], ["y"], to=TensorProto.FLOAT),
+    ]
+    weight = helper.make_tensor("w", TensorProto.BFLOAT16, [16, 16], np.ones(256, np.float32))
+    pixels = helper.make_tensor_value_info("images", TensorProto.FLOAT, ["N", 16, 16])
+    result = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["N", 16, 16])
+    graph = helper.make_graph(nodes, "g", [pixels], [result], [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "g.onnx")
+    plan = tmp_path / "a.plan"
+    engine_from_onnx(tmp_path / "g.onnx", plan, flavor=RTX, architectures=("sm89",), quiet=True)
+    before = plan.read_bytes()
+    with pytest.raises(CheckFailed, match=r"could not build the plan: .*sm75"):  # Turing has no bf16
+        engine_from_onnx(tmp_path / "g.onnx", plan, flavor=RTX, architectures=("sm75",), quiet=True)
+    assert plan.read_bytes() == before
+    check_plan(plan, architecture="sm89")
+
+
+def run_graph(model: onnx.ModelProto, name: str, value: Any) -> Any:
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, {name: value})[0]
+
+
+def test_the_cast_goes_before_the_transposition(small_graph: Path) -> None:
+    before, after = onnx.load(str(small_graph)), onnx.load(str(small_graph))
+    moved = cast_before_moving(after.graph)
+    assert moved <= 1  # none if the exporter writes it so
+    onnx.checker.check_model(after, full_check=True)
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    np.testing.assert_allclose(run_graph(after, "images", images), run_graph(before, "images", images), rtol=1e-2)
+    assert precision_of(after) == "fp16"
+
+
+def test_attention_is_written_out(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
+    tensors = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", 2, 9, 8]) for name in ("x", "y")]
+    node = helper.make_node("Attention", ["x", "x", "x"], ["y"], name="attn")
+    graph = helper.make_graph([node], "g", tensors[:1], tensors[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+    onnx.save(model, tmp_path / "a.onnx")
+    x = np.random.default_rng(0).normal(size=(3, 2, 9, 8)).astype(np.float32)
+    scores = x @ x.swapaxes(-1, -2) / np.sqrt(8)
+    maps = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = maps / maps.sum(-1, keepdims=True) @ x
+    assert write_attention_out(model) == 1
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_allclose(run_graph(model, "x", x), expected, atol=1e-6)
+    engine_from_onnx(tmp_path / "a.onnx", tmp_path / "a.plan", flavor=RTX, architectures=("sm89",), quiet=True)
+    node.attribute.append(helper.make_attribute("is_causal", 1))
+    masked = helper.make_model(helper.make_graph([node], "g", tensors[:1], tensors[1:]), ir_version=11)
+    with pytest.raises(InputError, match="node 'attn' is an Attention that vitx cannot write out"):
+        write_attention_out(masked)
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Within it no file can grow beyond `size` bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_old_plan(tmp_path: Path) -> None:
+    plan, old, new = tmp_path / "a.plan", b"old" * 1000, b"new" * 500_000
+    with file_size_limit(100_000), pytest.raises(EnvironmentMissing, match="nothing was written"):
+        write_plan(plan, new, fake_info(new))
+    assert list(tmp_path.iterdir()) == []
+    write_plan(plan, old, fake_info(old))
+    with file_size_limit(100_000), pytest.raises(EnvironmentMissing, match=r"File too large; the plan .* is as it was"):
+        write_plan(plan, new, fake_info(new))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.plan", "a.plan.json"]
+    assert plan.read_bytes() == old
+    assert read_plan(plan).sha256 == fake_info(old).sha256
+    with file_size_limit(100), pytest.raises(EnvironmentMissing):  # not even the sidecar fits
+        write_plan(plan, new, fake_info(new))
+    read_plan(plan)
+
+
+def test_other_write_errors_are_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "a.plan").mkdir()
+    with pytest.raises(OSError) as caught:  # noqa: PT011 - the number is what is asserted
+        write_plan(tmp_path / "a.plan", b"x", fake_info(b"x"))
+    assert caught.value.errno == errno.EISDIR
+
+
+class Bar:
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, str]] = []
+
+    def update(self, done: int, note: str = "") -> None:
+        self.seen.append((done, note))
+
+
+def test_progress_is_one_number_that_never_falls() -> None:
+    bar = Bar()
+    steps = BuildProgress(bar)
+    steps.start("build", None, 2)
+    for phase in ("clone", "optimise"):
+        steps.start(phase, "build", 4)
+        for step in range(4):
+            assert steps.complete(phase, step)
+        steps.finish(phase)
+        steps.complete("build", 0 if phase == "clone" else 1)
+    steps.complete("unknown", 3)
+    done = [value for value, _ in bar.seen]
+    assert done == sorted(done)
+    assert done[:5] == [125, 250, 375, 500, 500]
+    assert done[-1] == 1000
+
+
+def test_ctrl_c_stops_the_build_and_not_the_process() -> None:
+    class Impatient(Bar):
+        def update(self, done: int, note: str = "") -> None:
+            raise KeyboardInterrupt
+
+    steps = BuildProgress(Impatient())
+    steps.start("build", None, 3)
+    assert steps.complete("build", 0) is False
+    assert steps.interrupted
+
+
+def test_messages_are_kept_once() -> None:
+    log = BuildLog()
+    assert log.errors() == "it gave no reason"
+    for message in ("CUDA driver version is insufficient", "no kernel for node x", "no kernel for node x"):
+        log.add("ERROR", message)
+    log.add("WARNING", "slow")
+    assert log.errors() == "no kernel for node x"
+    assert log.warnings() == ("slow",)
+
+
+def test_layer_tables_of_both_inspectors() -> None:
+    output = {"Name": "y", "Dimensions": [-1, 197, 384]}
+    ten = {"Name": "mm", "LayerType": "gemm", "Outputs": [{**output, "Format/Datatype": "Row major linear FP16"}]}
+    eleven = {"Name": "mm", "LayerType": "gemm", "Outputs": [{**output, "Format": "linear", "Datatype": "FP16"}]}
+    expected = (("mm", "gemm", "FP16", "Nx197x384"),)
+    assert layer_table(json.dumps({"Layers": [ten], "Bindings": []})) == expected
+    assert layer_table(json.dumps({"Layers": [eleven], "I/O Tensors": []})) == expected
+    assert layer_table(json.dumps({"Layers": ["mm"]})) == (("mm", "", "", ""),)
+
+
+def test_precision_is_that_of_the_weights() -> None:
+    tensors = [
+        numpy_helper.from_array(np.ones((4, 4), np.float16), "a"),
+        numpy_helper.from_array(np.ones((2, 2), np.float32), "b"),
+        numpy_helper.from_array(np.ones(100, np.float32), "bias"),
+    ]
+    assert precision_of(helper.make_model(helper.make_graph([], "g", [], [], tensors))) == "fp16, fp32"
+    assert precision_of(helper.make_model(helper.make_graph([], "g", [], []))) == "none"

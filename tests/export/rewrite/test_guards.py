@@ -1,0 +1,178 @@
+"""Networks to which a rewrite does not apply: it leaves them alone, and their float64 logits stay what they were."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import timm
+import torch
+from timm.layers import Mlp, RmsNorm, StdConv2d
+from torch import Tensor, nn
+
+from reference import randomize
+from vitx.core.errors import CheckFailed
+from vitx.core.preprocess import Preprocessing
+from vitx.export.rewrite.rewrites import REWRITES, ImageClassifier, applied_rewrites, rewrite_checked
+from vitx.models import Block, VisionTransformer
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+PREPROCESSING = Preprocessing(image_size=16, mean=MEAN, std=STD)
+SMALL: dict[str, Any] = {
+    "img_size": 16,
+    "patch_size": 4,
+    "embed_dim": 24,
+    "depth": 2,
+    "num_heads": 3,
+    "num_classes": 5,
+}
+
+
+def vitx_network(**options: Any) -> Any:
+    model: Any = VisionTransformer(**{**SMALL, **options})
+    model.pretrained_cfg = {"first_conv": "patch_embed.proj"}
+    return randomize(model.double()).eval()
+
+
+def timm_network(**options: Any) -> Any:
+    return randomize(timm.create_model("vit_tiny_patch16_224", **{**SMALL, **options}).double()).eval()
+
+
+def places_of_identities(model: Any, size: int = 16) -> dict[str, int]:
+    """In how many places each rewrite applies, after a check that together they keep the function."""
+    pixels = torch.randint(0, 256, (3, size, size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = (torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        expected = model((pixels.permute(0, 3, 1, 2).double() / 255 - mean) / std)
+        classifier = ImageClassifier(model, PREPROCESSING).eval()
+        applied = applied_rewrites(classifier, tuple(REWRITES))
+        found = classifier(pixels)
+    torch.testing.assert_close(found, expected, atol=1e-10 * expected.abs().max().item(), rtol=0)
+    return applied
+
+
+@pytest.mark.parametrize(
+    ("pool", "fc_norm", "norms"),
+    [
+        ("max", False, 4),  # the largest of γx + β is not γ times the largest of x, plus β
+        ("avgmax", False, 4),
+        ("max", True, 4),  # only the token and the average are known to commute, so it is not tried
+        ("avg", False, 5),
+        ("avg", True, 5),
+        ("token", False, 5),
+    ],
+)
+def test_the_last_norm_goes_into_the_head_only_where_pooling_commutes(pool: str, fc_norm: bool, norms: int) -> None:
+    model = timm_network(global_pool=pool, fc_norm=fc_norm, class_token=True)
+    applied = places_of_identities(model)
+    assert applied["fold-layer-norm-affine"] == norms
+    assert applied["compute-class-token-only"] == (1 if pool == "token" else 0)
+
+
+def test_attention_pooling_is_left_alone() -> None:
+    applied = places_of_identities(timm_network(global_pool="map", class_token=False))
+    assert (applied["fold-layer-norm-affine"], applied["compute-class-token-only"]) == (4, 0)
+
+
+@pytest.mark.parametrize(("scale", "places"), [(-0.5, 0), (0.5, 2), (2.0, 2)])
+def test_a_negative_residual_scale_turns_the_sign_of_a_norm(scale: float, places: int) -> None:
+    assert places_of_identities(vitx_network(residual_scale=scale))["fold-residual-scale"] == places
+
+
+def test_a_norm_without_a_mean_is_left_alone() -> None:
+    model = vitx_network(norm_layer=partial(RmsNorm, eps=1e-6), residual_scale=0.5)
+    applied = places_of_identities(model)
+    assert (applied["fold-residual-scale"], applied["fold-layer-norm-affine"]) == (0, 0)
+    assert applied["compute-class-token-only"] == 0
+
+
+@pytest.mark.parametrize(("attention", "places"), [("re-attention", 0), ("plain", 2)])
+def test_values_keep_their_bias_where_the_number_of_tokens_may_change(attention: str, places: int) -> None:
+    """A bias on a map counts once a token; with another size the fold would be of the wrong number."""
+    model = vitx_network(attention=attention, dynamic_img_size=True)
+    assert places_of_identities(model, size=24)["fold-value-bias"] == places
+
+
+class OtherBlock(Block):
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return super().forward(x) + x.flip(1)  # reads all tokens
+
+
+class OtherMlp(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        assert self.fc2.bias is not None
+        return hidden * self.fc2.bias
+
+
+def test_subclasses_that_compute_something_else_are_left_alone() -> None:
+    model = vitx_network()
+    model.blocks[-1].__class__ = OtherBlock
+    applied = places_of_identities(model)
+    assert (applied["compute-class-token-only"], applied["fold-value-bias"]) == (0, 1)
+    model = vitx_network(residual_scale=0.5)
+    model.blocks[0].mlp.__class__ = OtherMlp
+    assert places_of_identities(model)["fold-residual-scale"] == 1
+
+
+class Stem(nn.Module):
+    """A network of a first convolution alone, whose input is `channels` of the image's means over all channels."""
+
+    def __init__(self, convolution: nn.Conv2d, *, grey: bool = False) -> None:
+        super().__init__()
+        self.stem, self.grey = convolution, grey
+        self.pretrained_cfg = {"first_conv": "stem"}
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.stem(images.mean(1, keepdim=True) if self.grey else images)
+        return out.square().mean((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("stem", "grey", "left"),
+    [
+        (nn.Conv2d(3, 6, 3), False, (False, False)),
+        (nn.Conv2d(3, 6, 3, bias=False), False, (False, False)),
+        (nn.Conv2d(3, 6, 3, padding=1), False, (True, False)),
+        (nn.Conv2d(3, 6, 3, padding=(0, 1)), False, (True, False)),
+        (nn.Conv2d(3, 6, 3, padding="same"), False, (True, False)),
+        (nn.Conv2d(3, 6, 3, padding="valid"), False, (False, False)),
+        (nn.Conv2d(3, 6, 3, groups=3), False, (True, True)),
+        (nn.Conv2d(1, 6, 3), True, (True, True)),
+        (StdConv2d(3, 6, 3), False, (True, True)),  # it divides by its weights' spread
+    ],
+)
+def test_the_normalisation_goes_only_into_a_plain_convolution_of_the_pixels(
+    stem: nn.Conv2d, grey: bool, left: tuple[bool, bool]
+) -> None:
+    model = randomize(Stem(stem, grey=grey).double()).eval()
+    classifier = ImageClassifier(model, PREPROCESSING)
+    applied_rewrites(classifier, ["fold-normalization"])
+    assert (classifier.subtract_mean, classifier.divide_by_std) == left
+    places_of_identities(randomize(Stem(stem, grey=grey).double()).eval())
+
+
+def test_an_embedding_that_pads_the_image_keeps_the_subtraction() -> None:
+    model = timm_network(dynamic_img_pad=True, dynamic_img_size=True)
+    assert places_of_identities(model, size=18)["fold-normalization"] == 1
+
+
+def test_the_rewrite_that_changes_a_network_is_named() -> None:
+    """One norm in two places: the second fold finds it folded already."""
+
+    def shared() -> ImageClassifier:
+        model = vitx_network()
+        model.blocks[1].norm1 = model.blocks[0].norm1
+        return ImageClassifier(model, PREPROCESSING).eval()
+
+    with pytest.raises(CheckFailed, match=r"the rewrite 'fold-layer-norm-affine' changes this network, .* --without"):
+        rewrite_checked(shared(), tuple(REWRITES), 16, rebuild=shared)
+    without = tuple(name for name in REWRITES if name != "fold-layer-norm-affine")
+    assert rewrite_checked(shared(), without, 16, rebuild=shared).keys() == set(without)
+
+
+def test_a_network_without_finite_logits_is_not_blamed_on_a_rewrite() -> None:
+    model = vitx_network()
+    with torch.no_grad():
+        model.head.bias[0] = torch.nan
+    classifier = ImageClassifier(model, PREPROCESSING).eval()
+    assert rewrite_checked(classifier, ("join-tokens",), 16, rebuild=lambda: classifier) == {"join-tokens": 2}

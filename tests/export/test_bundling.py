@@ -1,0 +1,123 @@
+"""`vitx export`: what it writes and refuses; an old bundle survives every failure."""
+
+import re
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from cli_fixture import Vitx
+from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
+from vitx.core.run import ModelSpec
+from vitx.export import ALL, SourceRequest
+from vitx.export.rewrite.rewrites import select_rewrites
+from vitx.models import build_model
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def test_the_bundle_is_whole(exported_bundle: Path) -> None:
+    bundle = Bundle.open(exported_bundle)
+    certificate = bundle.require_certificate()
+    assert certificate.images == 360
+    assert certificate.flips == ()
+    assert certificate.max_logit_error < 1e-4
+    assert bundle.manifest.labels == tuple("0123456789")
+    assert "fold-head-norm" in bundle.manifest.rewrites
+    assert bundle.manifest.provenance.source == "model:deepvit_digits"
+    assert sorted(path.name for path in exported_bundle.iterdir()) == [
+        "certificate.json",
+        "manifest.json",
+        "model.onnx",
+    ]
+    assert [path.name for path in exported_bundle.parent.iterdir()] == ["net.vitx"], "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--max-flip-rate", "0.001"), 2, "360 images cannot prove a flip rate of at most 0.001"),
+        (("--memory-gib", "0.1"), 1, "tracing held .* GiB, more than its limit of 0.1, and was ended"),
+        (("--without", "fold-heads"), 2, "unknown rewrite 'fold-heads': did you mean fold-head"),
+        (("--with", "pad-heads"), 2, "unknown rewrite 'pad-heads': did you mean pad-head-dim"),
+        (("--with", "pad-head-dim", "--without", "pad-head-dim"), 2, "--with pad-head-dim --without pad-head-dim"),
+        (("--calibration-data", "digits"), 2, "--calibration-data digits goes with a --precision below fp32"),
+        (("--precision", "fp8", "--quantize-for", "cpu"), 2, "--quantize-for cpu is of int8, and fp8 has one form"),
+        (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
+    ],
+)
+def test_a_failed_export_leaves_the_old_bundle(
+    own_bundle: Path, vitx: Vitx, request: pytest.FixtureRequest, options: tuple[str, ...], code: int, message: str
+) -> None:
+    if "--memory-gib" not in options:
+        request.getfixturevalue("in_this_process")
+    before = {path.name: path.read_bytes() for path in own_bundle.iterdir()}
+    weights = () if "--weights" in options else ("--weights", "random")
+    found, _, errors = vitx(
+        "export", "model:deepvit_digits", "--data", "digits", "--out", own_bundle, *weights, *options
+    )
+    assert found == code, errors
+    assert re.search(message, errors), errors
+    assert {path.name: path.read_bytes() for path in own_bundle.iterdir()} == before
+    assert [path.name for path in own_bundle.parent.iterdir()] == ["net.vitx"], "something was left behind"
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("model:deepvit_digits", (), "brings no images to certify on: give --data, or say --uncertified"),
+        ("model:deepvitt", ("--uncertified",), "unknown model 'deepvitt': did you mean deepvit"),
+        ("runs/none", (), "no run at 'runs/none'"),
+        ("model:deepvit_digits", ("--uncertified", "--out", "precious"), "'precious' exists and is no bundle"),
+        ("model:deepvit_digits", ("--uncertified", "--out", "a b.vitx"), "cannot be a bundle's name"),
+    ],
+)
+def test_what_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitx: Vitx, source: str, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("years of work")
+    code, _, errors = vitx("export", source, *options, "--weights", "random")
+    assert code == 2
+    assert message in errors
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_random_weights_are_the_same_in_every_process() -> None:
+    request = SourceRequest("model:deit_digits", weights="random")
+    first, second = request.load(), request.load()
+    assert first.checkpoint_sha256 == second.checkpoint_sha256
+    state = torch.random.get_rng_state()
+    request.load()
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_weights_of_a_file(tmp_path: Path) -> None:
+    model = build_model(ModelSpec(name="deit_digits", num_classes=10))
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    source = SourceRequest("model:deit_digits", weights=str(tmp_path / "weights.safetensors"), data="digits").load()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in source.model.state_dict().items())
+
+
+def test_a_network_without_published_weights_says_so() -> None:
+    with pytest.raises(InputError, match="give the weights of 'deit_digits' with --weights FILE"):
+        SourceRequest("model:deit_digits").load()
+
+
+def test_a_timm_model_has_timms_preprocessing() -> None:
+    source = SourceRequest("model:timm/resnet18", weights="random").load()
+    config = timm.get_pretrained_cfg("resnet18")
+    assert config is not None
+    assert source.preprocessing.mean == tuple(config.mean)
+    assert source.preprocessing.image_size == 224
+    assert len(source.class_names) == 1000
+
+
+def test_rewrites_that_are_off_by_default() -> None:
+    assert select_rewrites((), ()) == ALL
+    assert set(select_rewrites(("pad-head-dim",), ("join-tokens",))) == {*ALL, "pad-head-dim"} - {"join-tokens"}

@@ -1,0 +1,174 @@
+"""Option records on the command line: --config, the environment, their order, and what is refused."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from pydantic import BeforeValidator, ValidationError
+from typer.testing import CliRunner
+
+from vitx.bench.options import BenchOptions
+from vitx.cli.options import Command, from_records
+from vitx.core.errors import InputError
+from vitx.core.options import Options, comma_separated, number_range, option
+from vitx.export.options import EngineOptions, ExportOptions
+from vitx.parity.options import ParityOptions
+from vitx.predict.options import PredictOptions
+from vitx.serve.options import ServeOptions
+
+
+class Oven(Options):
+    trays: int = option(2, "Trays.", ge=1, le=9)
+    racks: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = option((), "Racks.", text=True)
+
+
+class Bake(Options):
+    heat: float = option(180.0, "In °C.", flag="--celsius")
+    oven: Oven = Oven()
+    fan: bool = option(False, "With the fan.")
+    tins: tuple[Path, ...] = option((), "Tins.", flag="--tin")
+    range_: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
+        None, "Minutes.", flag="--minutes", text=True
+    )
+
+
+def bake(*arguments: str, **environment: str) -> dict[str, Any]:
+    """What the verb was given, by field; "set" names those that did not come from a default."""
+    app = typer.Typer(add_completion=False)
+
+    @from_records("bake")
+    def command(cake: str, options: Bake = Bake()) -> None:  # frozen
+        given = options.model_dump(mode="json")
+        print(json.dumps({"cake": cake, **given, "set": sorted(options.model_fields_set)}))
+
+    app.command(cls=Command)(command)
+    finished = CliRunner().invoke(app, arguments, env=environment)
+    if finished.exception is not None and not isinstance(finished.exception, SystemExit):
+        raise finished.exception
+    if finished.exit_code:
+        raise RuntimeError(f"{finished.exit_code}: {finished.output}")
+    found: dict[str, Any] = json.loads(finished.stdout)
+    return found
+
+
+def test_each_field_is_an_option() -> None:
+    nothing = bake("plum")
+    assert nothing == {
+        "cake": "plum",
+        "heat": 180.0,
+        "oven": {"trays": 2, "racks": []},
+        "fan": False,
+        "tins": [],
+        "range_": None,
+        "set": ["oven"],
+    }
+    many = bake("plum", "--celsius", "200", "--trays", "3", "--racks", "a, b", "--fan", "--tin", "x", "--tin", "y")
+    assert many["oven"] == {"trays": 3, "racks": ["a", "b"]}
+    assert many["tins"] == ["x", "y"]
+    assert many["set"] == ["fan", "heat", "oven", "tins"]
+    assert bake("plum", "--minutes", "4:9")["range_"] == [4, 9]
+
+
+def test_the_command_line_goes_before_the_environment_and_that_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "bake.toml"
+    file.write_text('celsius = 100\ntrays = 4\nfan = true\ntin = ["a", "b"]\nracks = ["1", "2"]\n')
+    config = ("--config", str(file))
+    assert bake("plum", *config)["heat"] == 100
+    assert bake("plum", *config)["fan"] is True
+    assert bake("plum", *config)["tins"] == ["a", "b"]
+    assert bake("plum", *config)["oven"] == {"trays": 4, "racks": ["1", "2"]}
+    assert bake("plum", VITX_BAKE_CELSIUS="5")["heat"] == 5  # by the name of the option, not of the field
+    assert bake("plum", VITX_BAKE_TIN=os.pathsep.join("ab"))["tins"] == ["a", "b"]
+    assert bake("plum", *config, VITX_BAKE_TRAYS="5")["oven"]["trays"] == 5
+    assert bake("plum", *config, "--trays", "6", VITX_BAKE_TRAYS="5")["oven"]["trays"] == 6
+    assert bake("plum", "--trays", "6", *config)["oven"]["trays"] == 6  # wherever --config stands
+    assert bake("plum", VITX_BAKE_CONFIG=str(file))["heat"] == 100
+    file.write_text('tin = "a"')
+    assert bake("plum", *config)["tins"] == ["a"]
+    file.write_text('celsius = 100\ntrays = 4\nfan = true\ntin = ["a", "b"]\n')
+    assert bake("plum", *config)["set"] == ["fan", "heat", "oven", "tins"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("trys = 4", "unknown option in --config .*'trys': did you mean trays"),
+        ("[oven]\ntrays = 4", "unknown option in --config .*'oven'"),
+        ("[trays]\nx = 4", "'trays' is a table: expected a value, such as trays = 1"),
+        ("trays = ", "cannot be read as TOML"),
+        ("trays = true", "trays = true: expected a value, it is not a flag"),
+        ("config = 'other.toml'", "unknown option in --config .*'config'"),
+        ('minutes = "9:4"', "--minutes 9:4: expected a number such as 4, or a least and a most"),
+    ],
+)
+def test_a_file_that_says_something_else_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bake.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message):
+        bake("plum", "--config", str(file))
+
+
+def test_bounds_hold_wherever_the_value_comes_from(tmp_path: Path) -> None:
+    (tmp_path / "bake.toml").write_text("trays = 0")
+    for arguments, environment in (
+        (("--trays", "0"), {}),
+        (("--config", str(tmp_path / "bake.toml")), {}),
+        ((), {"VITX_BAKE_TRAYS": "0"}),
+    ):
+        with pytest.raises(RuntimeError, match=r"(?s)2: .*--trays"):
+            bake("plum", *arguments, **environment)
+    with pytest.raises(ValidationError):
+        Oven(trays=0)
+    with pytest.raises(InputError, match=r"missing\.toml: cannot be read as TOML"):
+        bake("plum", "--config", str(tmp_path / "missing.toml"))
+
+
+def test_a_config_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "bake.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InputError, match="cannot be read as TOML"):
+        bake("plum", "--config", str(tmp_path / "bake.toml"))
+    with pytest.raises(InputError, match="cannot be read as TOML"):
+        bake("plum", "--config", str(tmp_path))
+
+
+@pytest.mark.parametrize("record", [ServeOptions, PredictOptions, ExportOptions, EngineOptions])
+def test_every_option_has_its_line_of_help_and_no_record_can_be_changed(record: type[Options]) -> None:
+    for name, field in record.model_fields.items():
+        assert field.description or name == "engine", name
+    with pytest.raises(ValidationError, match="frozen"):
+        setattr(record(), next(iter(record.model_fields)), 1)
+    with pytest.raises(ValidationError, match="extra"):
+        record(no_such_option=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0", "a", "1.5", "-1"])
+def test_batch_sizes_are_positive_numbers_wherever_they_are_options(text: str) -> None:
+    for make in (
+        lambda: BenchOptions(batch=text),  # type: ignore[arg-type]  # a text, as on the command line
+        lambda: EngineOptions(batches=text),  # type: ignore[arg-type]
+        lambda: ParityOptions(batch_sizes=text),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValidationError, match="expected batch sizes such as 1,8,32"):
+            make()
+    assert ParityOptions(batch_sizes="1, 8,32").batch_sizes == (1, 8, 32)  # type: ignore[arg-type]
+
+
+def test_the_server_reads_its_port_from_a_file_and_the_environment(tmp_path: Path) -> None:
+    """Through the real command; the bundle is missing, so that it ends at once, and names what it was given."""
+    (tmp_path / "serve.toml").write_text('bundles = ["from-file.vitx"]\nmax-batch = 8\n')
+    command = [sys.executable, "-m", "vitx", "serve", "--config", str(tmp_path / "serve.toml")]
+
+    def error(**environment: str) -> str:
+        finished = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        )
+        assert finished.returncode == 2, finished.stderr
+        return finished.stderr
+
+    assert "from-file.vitx" in error(VITX_SERVE_PORT="0")
+    assert "VITX_SERVE_PORT" in error(VITX_SERVE_PORT="tcp://10.0.0.1:80")  # as Kubernetes sets it for a service

@@ -1,0 +1,270 @@
+"""`check_parity` without networks: which pair is written, which images are taken, what a failure says."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import LABELS, write_bundle
+from table_session import PIXEL, TableSession, numbered_images
+from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.certificate import read_certificate
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
+from vitx.parity import check
+from vitx.parity.check import ParityResult, check_parity, sample_images
+from vitx.parity.loaded_model import LoadedModel
+from vitx.parity.options import ParityOptions
+from vitx.parity.served import ServedComparison
+from vitx.parity.trace import TraceResult
+
+LOGITS = np.random.default_rng(3).integers(-16, 16, (320, 4)).astype(np.float32)
+RUN, BUNDLE = Path("a run"), Path("a bundle")
+
+
+class Models:
+    """Stands for `open_model` and `open_images`: a run, a bundle, and what they were asked for."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.logits = {RUN: LOGITS, BUNDLE: LOGITS}
+        self.bundle = bundle
+        self.opened: list[tuple[Path, dict[str, Any]]] = []
+        self.images_asked: list[tuple[str, str, bool]] = []
+        self.sessions: list[TableSession] = []
+
+    def open_model(self, path: Path, **options: Any) -> LoadedModel:
+        self.opened.append((path, options))
+        self.sessions.append(TableSession(self.logits[path]))
+        return LoadedModel(
+            f"{path} by name",
+            self.sessions[-1],
+            PIXEL,
+            LABELS,
+            data=f"data of {path}",
+            sha256="0" * 64,
+            run=RunFolder(path) if path == RUN else None,
+            bundle=self.bundle if path == BUNDLE else None,
+        )
+
+    def open_images(self, data: str, split: str, *, skip_bad: bool) -> ImageSet:
+        self.images_asked.append((data, split, skip_bad))
+        return numbered_images([index % 4 for index in range(320)], LABELS, name=data)
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Models:
+    models = Models(write_bundle(tmp_path / "tiny.vitx"))
+    monkeypatch.setattr(check, "open_model", models.open_model)
+    monkeypatch.setattr(check, "open_images", models.open_images)
+    return models
+
+
+def checked(first: Path = RUN, second: Path = BUNDLE, **options: Any) -> ParityResult:
+    return check_parity(first, second, ParityOptions(**options), quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("pair", "options", "written"),
+    [
+        ((RUN, BUNDLE), {}, True),
+        ((RUN, BUNDLE), {"images": "all", "batch_sizes": (1, 4), "max_flip_rate": 0.02}, True),
+        ((RUN, BUNDLE), {"images": "320"}, True),
+        ((RUN, BUNDLE), {"images": "1000"}, True),
+        ((RUN, BUNDLE), {"reference_runtime": "torch"}, True),
+        ((RUN, BUNDLE), {"images": "319"}, False),
+        ((RUN, BUNDLE), {"images": "enough"}, False),
+        ((RUN, BUNDLE), {"runtime": "onnxruntime"}, False),
+        ((BUNDLE, BUNDLE), {}, False),
+        ((BUNDLE, RUN), {}, False),
+        ((RUN, RUN), {}, False),
+    ],
+)
+def test_a_certificate_is_of_a_run_its_bundle_the_default_runtime_and_the_whole_split(
+    models: Models, pair: tuple[Path, Path], options: dict[str, Any], written: bool
+) -> None:
+    result = checked(*pair, **options)
+    path = models.bundle.path / CERTIFICATE
+    assert (result.written, path.exists(), result.as_json()["written"]) == (written,) * 3
+    assert result.certificate.verdict == "pass"
+    if written:
+        assert read_certificate(path) == result.certificate
+
+
+def test_a_certificate_that_fails_is_written_and_says_why(models: Models) -> None:
+    models.logits[BUNDLE] = LOGITS + np.array([0.5, 0, 0, 0], np.float32)
+    result = checked()
+    assert (result.written, result.certificate.verdict) == (True, "fail")
+    assert read_certificate(models.bundle.path / CERTIFICATE) == result.certificate
+    assert result.failures == result.certificate.reasons
+    (note,) = result.notes
+    assert note == (
+        "bias of the classifier dropped or changed: class 0 has +0.5 on every image (largest logit error 0.5, "
+        "0 once it is undone)"
+    )
+    with pytest.raises(CheckFailed) as caught:
+        result.require_pass(RUN, BUNDLE)
+    assert str(caught.value) == f"'a bundle' is not the checkpoint's equal: {'; '.join((*result.failures, note))}"
+    other = checked(BUNDLE, RUN)
+    with pytest.raises(
+        CheckFailed, match=r"^'a run' is not the equal of 'a bundle': largest logit error 0.5, at batch"
+    ):
+        other.require_pass(BUNDLE, RUN)
+
+
+def test_what_passes_has_no_failures_and_no_notes(models: Models) -> None:
+    result = checked()
+    assert (result.failures, result.notes, result.served, result.trace) == ((), (), None, None)
+    result.require_pass(RUN, BUNDLE)
+    printed = result.as_json()
+    assert printed == {
+        **result.certificate.model_dump(mode="json"),
+        "written": True,
+        "notes": [],
+        "served": None,
+        "trace": None,
+    }
+
+
+def test_models_and_images_are_opened_as_asked_and_closed(models: Models) -> None:
+    options: dict[str, Any] = {
+        "reference_runtime": "torch-compile",
+        "runtime": "openvino",
+        "checkpoint": "last",
+        "device": "cpu",
+    }
+    checked(**options, data="other data", skip_bad=True)
+    common = {"which": "last", "device": "cpu", "use_twin": True}
+    assert models.opened == [(RUN, {**common, "runtime": "torch-compile"}), (BUNDLE, {**common, "runtime": "openvino"})]
+    assert models.images_asked == [("other data", "val", True)]
+    assert [session.was_freed for session in models.sessions] == [True, True]
+    checked()
+    assert models.opened[2:] == [
+        (path, {**common, "which": "best", "device": "auto", "runtime": None}) for path in (RUN, BUNDLE)
+    ]
+    assert models.images_asked[1:] == [("data of a run", "val", False)]
+    checked(BUNDLE, RUN)
+    assert models.images_asked[2:] == [("data of a bundle", "val", False)]
+
+
+def test_limits_and_batch_sizes_reach_the_certificate(models: Models) -> None:
+    certificate = checked(max_flip_rate=0.125, batch_sizes=(2, 3)).certificate
+    assert (certificate.max_flip_rate, certificate.batch_sizes) == (0.125, (2, 3))
+    assert ParityOptions.model_validate({"batch_sizes": "8, 1"}).batch_sizes == (8, 1)
+    assert checked().certificate.batch_sizes == (1, 2, 7, 32)
+    with pytest.raises(CheckFailed, match="fallback: device cuda was asked for and a run by name runs on cpu"):
+        checked(device="cuda")
+
+
+def test_other_weights_of_a_run_are_logged(models: Models, capsys: pytest.CaptureFixture[str]) -> None:
+    provenance = models.bundle.manifest.provenance.model_copy(update={"checkpoint_sha256": "1" * 64})
+    manifest = models.bundle.manifest.model_copy(update={"provenance": provenance})
+    models.bundle = Bundle(models.bundle.path, manifest)
+    text = "was exported from other weights than this run's 'last'"
+    for pair, quiet, said in (
+        ((RUN, BUNDLE), False, True),
+        ((RUN, BUNDLE), True, False),
+        ((BUNDLE, RUN), False, False),
+    ):
+        check_parity(*pair, ParityOptions(checkpoint="last"), quiet=quiet)
+        assert (text in capsys.readouterr().err) is said
+
+
+def test_images_are_all_or_enough_or_a_number_evenly_spaced() -> None:
+    images = numbered_images([0] * 320, LABELS)
+    assert sample_images(images, "all", 0.01) is images
+    assert len(sample_images(images, "enough", 0.01)) == 299
+    assert len(sample_images(images, "enough", 0.02)) == 149
+    assert sample_images(images, "3", 0.01).keys == ("image 0", "image 159", "image 319")
+    for wanted in ("0", "-1", "1.5", "some", "", "²"):
+        with pytest.raises(InputError) as caught:
+            sample_images(images, wanted, 0.01)
+        assert str(caught.value) == f"--images {wanted}: expected all, enough or a number"
+    with pytest.raises(InputError, match="max flip rate 1: expected a rate above 0 and below 1"):
+        sample_images(images, "enough", 1.0)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands for the server: what was asked of it; it gives two of 320 images another class."""
+    asked: list[Any] = []
+
+    @contextmanager
+    def serving(path: Path, *, device: str) -> Iterator[str]:
+        asked.append((path, device))
+        yield "http://here"
+        asked.append("stopped")
+
+    def compare_served(
+        url: str, session: Any, images: ImageSet, preprocessing: Any, **options: Any
+    ) -> ServedComparison:
+        asked.append((url, session, len(images), preprocessing, options))
+        return ServedComparison(
+            images=320, flips=("a", "b"), flip_rate_bound=0.0195, max_error=3.0, mean_error=1.0, max_error_allowed=2.0
+        )
+
+    monkeypatch.setattr(check, "serving", serving)
+    monkeypatch.setattr(check, "compare_served", compare_served)
+    return asked
+
+
+def test_what_the_server_answers_can_fail_alone(models: Models, served: list[Any], tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    result = checked(served=True, device="cpu", report=report)
+    assert served[0] == (models.bundle.path, "cpu")
+    options = {"max_logit_error": result.certificate.max_logit_error_allowed, "quiet": True}
+    assert served[1:] == [("http://here", models.sessions[0], 320, PIXEL, options), "stopped"]
+    assert result.certificate.verdict == "pass"
+    assert result.failures == (
+        "over HTTP 2 of 320 images get another class: flip rate at most 0.019500 (95 %), allowed 0.01",
+        "over HTTP a log probability differs by 3, allowed 2",
+    )
+    assert result.notes == ()
+    assert result.as_json()["served"]["flips"] == ["a", "b"]
+    with pytest.raises(CheckFailed, match="is not the checkpoint's equal: over HTTP 2 of 320"):
+        result.require_pass(RUN, BUNDLE)
+    page = report.read_text()
+    assert "<h1>Parity of a bundle with a run</h1>" in page
+    assert "<h2>Over HTTP</h2>" in page
+    assert '<th scope="row">max error allowed</th><td class="n">2</td>' in page
+    assert page.count("over HTTP a log probability differs by 3") == 1
+    assert "('a', 'b')" not in page
+    assert checked(served=True, max_flip_rate=0.02).failures == (result.failures[1],)
+
+
+def test_a_run_is_not_served(models: Models, served: list[Any]) -> None:
+    with pytest.raises(InputError) as caught:
+        checked(BUNDLE, RUN, served=True)
+    assert str(caught.value) == "--served sends images to vitx serve: give a bundle as the candidate"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_trace_adds_its_notes_and_repairs_what_failed(
+    models: Models, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    asked: list[Any] = []
+
+    def trace(
+        reference: LoadedModel, candidate: LoadedModel, source: Any, images: ImageSet, **options: Any
+    ) -> TraceResult:
+        asked.append((reference.name, candidate.name, source, len(images), options))
+        return TraceResult(None, (), ("a node adds most",))
+
+    monkeypatch.setattr(check, "trace", trace)
+    monkeypatch.setattr(check, "diagnosis_note", lambda *models, traced: f"diagnosed, traced {traced}")
+    if fails:
+        models.logits[BUNDLE] = LOGITS + np.float32(1)
+    result = checked(trace=True, checkpoint="last")
+    ((reference, candidate, source, count, options),) = asked
+    assert (reference, candidate, count) == ("a run by name", "a bundle by name", 320)
+    assert (source.target, source.which) == ("a run", "last")
+    assert options == {"repair": fails, "quiet": True}
+    assert result.notes == (*(("diagnosed, traced True",) if fails else ()), "a node adds most")
+    assert result.as_json()["trace"] == {"layers": None, "nodes": [], "notes": ["a node adds most"]}
+    assert json.loads(json.dumps(result.as_json()))["notes"] == list(result.notes)
+    checked(BUNDLE, BUNDLE, trace=True)
+    assert asked[1][2] is None

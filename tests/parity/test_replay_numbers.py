@@ -1,0 +1,242 @@
+"""Each number of a certificate, changed alone, is noticed by a replay, with the reference and without."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import LABELS, write_bundle
+from table_session import PIXEL, TableSession, numbered_images
+from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.errors import CheckFailed, InputError
+from vitx.parity import replay as replaying
+from vitx.parity.certification import AcceptanceCriteria, certify
+from vitx.parity.loaded_model import LoadedModel
+from vitx.parity.options import ParityOptions
+from vitx.parity.replay import Replay, ReplayedNumber, certified_images, replay
+
+IMAGES = numbered_images([index % 4 for index in range(40)], LABELS)
+REFERENCE = np.random.default_rng(1).integers(-8, 8, (40, 4)).astype(np.float32)
+CANDIDATE = REFERENCE.copy()
+CANDIDATE[3, :] = (0, 1, 2, 3)  # a flip in every pass, to the label
+ALONE = {1: {39: (9, 8, 7, 6)}}  # a flip of the last image, alone
+TOKENS = TokenSimilarity(images=1, layers=("a",), reference=(0.5,), candidate=(0.75,), allowed=0.125)
+REFERENCE[39], CANDIDATE[39] = (0, 1, 2, 3), (0, 1, 2, 3)
+
+
+def reference_model(**changes: Any) -> LoadedModel:
+    plain = LoadedModel("a run", TableSession(REFERENCE), PIXEL, LABELS, data="numbers", sha256="4" * 64)
+    return replace(plain, **changes)
+
+
+def candidate_session() -> TableSession:
+    def shuffled(numbers: list[int], logits: Any) -> None:
+        if 7 in numbers and numbers != sorted(numbers):
+            logits[numbers.index(7), 0] += 0.25
+
+    return TableSession(CANDIDATE, at_batch=ALONE, change=shuffled)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return write_bundle(tmp_path_factory.mktemp("bundle") / "tiny.vitx")
+
+
+def certified() -> Certificate:
+    criteria = AcceptanceCriteria(batch_sizes=(1, 8), max_flip_rate=0.25, max_logit_error=20.0)
+    return certify(
+        TableSession(REFERENCE),
+        candidate_session(),
+        IMAGES,
+        PIXEL,
+        criteria=criteria,
+        token_similarity=None,
+        quiet=True,
+    )
+
+
+def disagreeing(bundle: Bundle, reference: LoadedModel | None, **changes: Any) -> list[str]:
+    certificate = certified().model_copy(update=changes)
+    numbers = replay(bundle, certificate, IMAGES, candidate_session(), reference, quiet=True)
+    return [number.name for number in numbers if not number.agrees]
+
+
+def test_a_certificate_is_reproduced_number_by_number(bundle: Bundle) -> None:
+    found = replay(bundle, certified(), IMAGES, candidate_session(), reference_model(), quiet=True)
+    assert all(number.agrees for number in found)
+    expected = certified()
+    assert [(number.name, number.certified) for number in found] == [
+        ("verdict", "pass"),
+        ("images", 40),
+        ("top-1 of the reference", expected.accuracy_reference),
+        ("top-1 of the candidate", expected.accuracy_candidate),
+        ("flips", 2),
+        ("class of every image, sha256", expected.classes_sha256[:16]),
+        ("largest logit error", expected.max_logit_error),
+        ("mean logit error", expected.mean_logit_error),
+        ("largest change by neighbours", 0.25),
+    ]
+    assert [number.seen for number in found] == [number.certified for number in found]
+    alone = replay(bundle, certified(), IMAGES, candidate_session(), quiet=True)
+    assert [(number.name, number.certified, number.seen, number.agrees) for number in alone] == [
+        ("images", 40, 40, True),
+        ("top-1 of the candidate", expected.accuracy_candidate, expected.accuracy_candidate, True),
+        ("class of every image, sha256", expected.classes_sha256[:16], expected.classes_sha256[:16], True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"verdict": "fail"}, "verdict"),
+        ({"max_flip_rate": 0.08}, "verdict"),
+        ({"max_logit_error_allowed": 0.5}, "verdict"),
+        ({"token_similarity": TOKENS}, "verdict"),
+        ({"images": 41}, "images"),
+        ({"accuracy_reference": 0.5}, "top-1 of the reference"),
+        ({"accuracy_candidate": 0.5}, "top-1 of the candidate"),
+        ({"flips": ()}, "flips"),
+        ({"flips": certified().flips[:1]}, "flips"),
+        ({"flips": (certified().flips[0], certified().flips[0].model_copy(update={"key": "image 5"}))}, "flips"),
+        ({"classes_sha256": "0" * 64}, "class of every image, sha256"),
+        ({"max_logit_error": certified().max_logit_error / 4.001}, "largest logit error"),
+        ({"mean_logit_error": certified().mean_logit_error / 4.001}, "mean logit error"),
+        ({"max_neighbour_error": 0.062}, "largest change by neighbours"),
+    ],
+)
+def test_one_changed_number_alone_is_noticed(bundle: Bundle, changes: dict[str, Any], name: str) -> None:
+    assert disagreeing(bundle, reference_model(), **changes) == [name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"images": 41}, ["images"]),
+        ({"accuracy_candidate": 0.5}, ["top-1 of the candidate"]),
+        ({"classes_sha256": "0" * 64}, ["class of every image, sha256"]),
+        # Without its flips the accuracy of the classes in the main pass is another one.
+        ({"flips": certified().flips[:1]}, ["top-1 of the candidate"]),
+    ],
+)
+def test_the_candidate_alone_notices_its_own_numbers(bundle: Bundle, changes: dict[str, Any], names: list[str]) -> None:
+    assert disagreeing(bundle, None, **changes) == names
+
+
+def test_errors_may_be_four_times_the_certified_ones_or_a_millionth(bundle: Bundle) -> None:
+    expected = certified()
+    quarter = {
+        name: getattr(expected, name) / 4 for name in ("max_logit_error", "mean_logit_error", "max_neighbour_error")
+    }
+    assert disagreeing(bundle, reference_model(), **quarter) == []
+    for certified_error, seen, agrees in (
+        (0.0, 1e-6, True),
+        (0.0, math.nextafter(1e-6, 1), False),
+        (0.25, 1.0, True),
+        (0.25, math.nextafter(1, 2), False),
+        (1.0, 0.0, True),  # smaller is no worse
+    ):
+        assert replaying._near("x", certified_error, seen) == ReplayedNumber("x", certified_error, seen, agrees)
+
+
+def test_accuracies_agree_to_rounding_and_texts_exactly() -> None:
+    assert replaying._same("x", 1 / 3, 1 / 3 + 1e-16).agrees
+    assert not replaying._same("x", 0.5, 0.5 + 1e-11).agrees
+    assert not replaying._same("x", 5, 6).agrees
+    assert not replaying._same("x", "pass", "fail").agrees
+
+
+def test_batches_are_those_of_the_certificate(bundle: Bundle) -> None:
+    for batch_size, sizes in ((8, [8] * 5), (0, [32, 8]), (16, [16, 16, 8])):
+        session = candidate_session()
+        certificate = certified().model_copy(update={"batch_size": batch_size})
+        assert [number.agrees for number in replay(bundle, certificate, IMAGES, session, quiet=True)] == [True] * 3
+        assert [len(batch) for batch in session.batches] == sizes
+
+
+def test_what_is_not_reproduced_is_named_with_both_numbers(bundle: Bundle) -> None:
+    numbers = (
+        ReplayedNumber("flips", 1, 3, False),
+        ReplayedNumber("images", 4, 4, True),
+        ReplayedNumber("verdict", "pass", "fail", False),
+    )
+    with pytest.raises(CheckFailed) as caught:
+        Replay(bundle, numbers).require_agreement()
+    assert str(caught.value) == (
+        f"the certificate of '{bundle.path}' is not reproduced: flips 3, certified 1; verdict fail, certified pass"
+    )
+    Replay(bundle, numbers[1:2]).require_agreement()
+
+
+def test_other_classes_are_refused(bundle: Bundle) -> None:
+    others = numbered_images([0] * 40, ("blue", "green", "grey", "teal"))
+    with pytest.raises(InputError, match="class 3 is 'teal' in 'numbers' and 'red' in the bundle"):
+        replay(bundle, certified(), others, candidate_session())
+
+
+def test_the_certified_images_are_opened_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def open_images(data: str, split: str) -> Any:
+        asked.append((data, split))
+        return IMAGES
+
+    monkeypatch.setattr(replaying, "open_images", open_images)
+    assert certified_images(certified()) is IMAGES
+    assert certified_images(certified(), "elsewhere") is IMAGES
+    assert asked == [("numbers", "val"), ("elsewhere", "val")]
+    with pytest.raises(CheckFailed) as caught:
+        certified_images(certified().model_copy(update={"data_sha256": "3" * 64}))
+    assert str(caught.value) == (
+        f"'numbers' holds other images than the certificate: sha256 {IMAGES.digest()[:16]}… and 3333333333333333… "
+        "of keys, labels and bytes"
+    )
+
+
+def test_the_reference_is_the_run_given_or_the_one_that_was_exported(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[tuple[Path, dict[str, Any], LoadedModel]] = []
+
+    def open_model(path: Path, **options: Any) -> LoadedModel:
+        opened.append((path, options, reference_model()))
+        return opened[-1][2]
+
+    monkeypatch.setattr(replaying, "open_model", open_model)
+    source, there = tmp_path / "source", {str(tmp_path / "source")}
+    monkeypatch.setattr(replaying, "RunFolder", lambda path: SimpleNamespace(exists=lambda: str(path) in there))
+
+    def found(checkpoint: str = "last", sha256: str = "4" * 64, run: Path | None = None) -> LoadedModel | None:
+        changed = {"source": str(source), "checkpoint": checkpoint}
+        provenance = bundle.manifest.provenance.model_copy(update=changed)
+        exported = Bundle(bundle.path, bundle.manifest.model_copy(update={"provenance": provenance}))
+        certificate = certified().model_copy(update={"reference_sha256": sha256})
+        options = ParityOptions(checkpoint="best", device="cpu")
+        return replaying._certified_reference(exported, certificate, run, options)
+
+    def freed() -> bool:
+        session = opened[-1][2].session
+        assert isinstance(session, TableSession)
+        return session.was_freed
+
+    given = found(run=Path("given"))
+    assert (opened[-1][:2], given) == ((Path("given"), {"which": "best", "device": "cpu"}), opened[-1][2])
+    assert not freed()
+    with pytest.raises(CheckFailed) as caught:
+        found(run=Path("given"), sha256="5" * 64)
+    assert str(caught.value) == "'given' is not the reference of the certificate: its weights have another sha256"
+    assert freed()
+    exported = found()
+    assert (opened[-1][:2], exported) == ((source, {"which": "last", "device": "cpu"}), opened[-1][2])
+    assert not freed()
+    assert found(sha256="5" * 64) is None
+    assert freed()
+    count = len(opened)
+    assert found(checkpoint="numpy") is None
+    there.clear()
+    assert found() is None
+    assert len(opened) == count

@@ -1,0 +1,221 @@
+"""The input cut into shards: their order, what identifies a listing, and every item of a container."""
+
+import hashlib
+import io
+import os
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vitx.core.errors import InputError
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs import stores
+from vitx.predict.inputs.inventory import Inventory, Item, Shard, read_item, read_shard, take_inventory
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+def inventory(source: object, folder: Path, shard_size: int = 100) -> Inventory:
+    return take_inventory(str(source), folder / "list", shard_size)
+
+
+def items(given: Inventory, folder: Path, column: str | None = None) -> list[Item]:
+    return [item for shard in given.shards for item in read_shard(shard, given.base, folder / "list", column)]
+
+
+def sources(found: list[Item]) -> list[tuple[str, Any]]:
+    """Keys with bytes or the text of the error."""
+    return [(item.key, str(item.source) if isinstance(item.source, ImageError) else item.source) for item in found]
+
+
+def test_a_folder_is_listed_relative_to_itself_in_shards(tmp_path: Path) -> None:
+    touch(tmp_path / "in", "b.png", "a/2.png", "a-1.png", "c.txt", "d.tar")
+    found = inventory(f"{tmp_path}/in/", tmp_path, 2)
+    assert found.base == f"{tmp_path}/in"
+    assert found.shards == (Shard("images", "", 0, 2), Shard("images", "", 16, 1))
+    assert [item.key for item in items(found, tmp_path)] == ["a/2.png", "a-1.png", "b.png"]
+    assert [item.source for item in items(found, tmp_path)] == [
+        f"{tmp_path}/in/{name}" for name in ("a/2.png", "a-1.png", "b.png")
+    ]
+    assert found == inventory(tmp_path / "in", tmp_path, 2)
+    listed = hashlib.sha256(b"a/2.png\0a-1.png\0b.png\0").hexdigest()
+    assert found.digest == hashlib.sha256(f"{listed} {tmp_path}/in []".encode()).hexdigest()
+
+
+def test_a_pattern_gives_images_first_and_containers_in_order(tmp_path: Path) -> None:
+    touch(tmp_path, "2.tar", "b.png", "1.tgz", "a.png", "3.zip")
+    found = inventory(f"{tmp_path}/[1-9ab]*", tmp_path)
+    assert found.base == ""
+    assert [(shard.kind, shard.location, shard.count) for shard in found.shards] == [
+        ("images", "", 2),
+        ("tar", f"{tmp_path}/1.tgz", None),
+        ("tar", f"{tmp_path}/2.tar", None),
+    ]
+    assert [item.key for item in read_shard(found.shards[0], "", tmp_path / "list", None)] == [
+        f"{tmp_path}/{name}" for name in ("a.png", "b.png")
+    ]
+
+
+def test_a_folder_without_images_gives_its_containers(tmp_path: Path) -> None:
+    """Also where the folder's name looks like a pattern."""
+    folder = tmp_path / "in [x]*"
+    touch(folder, "b.tar", "A.TAR.GZ", "deep/c.tar", "notes.txt")
+    found = inventory(f"{folder}/", tmp_path)
+    assert found.base == str(folder)
+    assert found.shards == (Shard("tar", "A.TAR.GZ"), Shard("tar", "b.tar"))
+
+
+def test_what_identifies_a_listing(tmp_path: Path) -> None:
+    """Names, containers and the folder; not how many are in a shard."""
+    touch(tmp_path / "a", "1.png", "2.png")
+    touch(tmp_path / "b", "1.png", "2.png")
+    touch(tmp_path / "c", "1.tar")
+    first = inventory(tmp_path / "a", tmp_path).digest
+    assert inventory(tmp_path / "a", tmp_path, 1).digest == first
+    digests = {first, inventory(tmp_path / "b", tmp_path).digest, inventory(tmp_path / "c", tmp_path).digest}
+    touch(tmp_path / "c", "2.tar")
+    digests.add(inventory(tmp_path / "c", tmp_path).digest)
+    (tmp_path / "a" / "2.png").rename(tmp_path / "a" / "3.png")
+    digests.add(inventory(tmp_path / "a", tmp_path).digest)
+    assert len(digests) == 5
+
+
+@pytest.mark.parametrize("name", ["list.txt", "list.LST", "list.list"])
+def test_a_list_keeps_its_order_and_its_odd_names(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"b.png\r\n\n a\xff.png \n/abs.png\nlast")
+    found = inventory(tmp_path / name, tmp_path, 3)
+    assert found.base == str(tmp_path)
+    assert [(item.key, item.source) for item in items(found, tmp_path)] == [
+        ("b.png", f"{tmp_path}/b.png"),
+        (" a\udcff.png ", f"{tmp_path}/ a\udcff.png "),
+        ("/abs.png", "/abs.png"),
+        ("last", f"{tmp_path}/last"),
+    ]
+
+
+def test_one_image_is_an_input(tmp_path: Path) -> None:
+    touch(tmp_path, "a.png")
+    found = inventory(tmp_path / "a.png", tmp_path)
+    assert (found.base, found.shards) == (str(tmp_path), (Shard("images", "", 0, 1),))
+    assert sources([read_item(item) for item in items(found, tmp_path)]) == [("a.png", b"")]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("empty", "holds"), ("*.none", "names")])
+def test_an_input_without_images_says_what_was_looked_for(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=rf"' {kind} no image: looked for \.bmp, .*\.webp, in subfolders too$"):
+        inventory(tmp_path / name, tmp_path)
+
+
+def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "MAX_IMAGE_BYTES", 6)
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, data in {"x/b.png": b"12345", "a.PNG": b"", "x/.c.png": b"1", "large.jpg": b"1234567"}.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+        for name, kind in (("folder.png", tarfile.DIRTYPE), ("link.png", tarfile.SYMTYPE)):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "x/b.png"
+            archive.addfile(info)
+        info = tarfile.TarInfo("last.gif")
+        info.size = 6
+        archive.addfile(info, io.BytesIO(b"123456"))
+    found = inventory(tmp_path / "a.tar", tmp_path)
+    assert sources(items(found, tmp_path)) == [
+        ("a.tar/x/b.png", b"12345"),
+        ("a.tar/a.PNG", b""),
+        ("a.tar/large.jpg", "file of 7 bytes: more than the 6 that an image may have"),
+        ("a.tar/link.png", "not a regular file"),
+        ("a.tar/last.gif", b"123456"),
+    ]
+
+
+def test_row_groups_of_a_parquet_file(tmp_path: Path) -> None:
+    data = [b"%d" % index for index in range(150)]
+    pq.write_table(pa.table({"x": data}), tmp_path / "a.parquet", row_group_size=70)
+    found = inventory(tmp_path / "a.parquet", tmp_path)
+    assert found.shards == tuple(
+        Shard("parquet", "a.parquet", group, count) for group, count in enumerate((70, 70, 10))
+    )
+    assert sources(items(found, tmp_path)) == [(f"a.parquet/{row:07d}", data[row]) for row in range(150)]
+
+
+def test_values_of_a_parquet_file(tmp_path: Path) -> None:
+    values = [
+        {"bytes": b"1", "path": "ignored.png"},
+        {"bytes": None, "path": "beside.png"},
+        {"bytes": None, "path": None},
+        {"bytes": b"", "path": "ignored.png"},
+        {"bytes": None, "path": "/abs.png"},
+    ]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"image": values}), tmp_path / "in" / "a.parquet")
+    found = items(inventory(tmp_path / "in" / "a.parquet", tmp_path), tmp_path)
+    assert [source for _, source in sources(found)] == [
+        b"1",
+        f"{tmp_path}/in/beside.png",
+        "not an image: empty",
+        "not an image: empty",
+        "/abs.png",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "given", "taken"),
+    [
+        (["photo", "label"], None, "photo"),
+        (["other", "png", "img"], None, "img"),
+        (["bytes", "image"], None, "image"),
+        (["bytes", "image"], "bytes", "bytes"),
+        (["a", "b"], "b", "b"),
+        (["a", "b"], None, None),
+        (["a"], "b", None),
+        (["label"], None, None),
+        (["label", "a"], "label", None),
+    ],
+)
+def test_the_column_of_the_images(tmp_path: Path, columns: list[str], given: str | None, taken: str | None) -> None:
+    """Every column but `label` holds bytes: its own name."""
+    table = {name: [1] if name == "label" else [name.encode()] for name in columns}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    found = inventory(tmp_path / "a.parquet", tmp_path)
+    if taken is not None:
+        assert sources(items(found, tmp_path, given)) == [("a.parquet/0000000", taken.encode())]
+        return
+    holding = ", ".join(name for name in columns if name != "label") or "none"
+    wanted = f"'{given}'" if given else "a single one, or one named image, img, jpg, png, webp, bytes"
+    expected = (
+        f"a.parquet has the columns {', '.join(columns)}, of which {holding} may hold images: expected {wanted}; "
+        "name it with --image-column"
+    )
+    with pytest.raises(InputError) as raised:
+        items(found, tmp_path, given)
+    assert str(raised.value) == expected
+
+
+def test_a_parquet_file_without_rows_gives_none(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": pa.array([], pa.binary())}), tmp_path / "a.parquet")
+    assert list(read_shard(Shard("parquet", "a.parquet"), str(tmp_path), tmp_path / "list", None)) == []
+
+
+def test_a_row_group_that_is_damaged_ends_with_the_reason(tmp_path: Path) -> None:
+    rows = [os.urandom(200) for _ in range(80)]
+    pq.write_table(pa.table({"image": rows}), tmp_path / "a.parquet", row_group_size=40, use_dictionary=False)
+    found = inventory(tmp_path / "a.parquet", tmp_path)
+    data = bytearray((tmp_path / "a.parquet").read_bytes())
+    start = pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(1).column(0).data_page_offset
+    data[start : start + 40] = b"\xff" * 40
+    (tmp_path / "a.parquet").write_bytes(data)
+    listed = sources(items(found, tmp_path))
+    assert listed[:40] == [(f"a.parquet/{row:07d}", rows[row]) for row in range(40)]
+    assert [key for key, _ in listed[40:]] == ["a.parquet/group-1"]
+    assert listed[40][1].startswith("cannot read row group 1 of the Parquet file beyond row 0: ")

@@ -1,0 +1,151 @@
+"""Locations: how names are joined, what is an image, and how often a remote object is tried."""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs import stores
+from vitx.predict.inputs.stores import check_size, expand, is_image_name, join, read_bytes, walk_images
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "expected"),
+    [
+        ("/in", "a.png", "/in/a.png"),
+        ("/in/", "a/b.png", "/in/a/b.png"),
+        ("", "a.png", "a.png"),
+        ("/", "a.png", "/a.png"),
+        ("/in", "/other/a.png", "/other/a.png"),
+        ("/in", "s3://bucket/a.png", "s3://bucket/a.png"),
+        ("s3://bucket", "a.png", "s3://bucket/a.png"),
+    ],
+)
+def test_names_are_below_their_base_unless_absolute(base: str, name: str, expected: str) -> None:
+    assert join(base, name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "image"),
+    [("a.png", True), ("b/A.JPG", True), ("a.webp", True), ("a.png.txt", False), ("png", False), ("a.tar", False)],
+)
+def test_images_are_known_by_their_last_suffix(name: str, image: bool) -> None:
+    assert is_image_name(name) is image
+
+
+def test_the_largest_file_that_is_read() -> None:
+    check_size(None)
+    check_size(400_000_000)
+    with pytest.raises(ImageError, match=r"^file of 400000001 bytes: more than the 400,000,000 that an image may"):
+        check_size(400_000_001)
+
+
+def test_a_pattern_gives_files_and_no_folders(tmp_path: Path) -> None:
+    for name in ("a.png", "sub.png/b.png", "sub.png/deep/c.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert list(expand(f"{tmp_path}/*.png")) == [f"{tmp_path}/a.png"]
+    assert sorted(expand(f"{tmp_path}/**/*.png")) == [
+        f"{tmp_path}/{name}" for name in ("a.png", "sub.png/b.png", "sub.png/deep/c.png")
+    ]
+
+
+def test_hidden_names_are_left_out_at_every_depth(tmp_path: Path) -> None:
+    for name in ("a.png", ".b.png", ".c/d.png", "e/.f.png", "e/.g/h.png", "e/i.png", "e/notes.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(walk_images(str(tmp_path))) == ["a.png", "e/i.png"]
+
+
+def test_a_folder_linked_twice_is_no_circle(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "1.png").touch()
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    assert sorted(walk_images(str(tmp_path))) == ["a/1.png", "a/up/", "b/1.png", "b/up/"]
+
+
+class Store:
+    """A file system whose calls fail with the given errors, one after the other."""
+
+    def __init__(self, errors: list[Exception], size: int | None = 5) -> None:
+        self.errors, self.size, self.calls = errors, size, 0
+
+    def info(self, _: str) -> dict[str, Any]:
+        return {"size": self.size}
+
+    def cat_file(self, path: str) -> bytes:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return path.encode()
+
+
+Read = Callable[[Store], bytes]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> Read:
+    def read(store: Store) -> bytes:
+        monkeypatch.setattr(stores, "remote_filesystem", lambda location: (store, location.partition("://")[2]))
+        return read_bytes("s3://bucket/a.png")
+
+    return read
+
+
+def test_an_object_is_tried_three_times(read: Read, waits: list[float]) -> None:
+    assert read(Store([])) == b"bucket/a.png"
+    assert waits == []
+    assert read(Store([RuntimeError("reset"), TimeoutError()])) == b"bucket/a.png"
+    assert waits == [0.2, 1.0]
+    store = Store([RuntimeError("reset")] * 2 + [ValueError("broken")])
+    with pytest.raises(ImageError, match=r"^cannot read the object: ValueError: broken$"):
+        read(store)
+    assert store.calls == 3
+    assert waits == [0.2, 1.0] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "cannot open the image: No such file or dir"),
+        (PermissionError("Forbidden"), "cannot open the image: Forbidden"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory"), "cannot open the image: Is a directory"),
+    ],
+)
+def test_what_will_not_change_is_tried_once(read: Read, waits: list[float], error: OSError, message: str) -> None:
+    store = Store([error])
+    with pytest.raises(ImageError, match=f"^{message}"):
+        read(store)
+    assert store.calls == 1
+    assert waits == []
+
+
+def test_an_object_that_is_too_large_is_not_loaded(read: Read) -> None:
+    store = Store([], size=400_000_001)
+    with pytest.raises(ImageError, match="file of 400000001 bytes"):
+        read(store)
+    assert store.calls == 0
+    assert read(Store([], size=None)) == b"bucket/a.png"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
+def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ImageError, match=r"^not a regular file$"):
+        read_bytes(str(tmp_path / "pipe.png"))
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ImageError, match=r"^cannot open the image: Is a directory$"):
+        read_bytes(str(tmp_path / "folder.png"))

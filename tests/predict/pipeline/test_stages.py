@@ -1,0 +1,253 @@
+"""The threads of the pipeline: order kept, queues bounded, and an error of any stage reaches the caller."""
+
+import threading
+import time
+from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import pytest
+
+from server_process import wait_until
+from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, busiest, results, submitted
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_results_keep_the_order_of_the_values() -> None:
+    """Although the first ends last."""
+    others_ended = threading.Semaphore(0)
+
+    def work(value: int) -> int:
+        if value:
+            others_ended.release()
+        else:
+            assert all(others_ended.acquire(timeout=20) for _ in range(3))
+        return -value
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = list(submitted(pool, work, range(4)))
+        assert list(results(futures)) == [0, -1, -2, -3]
+
+
+def test_an_error_in_a_pool_is_raised_at_its_place() -> None:
+    def work(value: int) -> int:
+        if value == 2:
+            raise Stopped
+        return value
+
+    with ThreadPoolExecutor(2) as pool:
+        found = results(submitted(pool, work, range(4)))
+        assert [next(found), next(found)] == [0, 1]
+        with pytest.raises(Stopped):
+            next(found)
+
+
+def test_values_are_taken_one_by_one() -> None:
+    taken: list[int] = []
+
+    def values() -> Iterator[int]:
+        for value in range(3):
+            taken.append(value)
+            yield value
+
+    with ThreadPoolExecutor(1) as pool:
+        futures = submitted(pool, str, values())
+        assert next(futures).result() == "0"
+        assert taken == [0]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_background_generator_is_ahead_by_its_depth_and_the_one_in_hand(depth: int) -> None:
+    produced, consumed, ahead = 0, 0, 0
+
+    def values() -> Generator[int, None, None]:
+        nonlocal produced, ahead
+        for value in range(30):
+            produced += 1
+            ahead = max(ahead, produced - consumed)
+            yield value
+
+    background = BackgroundGenerator(values(), depth, "values")
+    found: list[int] = []
+    for value in background:
+        wait_until(lambda: produced >= min(30, len(found) + 1 + depth + 1))
+        found.append(value)
+        consumed += 1
+    assert found == list(range(30))
+    assert ahead <= depth + 2  # one taken from the queue and not counted yet, one made for it
+    background.close()
+
+
+def test_any_value_is_passed_on() -> None:
+    """None and an exception too: they are values here, neither an end nor an error."""
+    error = ValueError("a value")
+    given: list[Any] = [None, error, 0, ()]
+    with closing(BackgroundGenerator((value for value in given), 2, "values")) as background:
+        assert list(background) == given
+
+
+@pytest.mark.parametrize("kind", [Stopped, KeyboardInterrupt])
+def test_the_error_of_a_background_generator_comes_after_its_values(kind: type[BaseException]) -> None:
+    def values() -> Generator[int, None, None]:
+        yield 1
+        yield 2
+        raise kind
+
+    background = BackgroundGenerator(values(), 5, "values")
+    found = iter(background)
+    assert [next(found), next(found)] == [1, 2]
+    with pytest.raises(kind):
+        next(found)
+    background.close()
+
+
+def test_closing_ends_a_generator_that_waits_for_room_in_its_own_thread() -> None:
+    closed_by: list[str] = []
+    produced: list[int] = []
+
+    def values() -> Generator[int, None, None]:
+        try:
+            for value in range(1000):
+                produced.append(value)
+                yield value
+        finally:
+            closed_by.append(threading.current_thread().name)
+
+    background = BackgroundGenerator(values(), 1, "its-thread")
+    wait_until(lambda: len(produced) == 2)
+    background.close()
+    assert closed_by == ["its-thread"]
+    assert not background._thread.is_alive()
+    assert len(produced) <= 4
+    background.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Semaphore]:
+    """Consumers wait here for each value; opened for good at the end."""
+    semaphore = threading.Semaphore(0)
+    yield semaphore
+    semaphore.release(10_000)
+
+
+def test_a_sink_consumes_all_in_order_before_it_finishes() -> None:
+    consumed: list[Any] = []
+    sink: Sink[Any] = Sink(consumed.append, 2, "sink")
+    for value in (3, None, 1, ()):
+        sink.put(value)
+    sink.finish()
+    assert consumed == [3, None, 1, ()]
+    assert not sink._thread.is_alive()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_sink_holds_its_depth_and_the_one_in_hand(depth: int, gate: threading.Semaphore) -> None:
+    begun: list[int] = []
+    put = 0
+
+    def consume(value: int) -> None:
+        begun.append(value)
+        assert gate.acquire(timeout=20)
+
+    sink = Sink(consume, depth, "sink")
+
+    def produce() -> None:
+        nonlocal put
+        for value in range(20):
+            sink.put(value)
+            put += 1
+
+    producer = threading.Thread(target=produce, daemon=True)
+    producer.start()
+    for ended in range(20):
+        wait_until(lambda ended=ended: put == min(20, ended + depth + 1) and len(begun) == ended + 1)
+        gate.release()
+    producer.join()
+    sink.finish()
+    assert begun == list(range(20))
+
+
+@pytest.mark.parametrize("kind", [Stopped, KeyboardInterrupt])
+def test_the_error_of_a_sink_is_raised_to_who_puts_and_to_who_finishes(kind: type[BaseException]) -> None:
+    consumed: list[int] = []
+
+    def consume(value: int) -> None:
+        consumed.append(value)
+        if value == 1:
+            raise kind
+
+    sink = Sink(consume, 1, "sink")
+    with suppress(kind):
+        for value in range(3):
+            sink.put(value)
+    wait_until(lambda: consumed == [0, 1] and sink._error is not None)
+    with pytest.raises(kind):
+        sink.put(9)
+    with pytest.raises(kind):
+        sink.finish()
+    assert consumed == [0, 1]
+
+
+def test_a_put_that_waits_is_let_go_when_the_sink_fails(gate: threading.Semaphore) -> None:
+    def consume(_: int) -> None:
+        assert gate.acquire(timeout=20)
+        raise Stopped
+
+    sink = Sink(consume, 1, "sink")
+    ended = threading.Event()
+
+    def produce() -> None:
+        with suppress(Stopped):
+            for value in range(5):
+                sink.put(value)
+        ended.set()
+
+    threading.Thread(target=produce, daemon=True).start()
+    wait_until(sink._queue.full)
+    gate.release()
+    assert ended.wait(20)
+    with pytest.raises(Stopped):
+        sink.finish()
+
+
+def test_an_abandoned_sink_consumes_nothing_more(gate: threading.Semaphore) -> None:
+    consumed: list[int] = []
+    begun = threading.Event()
+
+    def consume(value: int) -> None:
+        begun.set()
+        assert gate.acquire(timeout=20)
+        consumed.append(value)
+
+    sink = Sink(consume, 5, "sink")
+    for value in range(4):
+        sink.put(value)
+    assert begun.wait(20)
+    waiting = threading.Thread(target=sink.abandon, daemon=True)
+    waiting.start()
+    wait_until(lambda: sink._consume is not consume)
+    gate.release(10)
+    waiting.join(20)
+    assert not sink._thread.is_alive()
+    assert consumed == [0]
+
+
+def test_shares_are_of_the_time_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 13.0, 20.0, 21.0, 30.0, 34.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    timer = StageTimer({"read": 2, "infer": 1, "write": 1})
+    with timer.busy("read"):
+        pass
+    with suppress(Stopped), timer.busy("read"):
+        raise Stopped
+    with timer.busy("infer"):
+        pass
+    assert timer.shares(8.0) == {"read": 4 / 16, "infer": 4 / 8, "write": 0.0}
+
+
+def test_the_busiest_stage_has_the_largest_share() -> None:
+    assert busiest({"read": 0.1, "decode": 0.9, "infer": 0.5}) == "decode"

@@ -1,0 +1,207 @@
+"""The steps of `predict` around the work: what it refuses, verifies, leaves alone and writes at its end."""
+
+import json
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import NumpySession, colour_image, png
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.console import Progress
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_file
+from vitx.core.machine import usable_cores
+from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.options import PredictOptions
+from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.pipeline.executor import LocalExecutor, Performance
+from vitx.predict.pipeline.sigterm import sigterm_interrupts
+from vitx.predict.pipeline.worker import Job
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for index in range(6):
+        (folder / f"{index}.png").write_bytes(png(colour_image(index % 4, np.random.default_rng(index))))
+    return folder
+
+
+class Spy(LocalExecutor):
+    """Keeps the jobs it is given; `work` False: does nothing."""
+
+    def __init__(self, *, work: bool = True) -> None:
+        super().__init__(NumpySession())
+        self.jobs: list[Job] = []
+        self.work = work
+
+    def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+        self.jobs.append(job)
+        return super().execute(job, ledger, backoff, bar) if self.work else Performance(0, 1.0, {"read": 0.0}, {})
+
+
+def run(bundle: Bundle, session: Any, source: object, out: Path, **options: Any) -> PredictionSummary:
+    return predict(bundle, session, str(source), out, PredictOptions(**{"shard_size": 2} | options), quiet=True)
+
+
+def test_every_option_reaches_the_job(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    spy, out = Spy(work=False), tmp_path / "out"
+    asked: dict[str, Any] = {
+        "batch_size": 7,
+        "top_k": 3,
+        "logits": True,
+        "embeddings": True,
+        "image_column": "c",
+        "strict": True,
+        "read_threads": 5,
+        "decode_threads": 6,
+    }
+    run(tiny_bundle, spy, images, out, **asked)
+    (job,) = spy.jobs
+    assert {name: getattr(job, name) for name in asked} == asked
+    assert (job.out, job.base, job.draft, job.has_single_files) == (out, str(images), False, True)
+    assert (job.labels, job.preprocessing) == (tiny_bundle.manifest.labels, tiny_bundle.manifest.preprocessing)
+    assert job.listing.read_bytes().split(b"\0") == [*(b"%d.png" % index for index in range(6)), b""]
+
+
+def test_threads_are_by_the_machine_and_readers_by_the_place(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    import fsspec
+
+    spy = Spy(work=False)
+    run(tiny_bundle, spy, images, tmp_path / "local")
+    fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/a.png", b"")
+    run(tiny_bundle, spy, f"memory://{tmp_path.name}", tmp_path / "remote")
+    assert [job.read_threads for job in spy.jobs] == [2, 16]
+    assert [job.decode_threads for job in spy.jobs] == [usable_cores()] * 2
+
+
+def test_a_relative_source_is_the_same_run(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spy = Spy()
+    assert run(tiny_bundle, spy, "in", Path("out")).input == str(images)
+    monkeypatch.chdir(images)
+    assert run(tiny_bundle, spy, "../in/", tmp_path / "out").images_here == 6
+
+
+def settings(out: Path) -> dict[str, Any]:
+    with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
+        (text,) = ledger.execute("SELECT description FROM vitx_plan").fetchone()
+    return dict(json.loads(text))
+
+
+def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    run(tiny_bundle, Spy(), images, tmp_path / "out", top_k=2, logits=True, batch_size=3)
+    found = settings(tmp_path / "out")
+    assert found.pop("listing").startswith("images-")
+    assert found == {
+        "input": str(images),
+        "bundle": sha256_file(tiny_bundle.path / MANIFEST),
+        "top_k": 2,
+        "logits": True,
+        "shard_size": 2,
+        "image_column": None,
+        "embeddings": False,
+        "draft": False,
+        "measured": {},
+    }
+
+
+def test_a_finished_run_is_left_alone_and_its_summary_returned(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = run(tiny_bundle, Spy(), images, out)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if ".vitx" not in path.parts}
+    assert run(tiny_bundle, Spy(), images, out, batch_size=1) == first
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*") if ".vitx" not in path.parts} == before
+    assert [path.name[:7] for path in (out / ".vitx").iterdir() if path.name.startswith((".", "images"))] == ["images-"]
+    (out / SUMMARY).unlink()
+    again = run(tiny_bundle, Spy(), images, out)
+    assert (again.images, again.images_here, again.shards) == (6, 0, 3)
+    assert (out / SUMMARY).exists()
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "rename"])
+def test_a_finished_run_of_another_input_is_refused(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, change: str
+) -> None:
+    out = tmp_path / "out"
+    run(tiny_bundle, Spy(), images, out)
+    match change:
+        case "add":
+            (images / "6.png").touch()
+        case "remove":
+            (images / "5.png").unlink()
+        case "rename":
+            (images / "5.png").rename(images / "7.png")
+    with pytest.raises(InputError, match=rf"^images were added to '{images}' or removed since it was predicted: cho"):
+        run(tiny_bundle, Spy(), images, out)
+    assert not list((out / ".vitx").glob(".again*"))
+
+
+def test_damaged_parts_are_made_again_and_said(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    run(tiny_bundle, Spy(), images, out)
+    (out / PREDICTIONS / "part-00000002.parquet").write_bytes(b"damaged")
+    (out / PREDICTIONS / ".part-00000003.parquet.killed").touch()
+    idle = Spy(work=False)
+    idle_summary = predict(tiny_bundle, idle, images, out, PredictOptions(shard_size=2))
+    err = capsys.readouterr().err
+    assert "predict: 1 finished files were changed or removed; they are made again\n" in err
+    assert "predict: 2 of 3 shards are done and verified\n" in err
+    assert idle_summary.images == 4  # the old summary was removed: this one is of what is there
+    assert not (out / PREDICTIONS / ".part-00000003.parquet.killed").exists()
+    assert run(tiny_bundle, Spy(), images, out).images_here == 2
+
+
+def test_strict_finds_the_unreadable_image_of_a_finished_shard(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path
+) -> None:
+    (images / "3.png").write_bytes(b"")
+    (images / "5.png").write_bytes(b"")
+    out = tmp_path / "out"
+    assert run(tiny_bundle, Spy(), images, out).errors == 2
+    spy = Spy()
+    with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png: not an image: empty; without --strict it become"):
+        run(tiny_bundle, spy, images, out, strict=True)
+    assert spy.jobs == []
+
+
+def test_strict_looks_again_at_what_other_processes_did(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    (images / "3.png").write_bytes(b"")
+
+    class Other(Spy):
+        def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+            lenient = Job(**{name: getattr(job, name) for name in job.__dataclass_fields__} | {"strict": False})
+            return super().execute(lenient, ledger, backoff, bar)
+
+    with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png"):
+        run(tiny_bundle, Other(), images, tmp_path / "out", strict=True)
+    assert not (tmp_path / "out" / SUMMARY).exists()
+
+
+def test_sigterm_interrupts_within_the_block_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt), sigterm_interrupts():
+            signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        mine: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: mine.append(number))
+        with sigterm_interrupts():
+            signal.raise_signal(signal.SIGTERM)
+        assert mine == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,184 @@
+"""A part of the output: its rows, what is recorded of it, and the order of the steps that make it appear."""
+
+import hashlib
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vitx.core.files import sync
+from vitx.predict import PREDICTIONS
+from vitx.predict.ledger.ledger import ShardRecord
+from vitx.predict.outputs import parts
+from vitx.predict.outputs.parts import (
+    Part,
+    PartWriter,
+    Rows,
+    escape_invalid_utf8,
+    part_path,
+    rank,
+    remove_leftovers,
+)
+
+LABELS = ("cat", "dog", "emu")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / PREDICTIONS).mkdir()
+    return tmp_path
+
+
+def rows(keys: str, errors: Sequence[str | None], outputs: Sequence[Sequence[float]], **more: Any) -> Rows:
+    values = np.array(outputs, dtype=np.float32).reshape(-1, 3)
+    indices, scores = rank(values, 2)
+    return Rows(list(keys), errors, indices, scores, **more)
+
+
+def test_a_record_counts_its_rows_and_names_its_bytes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts over several groups: a group is written when it has ROW_GROUP rows, and the rest at the end."""
+    monkeypatch.setattr(parts, "ROW_GROUP", 4)
+    writer = PartWriter(out, 7, "worker", LABELS)
+    writer.add(rows("ab", ["bad", None], [[0, 9, 0]]))
+    writer.add(rows("cd", [None, None], [[9, 0, 0], [0, 9, 1]]))
+    writer.add(rows("e", ["bad"], []))
+    writer.add(rows("fgh", [None, "bad", None], [[0, 9, 2], [0, 0, 9]]))
+    writer.add(rows("i", [None], [[9, 0, 0]]))
+    part = writer.finish()
+    assert part.temporary == out / PREDICTIONS / ".part-00000007.parquet.worker"
+    assert part.path == part_path(out, 7) == out / PREDICTIONS / "part-00000007.parquet"
+    digest = hashlib.sha256(part.temporary.read_bytes()).hexdigest()
+    assert part.record == ShardRecord(digest, images=9, errors=3, classes={1: 3, 0: 2, 2: 1})
+    file = pq.ParquetFile(part.temporary)
+    assert [file.metadata.row_group(index).num_rows for index in range(file.metadata.num_row_groups)] == [4, 4, 1]
+    assert file.read()["path"].to_pylist() == list("abcdefghi")
+    assert file.read()["class"].to_pylist() == [None, "dog", "cat", "dog", None, "dog", None, "emu", "cat"]
+
+
+def test_scores_are_float32_and_indices_int32(out: Path) -> None:
+    indices, scores = rank(np.array([[1, 3, 2], [0, 0, 0]], dtype=np.float32), 2)
+    assert (indices.dtype.name, scores.dtype.name) == ("int32", "float32")
+    assert indices.tolist() == [[1, 2], [0, 1]]
+    total = math.e + math.e**2 + math.e**3
+    np.testing.assert_allclose(scores, [[math.e**3 / total, math.e**2 / total], [1 / 3, 1 / 3]], rtol=1e-6)
+    schema = PartWriter(out, 1, "s", LABELS, logits=True, embeddings=True)._schema
+    assert {field.name: str(field.type) for field in schema} == {
+        "path": "string",
+        "class": "string",
+        "class_index": "int32",
+        "score": "float",
+        "top_k_classes": "list<item: string>",
+        "top_k_scores": "list<item: float>",
+        "error": "string",
+        "logits": "list<item: halffloat>",
+        "embeddings": "list<item: halffloat>",
+    }
+
+
+def test_values_beyond_float16_are_its_largest(out: Path) -> None:
+    values = np.array([[1e6, -1e6, 65504], [-65504, 0.5, -2]], dtype=np.float32)
+    writer = PartWriter(out, 1, "s", LABELS, logits=True, embeddings=True)
+    writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, logits=values, embeddings=-values[:, :2]))
+    table = pq.read_table(writer.finish().temporary)
+    assert table["logits"].to_pylist() == [[65504, -65504, 65504], [-65504, 0.5, -2]]
+    assert table["embeddings"].to_pylist() == [[-65504, 65504], [65504, -0.5]]
+
+
+def test_names_that_are_not_utf8_are_escaped_in_both_columns(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", LABELS)
+    writer.add(Rows(["\udcff/ö"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
+    (row,) = pq.read_table(writer.finish().temporary).to_pylist()
+    assert (row["path"], row["error"]) == ("\\xff/ö", "no \\xe9")
+    assert escape_invalid_utf8("plain\\xff") == "plain\\xff"
+
+
+class Steps:
+    """Records the calls that make a file durable, in their order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.taken: list[tuple[str, str]] = []
+        replace, close = os.replace, pq.ParquetWriter.close
+
+        def replaced(source: Path, target: Path) -> None:
+            replace(source, target)
+            self.taken.append(("rename", Path(target).name))
+
+        def synced(path: Path) -> None:
+            sync(path)
+            self.taken.append(("sync", Path(path).name))
+
+        def closed(writer: Any) -> None:
+            close(writer)
+            self.taken.append(("close", ""))
+
+        monkeypatch.setattr(os, "replace", replaced)
+        monkeypatch.setattr(parts, "sync", synced)
+        monkeypatch.setattr(pq.ParquetWriter, "close", closed)
+
+
+def test_a_second_publication_flushes_the_folder_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
+    steps = Steps(monkeypatch)
+    part.path.write_bytes(b"published before")
+    part.publish()
+    assert steps.taken == [("sync", PREDICTIONS)]
+    assert part.path.read_bytes() == b"published before"
+
+
+def test_a_part_that_is_nowhere_is_not_published(out: Path) -> None:
+    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
+    with pytest.raises(FileNotFoundError):
+        part.publish()
+    part.abandon()
+
+
+def test_abandoned_files_are_removed(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", LABELS)
+    writer.add(rows("a", [None], [[1, 0, 0]]))
+    writer.abandon()
+    assert not any((out / PREDICTIONS).iterdir())
+    part = PartWriter(out, 1, "s", LABELS).finish()
+    part.abandon()
+    part.abandon()
+    assert not any((out / PREDICTIONS).iterdir())
+
+
+def test_a_footer_that_finds_no_room_does_not_hide_the_error(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = PartWriter(out, 1, "s", LABELS)
+    close = writer._writer.close
+
+    def full() -> None:
+        close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer._writer, "close", full)
+    writer.abandon()
+    assert not any((out / PREDICTIONS).iterdir())
+
+
+def test_leftovers_are_temporary_files_alone(out: Path) -> None:
+    predictions = out / PREDICTIONS
+    kept = ["part-00000001.parquet", ".hidden", ".part-00000001.txt.a"]
+    for name in (*kept, ".part-00000001.parquet.ray.1", ".part-00000002.parquet.other"):
+        (predictions / name).touch()
+    remove_leftovers(out, "ray.*")
+    assert {path.name for path in predictions.iterdir()} == {*kept, ".part-00000002.parquet.other"}
+    remove_leftovers(out)
+    assert {path.name for path in predictions.iterdir()} == set(kept)
+
+
+def test_a_label_may_appear_twice(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", ("same", "same", "else"))
+    writer.add(rows("ab", [None, None], [[0, 9, 0], [9, 0, 0]]))
+    part = writer.finish()
+    assert part.record.classes == {0: 1, 1: 1}
+    table = pq.read_table(part.temporary)
+    assert table["class"].to_pylist() == ["same", "same"]
+    assert table["class_index"].to_pylist() == [1, 0]
+    assert table.schema.field("path").type == pa.string()

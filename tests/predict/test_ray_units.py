@@ -1,0 +1,191 @@
+"""Parts of the Ray job that need no cluster: an actor's queue of shards, its results, and how large the pool is."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bundle_fixture import LABELS, PREPROCESSING
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.predict import PREDICTIONS
+from vitx.predict.inputs.inventory import Shard
+from vitx.predict.inputs.listing import write_list
+from vitx.predict.ledger.ledger import Claim, ShardRecord
+from vitx.predict.outputs.parts import Part, part_path
+from vitx.predict.pipeline.worker import Job
+from vitx.predict.ray.actor import QueuedShards, part_from_result
+
+pytest.importorskip("ray")
+pool = pytest.importorskip("vitx.predict.ray.pool")
+
+FIRST, SECOND = Claim(1, Shard("tar", "1.tar")), Claim(2, Shard("tar", "2.tar"))
+RECORD = ShardRecord("digest", 4, 1, {0: 2, 3: 1})
+
+
+def part(number: int) -> Part:
+    return Part(Path(f"part-{number}"), Path(f"temporary-{number}"), RECORD)
+
+
+def test_each_call_gets_the_part_of_its_shard() -> None:
+    shards = QueuedShards("prefix")
+    first, second = shards.submit(FIRST), shards.submit(SECOND)
+    claims = shards.claims()
+    assert [next(claims), next(claims)] == [FIRST, SECOND]
+    assert shards.commit(SECOND, part(2))
+    assert not first.done()
+    assert shards.commit(FIRST, part(1))
+    assert (first.result(0), second.result(0)) == (part(1), part(2))
+    shards.stop()
+    assert next(claims, None) is None
+
+
+def test_a_call_that_is_repeated_waits_for_the_same_part() -> None:
+    shards = QueuedShards("prefix")
+    assert shards.submit(FIRST) is shards.submit(FIRST)
+    shards.stop()
+    assert list(shards.claims()) == [FIRST]
+    shards.commit(FIRST, part(1))
+    again = shards.submit(FIRST)  # after its end it is done anew
+    assert not again.done()
+
+
+def test_a_released_shard_comes_again() -> None:
+    shards = QueuedShards("prefix")
+    waiting = shards.submit(FIRST)
+    claims = shards.claims()
+    shards.release(next(claims))
+    assert next(claims) == FIRST
+    assert not waiting.done()
+
+
+def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
+    shards, error = QueuedShards("prefix"), CheckFailed("torn")
+    done, waiting = shards.submit(FIRST), shards.submit(SECOND)
+    shards.commit(FIRST, part(1))
+    shards.fail(error)
+    assert done.result(0) == part(1)
+    assert waiting.exception(0) is error
+    with pytest.raises(CheckFailed) as raised:
+        shards.submit(FIRST)
+    assert raised.value is error
+
+
+def test_temporary_files_begin_with_the_token_and_differ() -> None:
+    shards = QueuedShards("ray-1")
+    names = {shards.temporary_suffix() for _ in range(3)}
+    assert len(names) == 3
+    assert all(name.startswith("ray-1.") for name in names)
+
+
+def test_a_result_is_the_part_that_the_actor_wrote(tmp_path: Path) -> None:
+    text = json.dumps({"id": 7, "file": ".part-00000007.parquet.ray-1.x", "record": RECORD})
+    folder = tmp_path / PREDICTIONS
+    assert part_from_result(json.loads(text), tmp_path) == Part(
+        part_path(tmp_path, 7), folder / ".part-00000007.parquet.ray-1.x", RECORD
+    )
+
+
+@pytest.mark.parametrize("kind", [CheckFailed, EnvironmentMissing, InputError])
+def test_an_error_of_an_actor_is_raised_with_its_kind(tmp_path: Path, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"^why$"):
+        part_from_result({"error": kind.__name__, "message": "why"}, tmp_path)
+
+
+Sizes = Callable[..., Any]
+
+
+@pytest.fixture
+def size(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Sizes:
+    def of(nodes: list[dict[str, float]], **options: Any) -> Any:
+        monkeypatch.setattr(pool, "cluster_nodes", lambda: [{"Resources": node} for node in nodes])
+        return pool.RayPool(tiny_bundle, **options)._pool_size()
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "expected"),
+    [
+        # On CPUs: all of the smallest node, and as many actors as fit.
+        ([{"CPU": 8}, {"CPU": 4}], {}, (4, 0, 1, 3, 3)),
+        ([{"CPU": 8}, {"CPU": 0}, {}], {}, (8, 0, 1, 1, 1)),
+        ([{"CPU": 8}, {"CPU": 4}], {"threads": 3}, (3, 0, 1, 3, 3)),
+        ([{"CPU": 8}, {"CPU": 4}], {"threads": 1, "decode_threads": 2}, (2, 0, 1, 6, 6)),
+        ([{"CPU": 8}], {"threads": 2, "actors": (2, 9)}, (2, 0, 2, 2, 9)),
+        # One for each GPU, with its share of its node's CPUs.
+        ([{"CPU": 9, "GPU": 2}, {"CPU": 64}], {}, (4, 1, 1, 2, 2)),
+        ([{"CPU": 8, "GPU": 2}, {"CPU": 3, "GPU": 1}], {}, (3, 1, 1, 3, 3)),
+        ([{"CPU": 8, "GPU": 4}], {"decode_threads": 3}, (3, 1, 1, 2, 2)),
+        ([{"CPU": 1, "GPU": 2}], {}, (1, 1, 1, 1, 1)),
+        ([{"CPU": 8, "GPU": 2}], {"device": "cpu"}, (8, 0, 1, 1, 1)),
+        ([{"CPU": 8, "GPU": 2}], {"device": "cuda"}, (4, 1, 1, 2, 2)),
+        # None yet: an autoscaler brings them.
+        ([], {"actors": (1, 4)}, (1, 0, 1, 1, 4)),
+    ],
+)
+def test_the_pool_is_as_large_as_fits(
+    size: Sizes, nodes: list[dict[str, float]], options: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    assert size(nodes, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "options", "message"),
+    [
+        ([], {}, "an actor needs 1 CPUs, and the largest node of the cluster has 0 CPUs"),
+        ([{"CPU": 4}], {"threads": 5}, "an actor needs 5 CPUs, and the largest node of the cluster has 4 CPUs"),
+        ([{"CPU": 4}], {"threads": 5, "actors": (1, 2)}, "an actor needs 5 CPUs"),
+        ([{"CPU": 4}], {"device": "cuda"}, "needs 1 CPUs and a GPU, and the largest node with a GPU of the cluster"),
+        ([{"CPU": 2, "GPU": 1}], {"decode_threads": 3}, "needs 3 CPUs and a GPU, and the largest node with a GPU of"),
+    ],
+)
+def test_a_pool_that_fits_nowhere_is_refused(
+    size: Sizes, nodes: list[dict[str, float]], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(EnvironmentMissing, match=message):
+        size(nodes, **options)
+
+
+def job(folder: Path, base: str) -> Job:
+    return Job(
+        out=folder,
+        listing=folder / "list",
+        base=base,
+        labels=LABELS,
+        preprocessing=PREPROCESSING,
+        batch_size=1,
+        top_k=1,
+        logits=False,
+        image_column=None,
+        strict=False,
+        read_threads=1,
+        decode_threads=1,
+    )
+
+
+def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
+    for name in ("a.png", "b.png", "c.tar"):
+        (tmp_path / name).touch()
+    ranges, _ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
+    claims = [Claim(number, Shard("images", "", part.start, 1)) for number, part in enumerate(ranges, 1)]
+    given = job(tmp_path, str(tmp_path))
+    expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]
+    assert [pool._sample_path(given, claim) for claim in claims] == expected
+    assert pool._sample_path(given, Claim(5, Shard("tar", "c.tar"))) == f"{tmp_path}/c.tar"
+    assert pool._sample_path(job(tmp_path, "s3://bucket"), claims[0]) is None
+
+
+def test_a_token_holds_its_name_and_takes_its_files_along(tmp_path: Path) -> None:
+    (tmp_path / PREDICTIONS).mkdir()
+    with pool._run_token(job(tmp_path, "")) as token:
+        assert token.parent == tmp_path
+        assert token.read_text() == token.name
+        mine = tmp_path / PREDICTIONS / f".part-00000001.parquet.{token.name}.x"
+        others = tmp_path / PREDICTIONS / ".part-00000001.parquet.worker"
+        attempts = token.with_name(f"{token.name}.3")
+        for path in (mine, others, attempts, tmp_path / "list"):
+            path.touch()
+    assert [path.exists() for path in (token, mine, attempts, others, tmp_path / "list")] == [False] * 3 + [True] * 2

@@ -1,0 +1,140 @@
+"""Row by row: what a row says is its own image's, wherever unreadable images and outputs that are not finite lie."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from bundle_fixture import IMAGE_SIZE, LABELS, Float32Array, png
+from vitx.core.bundle import Bundle
+from vitx.core.preprocess import UInt8Array
+from vitx.predict import PREDICTIONS, predict
+from vitx.predict.options import PredictOptions
+from vitx.runtimes.session import Session
+
+COUNT = 23
+# At the edges of the input, side by side, and far apart; a shard of 5 from 15 on has no prediction at all.
+UNREADABLE = {0, 4, 5, 11, 15, 16, 18, 22}
+NOT_FINITE = {1, 6, 10, 17, 19, 21}
+
+
+def logits_of(index: int) -> list[float]:
+    return [float(index % 4), float(index % 3), 2.5 if index % 5 == 0 else 0.25, index / 8]
+
+
+def features_of(index: int) -> list[float]:
+    return [index, -index / 2, 100 - index]
+
+
+class ByIndex(Session):
+    """A model that knows an image by its red value: 10 times its index."""
+
+    has_features = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[list[int]] = []
+
+    def _indices(self, images: UInt8Array) -> list[int]:
+        indices = [int(red) // 10 for red in images[:, 0, 0, 0]]
+        self.batches.append(indices)
+        return indices
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        logits = np.array([logits_of(index) for index in self._indices(images)], dtype=np.float32)
+        for row, index in enumerate(self.batches[-1]):
+            if index in NOT_FINITE:
+                logits[row, index % 4] = (math.nan, math.inf, -math.inf)[index % 3]
+        return logits
+
+    def _infer_features(self, images: UInt8Array) -> tuple[Float32Array, Float32Array]:
+        logits = self._infer(images)
+        return logits, np.array([features_of(index) for index in self.batches[-1]], dtype=np.float32)
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("images")
+    for index in range(COUNT):
+        pixels = np.full((IMAGE_SIZE, IMAGE_SIZE, 3), (10 * index, 7, 3), dtype=np.uint8)
+        (made / f"{index:02d}.png").write_bytes(b"" if index in UNREADABLE else png(pixels))
+    return made
+
+
+def expected_row(index: int, top_k: int) -> dict[str, Any]:
+    """The row of one image, in plain Python."""
+    path = f"{index:02d}.png"
+    if index in UNREADABLE | NOT_FINITE:
+        why = "not an image: empty" if index in UNREADABLE else "the model's output is not finite"
+        names = ("class", "class_index", "score", "top_k_classes", "top_k_scores", "logits", "embeddings")
+        return {"path": path, "error": why} | dict.fromkeys(names)
+    logits = logits_of(index)
+    total = sum(math.exp(logit) for logit in logits)
+    best = sorted(range(4), key=lambda one: (-logits[one], one))[:top_k]
+    scores = [pytest.approx(math.exp(logits[one]) / total, rel=1e-6) for one in best]
+    return {
+        "path": path,
+        "error": None,
+        "class": LABELS[best[0]],
+        "class_index": best[0],
+        "score": scores[0],
+        "top_k_classes": [LABELS[one] for one in best],
+        "top_k_scores": scores,
+        "logits": logits,
+        "embeddings": features_of(index),
+    }
+
+
+@pytest.mark.parametrize("row_group", [3, 8192])
+@pytest.mark.parametrize(("batch_size", "shard_size"), [(1, 5), (2, 5), (3, 23), (4, 5), (5, 3), (7, 11), (64, 23)])
+def test_every_row_is_its_own_images(
+    tiny_bundle: Bundle,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_size: int,
+    shard_size: int,
+    row_group: int,
+) -> None:
+    monkeypatch.setattr("vitx.predict.outputs.parts.ROW_GROUP", row_group)
+    session, out = ByIndex(), tmp_path / "out"
+    options = PredictOptions(
+        batch_size=batch_size,
+        shard_size=shard_size,
+        decode_threads=2,
+        read_threads=2,
+        top_k=3,
+        logits=True,
+        embeddings=True,
+    )
+    summary = predict(tiny_bundle, session, folder, out, options, quiet=True)
+    assert pq.read_table(out / PREDICTIONS).to_pylist() == [expected_row(index, 3) for index in range(COUNT)]
+    good = [index for index in range(COUNT) if index not in UNREADABLE | NOT_FINITE]
+    best = [max(range(4), key=logits_of(index).__getitem__) for index in good]
+    assert summary.classes == {label: best.count(index) for index, label in enumerate(LABELS)}
+    assert (summary.images, summary.errors, summary.images_here) == (COUNT, COUNT - len(good), COUNT)
+    # A batch has images of one shard only, in order, and is full except at the end of the shard.
+    cuts = [
+        range(start, min(start + batch_size, first + shard_size, COUNT))
+        for first in range(0, COUNT, shard_size)
+        for start in range(first, min(first + shard_size, COUNT), batch_size)
+    ]
+    readable = [[index for index in cut if index not in UNREADABLE] for cut in cuts]
+    assert session.batches == [batch for batch in readable if batch]
+
+
+def test_columns_that_were_not_asked_for_are_not_there(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    columns = ["path", "class", "class_index", "score", "top_k_classes", "top_k_scores", "error"]
+    for asked in ([], ["logits"], ["embeddings"]):
+        out = tmp_path / "-".join(["out", *asked])
+        options = PredictOptions(logits="logits" in asked, embeddings="embeddings" in asked)
+        predict(tiny_bundle, ByIndex(), folder, out, options, quiet=True)
+        rows = pq.read_table(out / PREDICTIONS).to_pylist()
+        expected = [expected_row(index, 5) for index in range(COUNT)]
+        assert rows == [{name: row[name] for name in [*columns, *asked]} for row in expected]

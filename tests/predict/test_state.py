@@ -1,0 +1,175 @@
+"""What the processes of a run share: who creates it, who may join it, and what is removed when that fails."""
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.errors import InputError
+from vitx.predict import PREDICTIONS, SUMMARY
+from vitx.predict.inputs.inventory import Inventory
+from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.options import PredictOptions
+from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.state import LEDGER, STATE, open_ledger, open_run
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for name in ("b.png", "a.png", "c.png"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out" / STATE).mkdir(parents=True)
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def ledger(out: Path) -> Iterator[Ledger]:
+    with closing(Ledger(out / STATE / LEDGER, lease_seconds=10)) as opened:
+        yield opened
+
+
+def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
+    return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
+
+
+def lists(out: Path) -> list[str]:
+    return [path.name for path in (out / STATE).glob("images-*")]
+
+
+def test_the_first_process_creates_the_run_and_the_others_join_it(ledger: Ledger, out: Path, images: Path) -> None:
+    measured: list[tuple[Inventory, bytes]] = []
+
+    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
+        measured.append((inventory, listing.read_bytes()))
+        return {"draft": {"flips": 1}}
+
+    backoff = DiskFullBackoff(out)
+    first = open_run(ledger, out, settings_of(images), backoff, measure)
+    assert (first.base, first.measured) == (str(images), {"draft": {"flips": 1}})
+    assert first.listing.read_bytes() == b"a.png\0b.png\0c.png\0"
+    assert [(part.start, part.count) for part in measured[0][0].shards] == [(0, 2), (12, 1)]
+    assert measured[0][1] == first.listing.read_bytes()
+    assert (out / PREDICTIONS).is_dir()
+    assert open_run(ledger, out, settings_of(images), backoff, measure) == first
+    assert len(measured) == 1
+    assert lists(out) == [first.listing.name]
+
+
+@pytest.mark.parametrize(("name", "value"), [("input", "/elsewhere"), ("shard_size", 3), ("top_k", 1), ("new", True)])
+def test_a_run_of_other_settings_is_not_joined(
+    ledger: Ledger, out: Path, images: Path, name: str, value: object
+) -> None:
+    settings = settings_of(images)
+    open_run(ledger, out, settings, DiskFullBackoff(out))
+    expected = f"another run: {name} was {settings.get(name)}, is {value} now; choose another folder, or pass --over"
+    with pytest.raises(InputError, match=expected):
+        open_run(ledger, out, settings | {name: value}, DiskFullBackoff(out))
+
+
+def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, out: Path, images: Path) -> None:
+    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
+        raise ValueError("classes change")
+
+    with pytest.raises(ValueError, match="classes change"):
+        open_run(ledger, out, settings_of(images), DiskFullBackoff(out), measure)
+    assert lists(out) == []
+    assert not ledger.has_run()
+    assert not (out / PREDICTIONS).exists()
+
+
+def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, images: Path) -> None:
+    run = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+    run.listing.unlink()
+    with pytest.raises(InputError, match=rf"\(\.vitx/{run.listing.name} is not there\): --out must be on a file sys"):
+        open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+
+
+def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
+    run = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+    (row,) = ledger._database.read("SELECT description FROM vitx_plan")
+    assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}}
+
+
+def opened(out: Path, **options: Any) -> Any:
+    return open_ledger(out, DiskFullBackoff(out), PredictOptions(**options))
+
+
+def test_a_ledger_is_closed_and_has_the_lease_that_was_asked_for(tmp_path: Path) -> None:
+    with opened(tmp_path / "out", lease_seconds=7) as ledger:
+        assert (ledger.lease_seconds, ledger.run) == (7, "")
+        assert (tmp_path / "out" / STATE / LEDGER).is_file()
+    with pytest.raises(Exception, match="closed database"):
+        ledger.totals()
+    assert (tmp_path / "out" / STATE / LEDGER).is_file()
+
+
+@pytest.mark.parametrize("made", ["", "out", f"out/{STATE}", f"out/{PREDICTIONS}", "out/notes.txt"])
+def test_a_failure_removes_only_what_was_made_for_it(tmp_path: Path, made: str) -> None:
+    """made: what was there before. With predictions begun, nothing is removed."""
+    out = tmp_path / "out"
+    if made:
+        (tmp_path / made).mkdir(parents=True)
+    before = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    with pytest.raises(ValueError, match="later"), opened(out):
+        raise ValueError("later")
+    after = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    if made == f"out/{STATE}":
+        before |= {f"out/{STATE}/{LEDGER}"}
+    if made == f"out/{PREDICTIONS}":
+        before |= {f"out/{STATE}", f"out/{STATE}/{LEDGER}"}
+    assert after == before
+
+
+def test_predictions_without_their_ledger_are_refused_and_overwritten_on_request(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / PREDICTIONS).mkdir(parents=True)
+    (out / PREDICTIONS / "part").touch()
+    (out / SUMMARY).touch()
+    with pytest.raises(InputError, match=rf"^'{out}' holds predictions\.parquet of another run: choose .*--overwrite$"):
+        opened(out).__enter__()
+    (out / STATE).mkdir()
+    (out / STATE / "images-1").touch()
+    with pytest.raises(InputError, match=r"pass --overwrite, or its --ledger$"):
+        opened(out).__enter__()
+    with opened(out, overwrite=True):
+        assert sorted(path.name for path in out.iterdir()) == [STATE]
+        assert lists(out) == []
+
+
+def test_a_file_in_the_place_of_the_predictions_is_refused_and_overwritten(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / PREDICTIONS).write_bytes(b"one file, as other tools write")
+    with pytest.raises(InputError, match="of another run"):
+        opened(out).__enter__()
+    with opened(out, overwrite=True):
+        assert not (out / PREDICTIONS).exists()
+
+
+def test_an_empty_folder_of_predictions_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / PREDICTIONS).mkdir()
+    with opened(tmp_path) as ledger:
+        assert not ledger.has_run()
+
+
+def test_overwriting_removes_the_summary_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash in between must not leave it beside the predictions of another run."""
+    (tmp_path / SUMMARY).touch()
+    (tmp_path / STATE).mkdir()
+    there: list[bool] = []
+    monkeypatch.setattr(
+        "vitx.predict.state.shutil.rmtree", lambda *_, **__: there.append((tmp_path / SUMMARY).exists())
+    )
+    with opened(tmp_path, overwrite=True):
+        pass
+    assert there == [False, False]

@@ -1,0 +1,152 @@
+"""Summary and progress: every number by hand."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from bundle_fixture import LABELS, write_bundle
+from vitx.core.bundle import MANIFEST
+from vitx.core.files import sha256_bytes
+from vitx.core.machine import installed_versions
+from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.ledger.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.pipeline.executor import Performance, ProgressReporter
+from vitx.predict.summary import bundle_digest, summarize
+
+
+def test_every_field_of_a_summary(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b.vitx", name="two-colours")
+    shards = tuple(Shard("images", "", index, 4) for index in range(3))
+    records = [{0: 2, 3: 1}, {}, {3: 4, 1: 1}]
+    performance = Performance(6, 1.5, {"read": 0.2, "decode": 0.4, "infer": 0.7, "write": 0.1}, {"provider": "CPU"})
+    draft = {
+        "images": 512,
+        "drafted": 400,
+        "flips": 1,
+        "flip_rate_bound": 0.009,
+        "max_flip_rate": 0.01,
+        "max_logit_difference": 0.5,
+        "max_grey_difference": 9,
+    }
+    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
+        ledger.create_or_join(lambda: ("", Inventory("", shards, "")))
+        for classes in records:
+            claim = ledger.claim()
+            assert claim is not None
+            images = sum(classes.values()) + 2
+            ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes), lambda: None)
+        summary = summarize(ledger, bundle, "/in/\udcff", performance, certified=True, draft=draft)
+        assert summarize(ledger, bundle, "/in", performance, certified=False).draft is None
+    found = summary.model_dump(mode="json")
+    assert found.pop("created").startswith("20")
+    assert found == {
+        "format_version": 2,
+        "bundle": "two-colours",
+        "bundle_sha256": sha256_bytes((bundle.path / MANIFEST).read_bytes()),
+        "certified": True,
+        "input": "/in/\\xff",
+        "images": 14,
+        "errors": 6,
+        "shards": 3,
+        "classes": {"blue": 2, "green": 1, "grey": 0, "red": 5},
+        "images_here": 6,
+        "seconds": 1.5,
+        "images_per_second": 4.0,
+        "binding": "infer",
+        "stages": performance.stages,
+        "runtime": {"provider": "CPU"},
+        "versions": installed_versions(),
+        "draft": draft,
+    }
+    assert list(found["classes"]) == list(LABELS)
+
+
+def test_classes_of_one_label_are_one_entry(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b.vitx")
+    object.__setattr__(bundle.manifest, "labels", ("same", "same", "else", "same"))
+    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
+        ledger.create_or_join(lambda: ("", Inventory("", (Shard("tar", "a"),), "")))
+        claim = ledger.claim()
+        assert claim is not None
+        ledger.commit(claim, ShardRecord("d", 9, 0, {0: 1, 1: 3, 3: 5}), lambda: None)
+        performance = Performance(9, 2.0, {"read": 1.0}, {})
+        assert summarize(ledger, bundle, "", performance, certified=True).classes == {"same": 9, "else": 0}
+
+
+def test_a_bundle_is_known_by_its_manifest(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "b.vitx")
+    manifest = bundle.path / MANIFEST
+    assert bundle_digest(bundle.path) == sha256_bytes(manifest.read_bytes())
+    before = bundle_digest(bundle.path)
+    manifest.write_bytes(manifest.read_bytes() + b"\n")
+    assert bundle_digest(bundle.path) != before
+
+
+class Counts:
+    """A ledger of given totals, which takes `seconds` of the clock to tell them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.seconds, self.calls = 100.0, 0.0, 0
+        self.given = Totals(shards=10, done=0, images=40, errors=0, expected=240)
+        self.shown: list[tuple[int, str]] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def totals(self) -> Totals:
+        self.calls += 1
+        self.now += self.seconds
+        return self.given
+
+    def update(self, done: int, note: str = "") -> None:
+        self.shown.append((done, note))
+
+
+def shares(seconds: float) -> dict[str, float]:
+    return {"read": 1 / seconds, "infer": 0.3}
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
+    return Counts(monkeypatch)
+
+
+def reporter_of(counts: Counts) -> ProgressReporter:
+    return ProgressReporter(cast(Ledger, counts), counts)
+
+
+def test_progress_counts_all_processes_and_the_rate_what_came_since_the_start(counts: Counts) -> None:
+    reporter = reporter_of(counts)
+    counts.now += 4
+    counts.given = counts.given._replace(images=70, done=3)
+    reporter.update(10, shares)  # (70 + 10 − 40) / 4 s; 160 left
+    assert reporter.seconds() == 4
+    assert counts.shown == [(80, "10 images/s, 16 s left, bound by infer")]
+    counts.given = counts.given._replace(expected=None)
+    counts.now += 1
+    reporter.update(0, lambda _: {"read": 0.9, "infer": 0.1})
+    assert counts.shown[1] == (3, "6 images/s, bound by read")
+
+
+def test_without_a_rate_no_time_is_left(counts: Counts) -> None:
+    reporter = reporter_of(counts)
+    counts.now += 1
+    reporter.update(0, shares)
+    assert counts.shown == [(40, "0 images/s, bound by read")]
+
+
+@pytest.mark.parametrize(("query", "pause"), [(0.0, 0.5), (0.002, 0.5), (0.1, 5.0)])
+def test_the_ledger_is_asked_twice_a_second_at_most_and_a_fiftieth_of_the_time(
+    counts: Counts, query: float, pause: float
+) -> None:
+    reporter = reporter_of(counts)
+    counts.seconds = query
+    counts.now += 1
+    asked = counts.now
+    reporter.update(0, shares)
+    assert counts.calls == 2
+    for now, calls in ((asked + pause - 0.01, 2), (asked + pause + 0.01, 3)):
+        counts.now = now
+        reporter.update(0, shares)
+        assert counts.calls == calls

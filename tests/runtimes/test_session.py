@@ -1,0 +1,218 @@
+"""The life of a session: infer until close, on every runtime that a CPU has; and every verb closes what it loads."""
+
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession
+from cli_fixture import Vitx
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.preprocess import UInt8Array
+from vitx.core.run import RunFolder
+from vitx.runtimes import Session, SessionClosed, load_session
+from vitx.serve.models.instances import SessionPool, load_instances
+from vitx.serve.models.loading import Loader
+from vitx.serve.options import ServeOptions
+
+IMAGES = np.zeros((2, IMAGE_SIZE, IMAGE_SIZE, 3), dtype=np.uint8)
+
+
+class Held(NumpySession):
+    """Infers while `go` is set, waits otherwise; counts how often it was freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go = Event(), Event()
+        self.freed = 0
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        self.began.set()
+        assert self.go.wait(20)
+        return super()._infer(images)
+
+    def _close(self) -> None:
+        self.freed += 1
+
+
+def assert_closed(session: Session) -> None:
+    for call in (session.infer, session.infer_features):
+        with pytest.raises(SessionClosed, match="the session is closed: load the model again"):
+            call(IMAGES)
+    session.close()
+
+
+def test_a_closed_session_refuses_and_is_freed_once() -> None:
+    with Held() as session:
+        session.go.set()
+        assert len(session.infer(IMAGES)) == 2
+        assert session.freed == 0
+    assert_closed(session)
+    assert session.freed == 1
+
+
+def test_an_error_closes_too() -> None:
+    session = Held()
+    with pytest.raises(KeyError), session:
+        raise KeyError
+    assert session.freed == 1
+
+
+def test_close_waits_for_the_calls_that_run_and_refuses_others() -> None:
+    session = Held()
+    with ThreadPoolExecutor(4) as threads:
+        running = threads.submit(session.infer, IMAGES)
+        assert session.began.wait(20)
+        closing = [threads.submit(session.close) for _ in range(2)]
+        while not session._closed:
+            pass
+        with pytest.raises(SessionClosed):
+            session.infer(IMAGES)
+        assert session.freed == 0
+        assert not any(one.done() for one in closing)
+        session.go.set()
+        assert len(running.result(20)) == 2
+        for one in closing:
+            one.result(20)
+    assert session.freed == 1
+
+
+def test_a_call_that_failed_no_longer_runs() -> None:
+    session = Held()
+    with pytest.raises(InputError, match=r"gives logits alone: load_session\(…, features=True\)"):
+        session.infer_features(IMAGES)
+    closing = Thread(target=session.close)
+    closing.start()
+    closing.join(20)
+    assert session.freed == 1
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_onnx_runtime_is_freed(tiny_bundle: Bundle, features: bool) -> None:
+    with load_session(tiny_bundle, device="cpu", threads=1, features=features) as session:
+        assert len(session.infer(IMAGES)) == 2
+        assert session.has_features == features
+        assert session.profiles == ()
+        held: Any = session
+        inner = weakref.ref(held._session)
+    assert inner() is None
+    assert_closed(session)
+    assert session.describe()["runtime"] == "onnxruntime"
+
+
+def test_openvino_is_freed(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("openvino", reason="an optional target")
+    monkeypatch.setattr("vitx.runtimes.openvino.IR", "model.onnx")  # OpenVINO reads ONNX as well as its own IR
+    with load_session(tiny_bundle, "openvino", threads=1) as session:
+        assert len(session.infer(IMAGES)) == 2
+        held: Any = session
+        inner = weakref.ref(held._model)
+    assert inner() is None
+    assert_closed(session)
+    assert session.describe()["runtime"] == "openvino"
+
+
+def test_torch_is_freed(tiny_run: RunFolder) -> None:
+    from vitx.runtimes.torch import load_run_session
+
+    with load_run_session(tiny_run, device="cpu") as session:
+        assert len(session.infer(IMAGES)) == 2
+        network = weakref.ref(session.network())
+        same = session.with_normalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert_closed(session)
+    assert session.describe()["runtime"] == "torch"
+    # The network is freed with the last session that runs it.
+    assert len(same.infer(IMAGES)) == 2
+    same.close()
+    assert network() is None
+
+
+def test_a_pool_closes_its_sessions() -> None:
+    sessions = [Held(), Held()]
+    pool = SessionPool(sessions)
+    pool.close()
+    assert_closed(pool)
+    assert [session.freed for session in sessions] == [1, 1]
+
+
+def test_instances_that_were_loaded_are_closed_when_the_next_cannot_be() -> None:
+    loaded: list[Held] = []
+
+    def load() -> Session:
+        if len(loaded) == 2:
+            raise InputError("no memory for another")
+        loaded.append(Held())
+        return loaded[-1]
+
+    with pytest.raises(InputError, match="no memory for another"):
+        load_instances(load, 3, 2)
+    assert [session.freed for session in loaded] == [1, 1]
+
+
+def test_a_model_that_is_refused_is_closed(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Infinite(Held):
+        classes = 4
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            return np.full((len(images), self.classes), np.inf, dtype=np.float32)
+
+    loader, session = Loader(ServeOptions(max_batch=2).batching, device="cpu"), Infinite()
+    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: session)
+    with pytest.raises(CheckFailed, match="not finite"):
+        loader.warm(loader.verify(tiny_bundle.path))
+    assert session.freed == 1
+    session = Infinite()
+    session.classes = 5
+    with pytest.raises(InputError, match="its manifest says"):
+        loader.warm(loader.verify(tiny_bundle.path))
+    assert session.freed == 1
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
+    """Every session that is made while the test runs."""
+    sessions: list[Session] = []
+    make = Session.__init__
+
+    def note(self: Session) -> None:
+        make(self)
+        sessions.append(self)
+
+    monkeypatch.setattr(Session, "__init__", note)
+    return sessions
+
+
+@pytest.mark.parametrize(
+    ("arguments", "least"),
+    [
+        (("eval", "BUNDLE"), 1),
+        (("eval", "RUN"), 1),
+        (("parity", "RUN", "BUNDLE"), 2),
+        (("parity", "--verify", "BUNDLE"), 1),
+        (("bench", "BUNDLE", "--run", "RUN", "--batch", "1", "--seconds", "0.02", "--threads", "1"), 3),
+        (("bench", "BUNDLE", "--rate", "100", "--seconds", "0.05"), 1),
+        (("bench", "BUNDLE", "--tune"), 2),
+    ],
+)
+def test_a_verb_closes_what_it_loads(
+    arguments: tuple[str, ...],
+    least: int,
+    made: list[Session],
+    vitx: Vitx,
+    tiny_bundle: Bundle,
+    tiny_run: RunFolder,
+    colours_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vitx.bench.autotune.TRIAL_SECONDS", 0.01)
+    paths = {"BUNDLE": tiny_bundle.path, "RUN": tiny_run.path}
+    data = () if arguments[0] == "bench" else ("--data", colours_folder)
+    code, _, err = vitx(*(paths.get(one, one) for one in arguments), *data, "--device", "cpu", "--json")
+    assert code == 0, err
+    assert len(made) >= least
+    assert all(session._closed for session in made)

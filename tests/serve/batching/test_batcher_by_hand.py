@@ -1,0 +1,416 @@
+"""The batcher with instances that a test runs by hand, in virtual time: exact moments, counts and texts."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from virtual_time import run_virtually
+from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.session import Float32Array
+from vitx.serve.batching.batcher import Batcher, Submission
+from vitx.serve.batching.instance_threads import BatchResult
+from vitx.serve.batching.latency_curve import LatencyCurve
+from vitx.serve.batching.request_queue import Batch
+from vitx.serve.errors import DeadlineMissed, QueueFull, RequestError
+from vitx.serve.limits import Batching
+from vitx.serve.observe.model_statistics import BatchTimes
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    run_virtually(test, "vitx.serve.batching.batcher")
+
+
+def images(*numbers: int) -> UInt8Array:
+    return np.array(numbers, dtype=np.uint8).reshape(-1, 1, 1, 1).repeat(3, axis=3)
+
+
+def numbers(batch: Batch) -> list[int]:
+    return [int(number) for part in batch.parts for number in part.images[:, 0, 0, 0]]
+
+
+class Instances:
+    """Takes the place of InstanceThreads: batches wait until the test runs them."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.replaced = 0
+        self.closed = False
+        self.on_result: Callable[[BatchResult], None] = lambda result: None
+
+    def put(self, batch: Batch) -> None:
+        assert not self.closed
+        self.batches.append(batch)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    async def run(
+        self, seconds: float = 0.1, *, gather: float = 0, lag: float = 0, error: BaseException | None = None
+    ) -> list[int]:
+        """Run the oldest batch; return the numbers of its images. `lag`: until the event loop has the result."""
+        batch = self.batches.pop(0)
+        loop = asyncio.get_running_loop()
+        batch.started = loop.time()
+        live = [part for part in batch.parts if not part.done]
+        given = [int(number) for part in live for number in part.images[:, 0, 0, 0]]
+        await asyncio.sleep(gather)
+        gathered = loop.time()
+        await asyncio.sleep(seconds)
+        batch.computed = loop.time()
+        await asyncio.sleep(lag)
+        logits: Float32Array | None = np.array(given, dtype=np.float32)[:, None] if error is None and live else None
+        died = error is not None and not isinstance(error, Exception)
+        self.on_result(BatchResult(batch, live, logits, error, gathered, batch.computed, died))
+        return given
+
+
+def made(
+    curve: dict[int, float] | None = None, *, on_batch: Callable[[BatchTimes], None] | None = None, **settings: Any
+) -> tuple[Batcher, Instances]:
+    instances = Instances()
+
+    def replaced(infer: object, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> Instances:
+        instances.on_result = on_result
+        return instances
+
+    defaults: dict[str, Any] = {"max_batch": 8, "max_delay": 0.0, "queue": 100, "instances": 1, "timeout": None}
+    batching = Batching(**{**defaults, **settings})
+    with patch("vitx.serve.batching.batcher.InstanceThreads", replaced):
+        known = LatencyCurve(curve) if curve else None
+        return Batcher(lambda rows: np.zeros((1, 1), np.float32), batching, curve=known, on_batch=on_batch), instances
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Asked:
+    """Requests with their replies: numbers, or the error."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.batcher = batcher
+        self.replies: dict[str, list[float] | Exception] = {}
+
+    def __call__(self, name: str, *given: int, allowed: float | None = None, priority: int = 0) -> Submission | None:
+        def on_logits(logits: Float32Array | Exception) -> None:
+            assert name not in self.replies
+            self.replies[name] = logits if isinstance(logits, Exception) else [float(row[0]) for row in logits]
+
+        deadline = None if allowed is None else now() + allowed
+        try:
+            return self.batcher.enqueue(images(*given), on_logits, priority=priority, deadline=deadline)
+        except RequestError as error:
+            self.replies[name] = error
+            return None
+
+
+def counts(batcher: Batcher) -> tuple[int, int]:
+    stats = batcher.statistics.as_json("m", "1")["inference_stats"]
+    return stats["success"]["count"], stats["fail"]["count"]
+
+
+def test_a_request_that_can_just_be_done_in_time_runs_and_one_that_cannot_is_refused_before_it_runs() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1}, max_batch=1)
+        ask = Asked(batcher)
+        ask("too short", 1, allowed=0.1 / 0.95 - 0.0002)  # a twentieth of the time is for the network
+        refusal = ask.replies["too short"]
+        assert isinstance(refusal, DeadlineMissed)
+        assert str(refusal) == "the deadline is in 100 ms, and the answer is expected in 100 ms; try again in 1 s"
+        assert instances.batches == []
+        ask("just", 2, allowed=0.1 / 0.95 + 0.0002)
+        assert await instances.run(0.1) == [2]
+        assert ask.replies["just"] == [2]
+        ask("first", 3)
+        ask("waits", 4, allowed=0.2 / 0.95 + 0.0002)  # behind .1 s
+        ask("is late", 5, allowed=0.2 / 0.95 + 0.0002)  # behind both
+        assert isinstance(ask.replies["is late"], DeadlineMissed)
+        assert "waits" not in ask.replies
+        assert await instances.run(0.1) == [3]
+        assert await instances.run(0.1) == [4]
+        assert counts(batcher) == (3, 2)
+
+    run(test)
+
+
+def test_a_queued_request_is_refused_at_the_moment_from_which_it_would_be_late() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4})
+        ask = Asked(batcher)
+        ask("slow", 1)
+        ask("waits", 2, allowed=1)  # .95 s, of which .1 s are for its batch
+        running = asyncio.ensure_future(instances.run(2))
+        await asyncio.sleep(0.849)
+        assert "waits" not in ask.replies
+        assert batcher.queued == 1
+        await asyncio.sleep(0.002)
+        text = "the deadline is in 100 ms, and the answer is expected in 100 ms; try again in 1 s"
+        assert str(ask.replies["waits"]) == text
+        assert batcher.queued == 0
+        await running
+        assert instances.batches == []
+        assert counts(batcher) == (1, 1)
+
+    run(test)
+
+
+def test_the_deadline_of_an_urgent_request_is_not_measured_by_the_queue_behind_it() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4})
+        ask = Asked(batcher)
+        ask("first", 0)
+        for number in range(1, 7):
+            ask(f"later {number}", number, priority=3)
+        ask("urgent", 9, allowed=0.3, priority=1)
+        await asyncio.sleep(0)  # a timer that is due would fire
+        assert await instances.run(0.1) == [0]
+        assert (await instances.run(0.1))[0] == 9
+        assert ask.replies["urgent"] == [9]
+
+    run(test)
+
+
+def test_the_time_from_the_end_of_a_batch_to_its_replies_is_planned_for() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1})
+        ask = Asked(batcher)
+        for _ in range(2):
+            ask(f"{now()}", 1)
+            await instances.run(0.1, lag=1)  # the mean moves by a tenth: to .1 s, then to .19 s
+        for allowed, refused in ((0.289, True), (0.291, False)):
+            ask(f"allowed {allowed}", 1, allowed=allowed / 0.95)
+            assert (f"allowed {allowed}" in ask.replies) == refused
+
+    run(test)
+
+
+def test_a_batch_is_cut_for_the_time_to_its_replies_too() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 4: 0.13, 8: 0.15})
+        ask = Asked(batcher)
+        ask("lags", 1)
+        await instances.run(0.1, lag=1)  # .1 s is added
+        ask("runs", 1)
+        for number in range(2, 8):
+            ask(f"{number}", number)
+        ask("urgent", 1, priority=1, allowed=0.345 / 0.95)  # .1 s wait, .1 s for the reply: .145 s for the batch
+        await instances.run(0.1)
+        assert len(numbers(instances.batches[0])) in (3, 4)
+
+    run(test)
+
+
+def test_a_partial_batch_leaves_in_time_for_a_deadline_and_otherwise_after_the_delay() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 2: 0.15, 8: 0.4}, max_delay=10.0)
+        ask = Asked(batcher)
+        ask("first", 0)
+        for number in range(1, 7):
+            ask(f"{number}", number)
+        await instances.run()
+        await instances.run()  # seven together: one alone now waits for company
+        ask("alone", 7)
+        await asyncio.sleep(9.99)
+        assert instances.batches == []
+        await asyncio.sleep(0.011)
+        assert await instances.run() == [7]
+        started = now()
+        ask("urgent", 8, allowed=2)  # 1.9 s; a batch of two would take .15 s, and waking up 5 ms
+        lag = batcher._reply_lag
+        while not instances.batches:
+            await asyncio.sleep(0.001)
+        assert now() - started == pytest.approx(1.9 - batcher.curve.at_most(2) - 0.005 - lag, abs=0.0015)
+        assert lag == 0
+
+    run(test)
+
+
+def test_parts_of_an_instance_that_died_go_first_and_in_their_old_order() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 4: 0.2}, max_batch=4)
+        ask = Asked(batcher)
+        ask("first", 0)
+        for number in (1, 2, 3, 4, 5, 6):
+            ask(f"{number}", number)
+        assert await instances.run() == [0]
+        assert await instances.run(error=SystemExit("killed")) == [1, 2, 3, 4]
+        assert await instances.run() == [1, 2, 3, 4]
+        assert await instances.run() == [5, 6]
+        assert all(ask.replies[f"{number}"] == [number] for number in range(1, 7))
+        assert counts(batcher) == (7, 0)
+
+    run(test)
+
+
+def test_when_a_part_dies_twice_those_with_it_run_again_together_even_while_the_batcher_closes() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 3: 0.2}, max_batch=3)
+        ask = Asked(batcher)
+        ask("fails", 0)
+        ask("stands by", 7, 8, 9)
+        assert await instances.run(error=SystemExit("killed")) == [0]
+        ask("before", 1, priority=1)
+        ask("behind", 2, priority=3)
+        assert await instances.run() == [7, 8, 9]
+        assert numbers(instances.batches[0]) == [1, 0, 2]
+        closing = asyncio.ensure_future(batcher.close())
+        await asyncio.sleep(0)
+        await instances.run(error=SystemExit("again"))
+        assert str(ask.replies["fails"]) == "inference failed: the instance ended: SystemExit('again')"
+        await asyncio.sleep(0)
+        assert not closing.done()
+        assert await instances.run() == [1, 2]
+        await closing
+        assert (ask.replies["before"], ask.replies["behind"]) == ([1], [2])
+        assert counts(batcher) == (3, 1)
+
+    run(test)
+
+
+def test_a_part_that_can_no_longer_be_done_in_time_is_not_run_a_second_time() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1})
+        ask = Asked(batcher)
+        ask("late", 1, allowed=0.2)
+        await instances.run(0.15, error=SystemExit("killed"))  # .19 s are planned, and another try takes .1 s
+        assert str(ask.replies["late"]) == "inference failed: the instance ended: SystemExit('killed')"
+        ask("in time", 2, allowed=0.4)
+        await instances.run(0.15, error=SystemExit("killed"))
+        assert await instances.run() == [2]
+        assert counts(batcher) == (1, 1)
+
+    run(test)
+
+
+def test_a_part_that_waits_for_its_second_run_is_refused_when_it_would_be_late() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1}, max_batch=1)
+        ask = Asked(batcher)
+        ask("retried", 1, allowed=2)
+        ask("stands by", 2)
+        await instances.run(error=SystemExit("killed"))
+        running = asyncio.ensure_future(instances.run(5))
+        await asyncio.sleep(1.69)  # 1.9 s are planned, .1 s have passed, .1 s are needed
+        assert "retried" not in ask.replies
+        await asyncio.sleep(0.02)
+        assert isinstance(ask.replies["retried"], DeadlineMissed)
+        await running
+        assert await instances.run() == []  # it stood by
+
+    run(test)
+
+
+def test_a_failed_part_ends_its_request_once_and_its_other_parts_never_run() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 2: 0.15}, max_batch=2)
+        ask = Asked(batcher)
+        ask("split", 1, 2, 3, 4, 5, 6, 7)
+        ask("other", 8)
+        assert await instances.run(error=ValueError("unlucky")) == [1, 2]
+        assert str(ask.replies["split"]) == "inference failed: unlucky"
+        assert counts(batcher) == (0, 1)
+        ran = []
+        while instances.batches:
+            ran += await instances.run()
+        assert 8 in ran
+        assert not {5, 6, 7} & set(ran)
+        assert (batcher.queued, batcher.running) == (0, 0)
+        assert counts(batcher) == (1, 1)
+        assert [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()] == []  # type: ignore[attr-defined]
+
+    run(test)
+
+
+def test_refusals_count_the_queue_and_say_when_it_will_be_served() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 1.0, 8: 2.0}, queue=5)
+        ask = Asked(batcher)
+        ask("first", 0)
+        await instances.run(1.0)  # one image a second
+        ask("second", 0)
+        await instances.run(0.5)  # the mean of 1 and 2, nine parts to one: 1.1 a second
+        ask("runs", 0)
+        for number in range(1, 4):
+            ask(f"{number}", number)
+        ask("fits", 4, 5)
+        assert "fits" not in ask.replies
+        ask("does not", 8)
+        refusal = ask.replies["does not"]
+        assert isinstance(refusal, QueueFull)
+        assert str(refusal) == "queue full: 5 of 5 images are waiting; try again in 5 s"  # 5 / 1.1
+        assert (refusal.retry_after, refusal.status, refusal.reason) == (5, 429, "queue_full")
+
+    run(test)
+
+
+def test_a_request_with_an_unknown_priority_is_counted_as_failed() -> None:
+    async def test() -> None:
+        batcher, _ = made()
+        for priority in (-1, 4, 10**30):
+            with pytest.raises(RequestError) as error:
+                batcher.enqueue(images(1), lambda logits: None, priority=priority)
+            assert str(error.value) == (
+                f"priority is {str(priority)[:20]}: expected 0 (the default) or 1 (the highest) to 3"
+            )
+        assert counts(batcher) == (0, 3)
+
+    run(test)
+
+
+def test_the_times_of_a_batch_are_exact() -> None:
+    async def test() -> None:
+        times: list[BatchTimes] = []
+        batcher, instances = made({1: 0.1, 8: 0.8}, on_batch=times.append)
+        ask = Asked(batcher)
+        ask("runs", 1)
+        await asyncio.sleep(0.25)
+        await instances.run(1, gather=0.5, lag=0.125)
+        (only,) = times
+        assert only.rows == 1
+        measured = (only.gather, only.compute, only.output, *only.queue)
+        assert measured == pytest.approx((0.5, 1, 0.125, 0.25))
+        assert batcher.curve.seconds(1) == pytest.approx(0.1 * 1.05)  # the image ran for 1 s: cut to twice the mean
+        inference = batcher.statistics.as_json("m", "1")["inference_stats"]
+        assert inference["success"] == {"count": 1, "ns": pytest.approx(1.875e9)}
+        assert inference["queue"] == {"count": 1, "ns": pytest.approx(0.25e9)}
+
+    run(test)
+
+
+def test_a_record_gets_the_times_of_all_parts_of_its_request() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 2: 0.15}, max_batch=2)
+        record = RequestRecord("id")
+        CURRENT_RECORD.set(record)
+        reply = asyncio.ensure_future(batcher.submit(images(1, 2, 3)))
+        await asyncio.sleep(0.5)
+        await instances.run(1)
+        await instances.run(2)
+        assert (await reply)[:, 0].tolist() == [1, 2, 3]
+        assert (record.images, record.queue_entered) == (3, 0.0)
+        assert (record.queue, record.compute) == pytest.approx((0.5, 3))
+
+    run(test)
+
+
+def test_cancelling_the_caller_cancels_what_has_not_run_and_is_counted() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4})
+        Asked(batcher)("first", 1)
+        waits = asyncio.ensure_future(batcher.submit(images(2)))
+        await asyncio.sleep(0)
+        assert batcher.queued == 1
+        waits.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert batcher.queued == 0
+        await instances.run()
+        assert instances.batches == []
+        assert counts(batcher) == (1, 1)
+
+    run(test)

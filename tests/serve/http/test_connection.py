@@ -1,0 +1,337 @@
+"""One connection in virtual time: when a slow or refused client is answered, what it is told, and when it is closed."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from socketless_server import BODY, Server, Transport, bodies_of, request, settled
+from virtual_time import run_virtually
+from vitx.serve.http.asgi import CONNECTION, ClientGone, await_unless_gone
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    run_virtually(test, "vitx.serve.http.connection")
+
+
+def refused(transport: Transport) -> tuple[int, str]:
+    """Status and error of the only reply; its bytes must be exact, and the connection closed."""
+    head, _, body = transport.written.partition(b"\r\n\r\n")
+    status, *lines = head.split(b"\r\n")
+    assert sorted(line for line in lines if not line.startswith((b"retry-after", b"date"))) == [
+        b"connection: close",
+        b"content-length: %d" % len(body),
+        b"content-type: application/json",
+    ]
+    assert status.startswith(b"HTTP/1.1 ")
+    assert transport.closed
+    return int(status.split()[1]), json.loads(body)["error"]
+
+
+def test_a_connection_without_a_request_is_closed_in_time_and_without_an_answer() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        transport, _ = server.connect()
+        await asyncio.sleep(4.99)
+        assert not transport.closed
+        await asyncio.sleep(0.02)
+        assert (transport.written, transport.closed, server.refused) == (b"", True, [])
+
+    run(test)
+
+
+def test_a_head_has_its_time_from_the_connection_or_from_its_first_byte() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        transport, protocol = server.connect()
+        await asyncio.sleep(2)
+        protocol.data_received(request()[:20])
+        await asyncio.sleep(2.99)
+        assert not transport.closed
+        await asyncio.sleep(0.02)
+        assert refused(transport) == (408, "the request's headers took too long")
+        transport, protocol = server.connect()
+        protocol.data_received(request())
+        await asyncio.sleep(4)
+        protocol.data_received(request()[:20])  # of the second request
+        await asyncio.sleep(3)
+        protocol.data_received(request()[20:30])  # a piece now and then does not help
+        await asyncio.sleep(1.99)
+        assert not transport.closed
+        transport.written = b""
+        await asyncio.sleep(0.02)
+        assert refused(transport) == (408, "the request's headers took too long")
+        assert server.refused == ["slow_client", "slow_client"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_body_has_its_time_and_a_second_for_every_so_many_bytes(cached: bool) -> None:
+    async def test() -> None:
+        server = Server(body_seconds=2, body_rate=10)
+        if cached:
+            await server.ask([request()])
+        transport, protocol = server.connect()
+        protocol.data_received(request()[:-20])
+        await asyncio.sleep(1)
+        protocol.data_received(request()[-20:-10])  # 30 of 40 bytes: 2 + 3 s in all
+        await asyncio.sleep(3.9)
+        assert not transport.closed
+        await asyncio.sleep(0.25)  # it may be looked at a tenth of a second late
+        assert refused(transport) == (408, "the request's body took too long")
+        assert server.refused == ["slow_client"]
+        assert protocol.slow
+
+    run(test)
+
+
+def test_a_body_that_the_server_does_not_read_is_not_slow() -> None:
+    async def test() -> None:
+        server = Server(body_seconds=2, body_rate=10**9)
+
+        async def busy(scope: Scope, receive: Receive, send: Send) -> None:
+            await asyncio.sleep(60)
+
+        transport, protocol = server.connect()
+        protocol.app = busy
+        protocol.data_received(request()[:-1])
+        protocol.flow.pause_reading()
+        await asyncio.sleep(30)
+        assert (transport.closed, server.refused) == (False, [])
+        protocol.flow.resume_reading()
+        await asyncio.sleep(0.2)
+        assert refused(transport)[0] == 408
+
+    run(test)
+
+
+def test_a_head_may_have_exactly_its_limit() -> None:
+    async def test() -> None:
+        server = Server(header_bytes=100)
+        transport, protocol = server.connect()
+        protocol.data_received(b"GET / HTTP/1.1\r\nLong: ".ljust(100, b"x"))
+        assert not transport.closed
+        protocol.data_received(b"x")
+        assert refused(transport) == (431, "request headers of more than 100 bytes")
+        assert server.refused == ["too_large"]
+
+    run(test)
+
+
+def test_a_whole_head_may_have_exactly_its_limit_without_its_punctuation() -> None:
+    async def test() -> None:
+        plain = len(b"/echo" + b"host" + b"here" + b"content-length" + b"40" + b"x")
+        for limit, status in ((plain + 5, 200), (plain + 4, 431)):
+            server = Server(header_bytes=limit)
+            transport, protocol = server.connect()
+            protocol.data_received(request(BODY, b"X: " + b"y" * 5))
+            await settled()
+            assert transport.written.startswith(b"HTTP/1.1 %d" % status)
+            assert transport.closed == (status == 431)
+            assert server.refused == ["too_large"] * (status == 431)
+            assert len(server.app.parsed) == (status == 200)
+
+    run(test)
+
+
+def test_what_is_no_http_is_refused_and_closed() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        protocol.data_received(b"hello\r\n\r\n")
+        assert refused(transport) == (400, "the request is not valid HTTP/1.1")
+        assert server.refused == ["bad_request"]
+
+    run(test)
+
+
+def test_a_connection_beyond_the_limit_is_refused_or_closed_after_a_second() -> None:
+    async def test() -> None:
+        server = Server(connections=2, header_seconds=60)
+        kept = [server.connect() for _ in range(2)]
+        asks, silent = server.connect(), server.connect()
+        asks[1].data_received(request())
+        await settled()
+        assert refused(asks[0]) == (503, "2 connections are open")
+        assert b"retry-after: 1\r\n" in asks[0].written
+        assert server.refused == ["connections"]
+        await asyncio.sleep(0.99)
+        assert not silent[0].closed
+        await asyncio.sleep(0.02)
+        assert (silent[0].closed, silent[0].written) == (True, b"")
+        kept[1][1].data_received(request())
+        await settled()
+        assert kept[1][0].written.startswith(b"HTTP/1.1 200")
+        asks[1].connection_lost(None)
+        silent[1].connection_lost(None)
+        kept[0][1].connection_lost(None)
+        again, protocol = server.connect()
+        protocol.data_received(request())
+        await settled()
+        assert again.written.startswith(b"HTTP/1.1 200")
+
+    run(test)
+
+
+def test_a_slow_body_after_the_reply_has_started_gets_no_second_reply() -> None:
+    async def test() -> None:
+        server = Server(body_seconds=2, body_rate=10**9)
+
+        async def answers_early(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
+            await send({"type": "http.response.body", "body": b"wh", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        transport, protocol = server.connect()
+        protocol.app = answers_early
+        protocol.data_received(request()[:-1])
+        await asyncio.sleep(3)
+        assert transport.written.endswith(b"\r\n\r\nwh")
+        assert (transport.closed, server.refused) == (True, ["slow_client"])
+        protocol.connection_lost(None)
+        await settled()
+
+    run(test)
+
+
+def test_an_idle_connection_is_closed_its_time_after_the_last_reply() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        kept = protocol.timeout_keep_alive
+        protocol.data_received(request())
+        await asyncio.sleep(kept / 2)
+        protocol.data_received(request())
+        await settled()
+        assert transport.written.count(b"200 OK") == 2
+        await asyncio.sleep(kept - 0.01)
+        assert not transport.closed
+        await asyncio.sleep(0.02)
+        assert transport.closed
+        assert server.refused == []
+
+    run(test)
+
+
+def test_a_connection_with_a_request_in_it_is_not_idle() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        kept = protocol.timeout_keep_alive
+        protocol.data_received(request())
+        await settled()
+        await asyncio.sleep(kept - 1)
+        protocol.data_received(request(b"h" * 40))  # its reply is held
+        await settled()
+        assert not protocol.is_idle()
+        await asyncio.sleep(2 * kept)
+        assert not transport.closed
+        server.app.held.pop()()
+        assert protocol.is_idle()
+        await asyncio.sleep(2 * kept + 0.01)
+        assert transport.closed
+
+    run(test)
+
+
+def test_a_lost_connection_leaves_no_timer() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        for sent in (b"", request()[:20], request()[:-1], request()):
+            transport, protocol = server.connect()
+            protocol.data_received(sent)
+            await settled()
+            protocol.connection_lost(ConnectionResetError())
+            assert protocol.lost
+            transport.written = b""
+            timers = (protocol._timer, protocol.timeout_keep_alive_task)
+            assert all(timer is None or timer.cancelled() for timer in timers)
+            await asyncio.sleep(100)
+            assert (transport.written, transport.closed) == (b"", False)
+        assert server.refused == []
+
+    run(test)
+
+
+def test_a_request_that_was_answered_is_not_cancelled_when_its_client_hangs_up() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.ask([request()])
+        _, protocol = server.connect()
+        protocol.data_received(request(b"held".ljust(40)))
+        assert protocol.on_lost is not None
+        server.app.held.pop()()
+        assert protocol.on_lost is None
+        protocol.data_received(request())  # answered at once
+        assert protocol.on_lost is None
+        protocol.connection_lost(None)
+        assert server.app.cancelled == []
+
+    run(test)
+
+
+def test_each_hang_up_cancels_only_the_request_that_runs() -> None:
+    async def test() -> None:
+        server = Server()
+        await server.ask([request()])
+        _, protocol = server.connect()
+        protocol.data_received(request(b"h1".ljust(40)))
+        server.app.held.pop()()
+        protocol.data_received(request(b"h2".ljust(40)))
+        protocol.connection_lost(None)
+        assert server.app.cancelled == [b"h2".ljust(40)]
+
+    run(test)
+
+
+def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> None:
+    async def test() -> None:
+        connection: Any = SimpleNamespace(lost=False, on_lost=None)
+        scope: Scope = {CONNECTION: connection}
+
+        async def work(seconds: float) -> int:
+            await asyncio.sleep(seconds)
+            return 7
+
+        assert await await_unless_gone(scope, work(1)) == 7
+        assert connection.on_lost is None
+        waiting = asyncio.ensure_future(await_unless_gone(scope, work(100)))
+        await settled()
+        connection.lost = True
+        vars(connection)["on_lost"]()
+        with pytest.raises(ClientGone):
+            await waiting
+        assert connection.on_lost is None
+        with pytest.raises(ClientGone):  # it was lost before the work began
+            await await_unless_gone(scope, work(100))
+        connection.lost = False
+        cancelled = asyncio.ensure_future(await_unless_gone(scope, work(100)))
+        await settled()
+        cancelled.cancel()  # by the server, not by a hang-up
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert connection.on_lost is None
+
+    run(test)
+
+
+def test_pipelined_requests_that_are_parsed_are_answered_in_order_and_reading_waits() -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        requests = [request(b"%d" % number, b"X-%d: 1" % number) for number in range(3)]
+        protocol.data_received(b"".join(requests))
+        assert not transport.reading
+        await settled()
+        assert bodies_of(transport.written) == [b"0", b"1", b"2"]
+        assert transport.reading
+        assert server._state.total_requests == 3
+        protocol.connection_lost(None)
+
+    run(test)

@@ -1,0 +1,175 @@
+"""Which checkpoint a run goes on from, which epoch is best, and when training is done."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vitx.core.errors import InputError
+from vitx.core.run import RunFolder
+from vitx.train.loop.checkpoint import (
+    TENSOR_FILES,
+    CheckpointTensors,
+    Metrics,
+    best_row,
+    is_finished,
+    load_newest,
+    newest_checkpoint,
+    read_metrics,
+    save_epoch,
+    save_within_epoch,
+)
+from vitx.train.recipes.optimization_settings import Selection
+
+
+def row(epoch: int, **changes: float) -> Metrics:
+    return {"epoch": epoch, "step": 10 * epoch, "top1": 0.5, "nll": 1.0, **changes}
+
+
+def tensors(value: float) -> CheckpointTensors:
+    model, ema, optimizer = ({"weight": torch.full((2, 3), value + part / 10)} for part in range(3))
+    return CheckpointTensors(model, ema, optimizer)
+
+
+def save_step(run: RunFolder, history: list[Metrics], step: int) -> None:
+    save_within_epoch(run, tensors(step), history, step, {"next_batch": step % 10}, {"batches": step % 10})
+
+
+def value_of(run: RunFolder) -> float:
+    loaded = load_newest(run)
+    assert loaded is not None
+    return float(loaded[0].model["weight"][0, 0])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path)
+
+
+def test_nothing_saved_is_nothing_to_resume(run: RunFolder) -> None:
+    assert newest_checkpoint(run) is None
+    assert load_newest(run) is None
+
+
+def test_a_step_of_the_first_epoch_is_resumed(run: RunFolder) -> None:
+    save_step(run, [], 3)
+    found = newest_checkpoint(run)
+    assert found is not None
+    folder, state = found
+    assert folder.name == "step-00000003"
+    assert (state.epoch, state.step, state.best_epoch, state.best_metric, state.metrics) == (0, 3, 0, 0.0, {})
+    assert (state.rng, state.trainer) == ({"next_batch": 3}, {"batches": 3})
+
+
+def test_the_step_after_the_last_epoch_is_resumed_and_not_the_epoch(run: RunFolder) -> None:
+    history = [row(1)]
+    save_epoch(run, tensors(10), history, {})
+    save_step(run, history, 14)
+    assert value_of(run) == 14
+    save_step(run, history, 16)
+    assert value_of(run) == 16
+    assert {path.name for path in (run.path / "checkpoints").iterdir()} == {
+        *("last", "best", "resume"),
+        *("epoch-0001", "step-00000016"),
+    }
+
+
+def test_the_epoch_is_resumed_when_it_is_newer_than_a_step_that_was_not_removed(run: RunFolder) -> None:
+    """Killed between the links: `last` names the new epoch, and `resume` still names a step within it."""
+    save_step(run, [], 8)
+    save_epoch(run, tensors(10), [row(1)], {})
+    assert not (run.path / "checkpoints" / "resume").is_symlink(), "an epoch's end replaces the checkpoint within it"
+    save_step(run, [], 8)
+    assert value_of(run) == 10
+
+
+def test_of_two_with_as_many_steps_the_finished_epoch_is_resumed(run: RunFolder) -> None:
+    """A step checkpoint of the last batch has neither the evaluation nor the epoch's metrics."""
+    save_epoch(run, tensors(10), [row(1)], {})
+    save_step(run, [], 10)
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert (found[0].name, found[1].epoch) == ("epoch-0001", 1)
+
+
+@pytest.mark.parametrize("link", ["last", "resume"])
+def test_a_link_that_leads_nowhere_is_named(run: RunFolder, link: str) -> None:
+    save_epoch(run, tensors(10), [row(1)], {})
+    save_step(run, [row(1)], 14)
+    path = run.path / "checkpoints" / link
+    path.unlink()
+    path.symlink_to("epoch-0009")
+    with pytest.raises(InputError, match=r"checkpoints/epoch-0009/state\.json does not exist"):
+        load_newest(run)
+
+
+@pytest.mark.parametrize("name", TENSOR_FILES)
+def test_a_file_that_is_not_the_one_that_was_saved_is_named(run: RunFolder, name: str) -> None:
+    save_epoch(run, tensors(10), [row(1)], {})
+    save_file(tensors(11).model, run.path / "checkpoints" / "last" / name)
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        load_newest(run)
+
+
+def test_each_file_holds_its_own_tensors(run: RunFolder) -> None:
+    save_epoch(run, tensors(10), [row(1)], {"seed": 3}, {"scaler": 1})
+    loaded = load_newest(run)
+    assert loaded is not None
+    found, state = loaded
+    assert [sorted(set(part["weight"].flatten().tolist())) for part in found] == [
+        pytest.approx([10.0]),
+        pytest.approx([10.1]),
+        pytest.approx([10.2]),
+    ]
+    assert (state.rng, state.trainer, state.metrics) == ({"seed": 3}, {"scaler": 1}, row(1))
+
+
+def test_the_best_epoch_is_linked_by_the_metric_that_was_asked_for(run: RunFolder) -> None:
+    history: list[Metrics] = []
+    for epoch, (top1, nll) in enumerate([(0.5, 0.9), (0.6, 0.7), (0.8, 0.8)], 1):
+        history.append(row(epoch, top1=top1, nll=nll))
+        save_epoch(run, tensors(epoch), history, {}, metric="nll")
+    checkpoints = run.path / "checkpoints"
+    assert (checkpoints / "best").readlink() == Path("epoch-0002")
+    assert (checkpoints / "last").readlink() == Path("epoch-0003")
+    loaded = load_newest(run)
+    assert loaded is not None
+    assert (loaded[1].best_epoch, loaded[1].best_metric, loaded[1].step) == (2, 0.7, 30)
+    assert {path.name for path in checkpoints.iterdir()} == {"best", "last", "epoch-0002", "epoch-0003"}
+    assert read_metrics(run.metrics_path, 3) == history
+
+
+@pytest.mark.parametrize(
+    ("rows", "metric", "best"),
+    [
+        ([row(1, top1=0.9), row(2, top1=0.9)], "top1", 1),
+        ([row(1, top1=0.9, nll=0.5), row(2, top1=0.9, nll=0.4)], "top1", 2),
+        ([row(1, ece=0.2, nll=0.5), row(2, ece=0.2, nll=0.4), row(3, ece=0.1, nll=9.0)], "ece", 3),
+        ([row(1, ece=0.2, nll=0.5), row(2, ece=0.2, nll=0.4)], "ece", 2),
+        ([row(1, nll=0.4, top1=0.1), row(2, nll=0.4, top1=0.9)], "nll", 1),
+    ],
+)
+def test_ties_go_to_the_lowest_nll_then_to_the_first(rows: list[Metrics], metric: Any, best: int) -> None:
+    assert best_row(rows, metric)["epoch"] == best
+
+
+@pytest.mark.parametrize(
+    ("top1", "epochs", "patience", "finished"),
+    [
+        ([], 1, 1, False),
+        ([0.5], 2, 0, False),
+        ([0.5, 0.6], 2, 0, True),
+        ([0.5, 0.4], 9, 2, False),  # one epoch since the best
+        ([0.5, 0.4, 0.4], 9, 2, True),
+        ([0.5, 0.4, 0.6], 9, 2, False),  # the best is the last
+        ([0.5, 0.5, 0.5], 9, 2, True),  # equal is not better
+        ([0.5, 0.4, 0.3, 0.2], 9, 0, False),  # without patience all epochs are trained
+    ],
+)
+def test_training_ends_after_its_epochs_or_its_patience(
+    top1: list[float], epochs: int, patience: int, finished: bool
+) -> None:
+    history = [row(epoch, top1=value) for epoch, value in enumerate(top1, 1)]
+    assert is_finished(history, epochs, Selection(patience=patience)) is finished

@@ -1,0 +1,53 @@
+"""What `vitx analyze SOURCE [OTHER]` does: load one network or two, measure each, compare them, write the report."""
+
+from collections.abc import Sequence
+
+from vitx.analyze.analysis import Analysis, analyze, compare_representations
+from vitx.analyze.analysis_report import write_report
+from vitx.analyze.images import open_analysis_images
+from vitx.analyze.metric import AnalysisOptions, NotApplicable
+from vitx.analyze.options import AnalysisRequest
+from vitx.analyze.similarity_matrix import SimilarityMatrix
+from vitx.core.console import log
+from vitx.core.errors import InputError
+from vitx.data.image_set import ImageSet
+from vitx.models.device import choose_device
+from vitx.models.source import Source, SourceRequest
+
+
+def analyze_networks(
+    targets: Sequence[str], metrics: tuple[str, ...], request: AnalysisRequest, *, quiet: bool = False
+) -> tuple[list[Analysis], SimilarityMatrix | None]:
+    """Measure one network or two on the same images; return the analyses, and the CKA between two where it applies.
+
+    Raises InputError when no data is named and the first network was trained on none.
+    """
+    device = choose_device(request.device)
+    options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
+    sources = [SourceRequest(target, request.checkpoint, request.weights, request.data).load() for target in targets]
+    data = request.data or sources[0].data
+    if not data:
+        raise InputError(f"'{targets[0]}' brings no images: give --data")
+    images = open_analysis_images(data, request.images, skip_bad=request.skip_bad)
+    cache = request.out / "metrics" if request.out else None
+    analyses = []
+    for source in sources:
+        source.model.to(device)
+        log(f"analyze: {source.name}, {len(images)} images of {images.name}", quiet=quiet)
+        analyses.append(analyze(source, images, metrics, options, cache=cache, quiet=quiet))
+    cka_between = _cka_between(sources, images, options, quiet=quiet) if "cka" in metrics else None
+    if request.out is not None:
+        log(f"analyze: {write_report(request.out, analyses, cka_between)}", quiet=quiet)
+    return analyses, cka_between
+
+
+def _cka_between(
+    sources: list[Source], images: ImageSet, options: AnalysisOptions, *, quiet: bool
+) -> SimilarityMatrix | None:
+    if len(sources) < 2:
+        return None
+    try:
+        return compare_representations(sources[0], sources[1], images, options, quiet=quiet)
+    except NotApplicable as reason:
+        log(f"analyze: no CKA between the two: {reason}", quiet=quiet)
+        return None

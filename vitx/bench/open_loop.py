@@ -1,0 +1,120 @@
+"""Open loop: requests arrive by a schedule that does not wait for answers, through the server's own batcher.
+
+A latency counts from the scheduled arrival, not from the moment the generator got round to it: a server that stalls
+delays the requests behind the stall, and those delays are in the numbers (coordinated omission avoided).
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.bench.timing import percentiles
+from vitx.core.errors import InputError
+from vitx.core.preprocess import UInt8Array
+from vitx.serve.batching.batcher import Batcher, Infer
+from vitx.serve.errors import QueueFull
+from vitx.serve.limits import Batching
+
+# The first arrival is due this long after the start, so that the generator's thread runs by then.
+_LEAD_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class OpenLoopRun:
+    """One open-loop run at `rate` requests a second. Times in seconds.
+
+    latencies: of the answered requests, from scheduled arrival to answer. refused: requests that found the queue full.
+    late: 99th percentile of how long after its schedule a request entered the queue; it is part of the latency, and
+    shows when the generator, not the model, is the limit.
+    """
+
+    rate: float
+    latencies: tuple[float, ...]
+    refused: int
+    late: float
+    elapsed: float
+
+    def percentile(self, share: float) -> float:
+        """The latency that `share` of all requests did not exceed; a refused request counts as infinitely late."""
+        times = sorted([*self.latencies, *[math.inf] * self.refused])
+        return times[math.ceil(share * len(times)) - 1]
+
+    @property
+    def images_per_second(self) -> float:
+        return len(self.latencies) / self.elapsed
+
+
+def poisson_arrivals(rate: float, seconds: float, seed: int = 0) -> npt.NDArray[np.float64]:
+    """Seconds at which requests arrive: gaps are exponential with mean 1/rate; sorted, all below `seconds`.
+
+    Raises InputError when `rate` × `seconds` is below one arrival.
+    """
+    if not rate * seconds >= 1:
+        raise InputError(f"rate {rate:g} a second for {seconds:g} s: expected at least one arrival, give a longer time")
+    expected = rate * seconds
+    gaps = np.random.default_rng(seed).exponential(1 / rate, int(expected + 10 * expected**0.5 + 10))
+    arrivals: npt.NDArray[np.float64] = np.cumsum(gaps)
+    return arrivals[arrivals < seconds]
+
+
+def run_open_loop(infer: Infer, images: UInt8Array, arrivals: Sequence[float], batching: Batching) -> OpenLoopRun:
+    """Send one image at each of `arrivals` (seconds from the start) through a batcher; wait for all answers.
+
+    images: uint8 (M, S, S, 3), taken in turn.
+    """
+    return asyncio.run(_OpenLoop(images, arrivals).run(infer, batching))
+
+
+class _OpenLoop:
+    """The state of one run; everything but the generator's waiting happens on the event loop."""
+
+    def __init__(self, images: UInt8Array, arrivals: Sequence[float]) -> None:
+        self._images, self._arrivals = images, arrivals
+        self._latencies: list[float] = []
+        self._lateness: list[float] = []
+        self._refused = 0
+        self._requests: set[asyncio.Task[None]] = set()
+
+    async def run(self, infer: Infer, batching: Batching) -> OpenLoopRun:
+        batcher = Batcher(infer, batching)
+        loop, sent = asyncio.get_running_loop(), asyncio.Event()
+        start = time.monotonic() + _LEAD_SECONDS
+
+        def generate() -> None:
+            # A thread of its own: the event loop's timers are as coarse as a millisecond.
+            for index, arrival in enumerate(self._arrivals):
+                time.sleep(max(0.0, start + arrival - time.monotonic()))
+                loop.call_soon_threadsafe(self._send, batcher, index, start + arrival)
+            loop.call_soon_threadsafe(sent.set)
+
+        generator = threading.Thread(target=generate, name="arrivals", daemon=True)
+        generator.start()
+        await sent.wait()
+        await asyncio.gather(*self._requests)
+        elapsed = time.monotonic() - start
+        await batcher.close()
+        generator.join()
+        rate = len(self._arrivals) / max(self._arrivals[-1], 1e-9)
+        late = percentiles(self._lateness, (0.99,))[0.99]
+        return OpenLoopRun(rate, tuple(self._latencies), self._refused, late, elapsed)
+
+    def _send(self, batcher: Batcher, index: int, due: float) -> None:
+        self._lateness.append(time.monotonic() - due)
+        request = asyncio.create_task(self._request(batcher, index, due))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+
+    async def _request(self, batcher: Batcher, index: int, due: float) -> None:
+        row = index % len(self._images)
+        try:
+            await batcher.submit(self._images[row : row + 1])
+        except QueueFull:
+            self._refused += 1
+        else:
+            self._latencies.append(time.monotonic() - due)

@@ -1,0 +1,195 @@
+"""What `vitx bench` was asked to measure. Every runtime is loaded, or refused, before anything is measured."""
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vitx.bench.autotune import tune
+from vitx.bench.closed_loop import Loader, device_of, random_images
+from vitx.bench.open_loop import OpenLoopRun
+from vitx.bench.scenarios import Scenario, ScenarioResult, ScenarioSettings, run_at_rate, run_scenario
+from vitx.core.bundle import Bundle, timestamp
+from vitx.core.errors import InputError
+from vitx.core.files import Record
+from vitx.core.latency import Tuning
+from vitx.core.machine import describe_machine, usable_cores
+from vitx.core.run import RunFolder
+from vitx.runtimes import load_session
+from vitx.runtimes.requirements import require
+from vitx.runtimes.session import Session, image_shape
+from vitx.serve.models.instances import load_instances, tuned_setting
+from vitx.serve.options import ServeOptions
+
+
+class OpenLoopResult(Record):
+    """One offered rate, as JSON. A percentile is null where it falls on a refused request."""
+
+    rate: float
+    answered_per_second: float
+    refused: int
+    p50_ms: float | None
+    p90_ms: float | None
+    p95_ms: float | None
+    p99_ms: float | None
+    late_ms: float
+
+    @classmethod
+    def of(cls, rate: float, result: OpenLoopRun) -> "OpenLoopResult":
+        found = {share: 1e3 * result.percentile(share / 100) for share in (50, 90, 95, 99)}
+        return cls(
+            rate=rate,
+            answered_per_second=result.images_per_second,
+            refused=result.refused,
+            **{f"p{share}_ms": value if math.isfinite(value) else None for share, value in found.items()},
+            late_ms=1e3 * result.late,
+        )
+
+
+class LoadTestReport(Record):
+    """What `vitx bench` with --rate or --scenario prints as JSON."""
+
+    runtime: dict[str, Any]
+    machine: dict[str, Any]
+    instances: int
+    max_batch: int
+    max_delay_ms: float
+    open_loop: tuple[OpenLoopResult, ...]
+    scenarios: tuple[ScenarioResult, ...]
+    created: str
+
+
+@dataclass(frozen=True)
+class BenchRequest:
+    """A bundle, the run to compare it with, and how to load them. `runtimes` are names, separated by commas."""
+
+    bundle: Bundle
+    run: Path | None
+    runtimes: str
+    device: str
+    threads: int | None
+
+    @property
+    def machine(self) -> str:
+        machine = describe_machine()
+        return f"{machine['processor']}, {machine['cores']} cores"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The runtimes in the order given, each once; torch is added for a run that none of them would load."""
+        names = tuple(dict.fromkeys(name.strip() for name in self.runtimes.split(",")))
+        given = self.run is not None and not any(map(_runs_a_run, names))
+        return (*names, "torch") if given else names
+
+    @contextmanager
+    def sessions(self) -> Iterator[dict[str, Session]]:
+        """Load every runtime. Raises InputError for an unknown one, EnvironmentMissing for one that cannot run here."""
+        with ExitStack() as opened:
+            yield {
+                name: opened.enter_context(self._load_run(name) if _runs_a_run(name) else self._load(name))
+                for name in self.names
+            }
+
+    def loaders(self) -> dict[str, Loader]:
+        """For each runtime of bundles, the function that loads another bundle into it."""
+        return {
+            name: partial(load_session, runtime=name, device=self.device, threads=self.threads)
+            for name in self.names
+            if not _runs_a_run(name)
+        }
+
+    def tune(self, *, quiet: bool) -> Tuning:
+        """Tune for this machine's processor. Raises InputError for several runtimes, a GPU, or a run in torch."""
+        name = self._only("--tune")
+        with self._load(name) as session:
+            if device_of(session.describe()) != "cpu":
+                raise InputError(f"--tune is for a processor, and {name} would use a GPU: give --device cpu")
+
+        def load(threads: int) -> Session:
+            return load_session(self.bundle, name, device=self.device, threads=threads)
+
+        return tune(self.bundle, load, cores=usable_cores(), quiet=quiet)
+
+    def load_test(
+        self,
+        *,
+        rates: tuple[float, ...],
+        scenarios: tuple[Scenario, ...],
+        max_batch: int,
+        instances: int | None,
+        seconds: float,
+        p99: float,
+    ) -> LoadTestReport:
+        """Measure rates and scenarios through the server's batcher, for `seconds` each. p99: the bound, in seconds.
+
+        instances: None takes what `--tune` found for this machine, if no threads were asked for either, else one.
+        """
+        if not (seconds > 0 and p99 > 0):
+            raise InputError(f"seconds {seconds:g} and p99 {p99:g} s: expected more than 0")
+        tuned = tuned_setting(self.bundle) if instances is None and self.threads is None else None
+        count = tuned.instances if tuned else instances or 1
+        threads = tuned.threads if tuned else self.threads
+        name = self._only("--rate and --scenario")
+        load = partial(load_session, self.bundle, name, device=self.device, threads=threads)
+        batching = ServeOptions(max_batch=max_batch, instances=count).batching
+        settings = ScenarioSettings(batching, seconds, p99)
+        images = random_images(max(max_batch, 64), image_shape(self.bundle))
+        with load_instances(load, count, threads) as session:
+            for rows in (1, max_batch):
+                session.infer(images[:rows])
+            open_loop = [OpenLoopResult.of(rate, run_at_rate(session.infer, images, rate, settings)) for rate in rates]
+            answers = [run_scenario(scenario, session.infer, images, settings) for scenario in scenarios]
+            return LoadTestReport(
+                runtime=session.describe(),
+                machine=describe_machine(),
+                instances=count,
+                max_batch=max_batch,
+                max_delay_ms=1e3 * batching.max_delay,
+                open_loop=tuple(open_loop),
+                scenarios=tuple(answers),
+                created=timestamp(),
+            )
+
+    def read_image(self, path: Path) -> bytes:
+        """The bytes of an image file that can be decoded; raise InputError for one that cannot."""
+        if not path.is_file():
+            raise InputError(f"no image at '{path}'")
+        data = path.read_bytes()
+        self.bundle.manifest.preprocessing.from_bytes(data)
+        return data
+
+    def _only(self, option: str) -> str:
+        if len(self.names) > 1 or _runs_a_run(self.names[0]):
+            raise InputError(f"{option}: expected one runtime that runs bundles, not {', '.join(self.names)}")
+        return self.names[0]
+
+    def _load(self, name: str) -> Session:
+        return load_session(self.bundle, name, device=self.device, threads=self.threads)
+
+    def _load_run(self, name: str) -> Session:
+        if self.run is None:
+            raise InputError(f"runtime {name} runs a checkpoint, not a bundle: give its run with --run")
+        from vitx.runtimes.torch import load_run_session
+
+        return load_run_session(
+            RunFolder.open(self.run), device=self.device, threads=self.threads, compiled=name == "torch-compile"
+        )
+
+
+def _runs_a_run(name: str) -> bool:
+    """Whether a runtime loads a run. Raises InputError for an unknown one, EnvironmentMissing if it cannot run here."""
+    return require(name).source == "run"
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """'10,25.5' → (10.0, 25.5); raise InputError for anything but positive numbers."""
+    try:
+        rates = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        rates = ()
+    if not rates or not all(0 < rate < math.inf for rate in rates):
+        raise InputError(f"rates '{text}': expected positive numbers with commas between, such as 10,25.5")
+    return rates

@@ -1,0 +1,92 @@
+"""Options of a verb as one frozen record: the command line, the environment, `--config` and Python share its fields."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vitx.core.files import Record
+
+
+class Options(Record):
+    """Base of the option records. A field is one option; another record as a field adds that record's options.
+
+    The option of a field is called --FIELD, with dashes; units are in the names. Wrong values raise ValueError.
+    """
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    metavar: str | None = None,
+    text: bool = False,
+    argument: bool = False,
+    ge: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """A field of an option record: its default, its line of help and its bounds.
+
+    flag: where the command line's name is not the field's. text: a tuple, given as one text such as 1,8,32.
+    argument: positional on the command line.
+    """
+    extra: dict[str, Any] = {"flag": flag, "metavar": metavar, "text": text, "argument": argument}
+    return Field(default, description=help, ge=ge, le=le, json_schema_extra=extra)
+
+
+# Options of several verbs.
+DEVICE_HELP = "Where to run; auto takes a GPU where there is one."
+DATA_HELP = "'digits', or a folder with train/ and val/, one folder a class. Default: the run's."
+CHECKPOINT_HELP = "Which checkpoint of the run."
+THREADS_HELP = "Threads of one session. Default: all cores."
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
+DataOption = Annotated[str | None, Field(description=DATA_HELP)]
+CheckpointOption = Annotated[Literal["best", "last"], Field(description=CHECKPOINT_HELP)]
+Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1)]
+RuntimeOption = Annotated[
+    str, Field(description="What runs a bundle; `vitx doctor` lists the runtimes and what they need.")
+]
+MaxFlipRate = Annotated[
+    float, Field(description="Highest allowed 95 % upper bound on the share of changed classes.", ge=0, le=1)
+]
+AllowUncertified = Annotated[
+    bool, Field(description="Accept a bundle without a passing certificate; shown wherever it runs.")
+]
+RayAddress = Annotated[
+    str | None,
+    Field(
+        description="Run on Ray: a cluster of this machine, or the one at ADDRESS (auto or HOST:PORT).",
+        json_schema_extra={"metavar": "[ADDRESS]"},
+    ),
+]
+
+
+def comma_separated(given: Any) -> Any:
+    """'1, 8,32' → ('1', '8', '32'), None → (), anything else as it is: to be called before pydantic's own check."""
+    if given is None:
+        return ()
+    return tuple(part.strip() for part in given.split(",")) if isinstance(given, str) else given
+
+
+def number_range(given: Any) -> Any:
+    """'4' → (4, 4), '2:8' → (2, 8), anything but a text as it is; raise ValueError unless 1 ≤ least ≤ most."""
+    if not isinstance(given, str):
+        return given
+    least, _, most = given.partition(":")
+    numbers = least, most or least
+    if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
+        raise ValueError("expected a number such as 4, or a least and a most such as 2:8")
+    return int(least), int(numbers[1])
+
+
+def parse_batch_sizes(given: Any) -> Any:
+    """'1, 8,32' → (1, 8, 32), anything but a text as it is; raise ValueError for anything but positive numbers."""
+    if not isinstance(given, str):
+        return given
+    try:
+        sizes = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise ValueError("expected batch sizes such as 1,8,32")
+    return sizes

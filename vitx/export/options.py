@@ -1,0 +1,79 @@
+"""What `vitx export` may be told. Every default is here, and nowhere else."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from vitx.core.bundle import Precision
+from vitx.core.options import (
+    CheckpointOption,
+    DataOption,
+    DeviceOption,
+    MaxFlipRate,
+    Options,
+    comma_separated,
+    option,
+    parse_batch_sizes,
+)
+from vitx.core.tensorrt_plan import PluginName
+
+Target = Literal["cpu", "tensorrt"]
+
+
+class EngineOptions(Options):
+    """How a TensorRT plan is built; see `engine_from_onnx`. batches: one optimisation profile each."""
+
+    batches: Annotated[tuple[int, ...], BeforeValidator(parse_batch_sizes)] = option(
+        (1, 8, 32, 128), "Batch sizes a plan is made for.", flag="--profiles", text=True
+    )
+    builder_level: int = option(3, "0 (fast to build) to 5 (fast to run).")
+    timing_cache: Path | None = option(None, "With --trt: read if there, and written back.")
+    version_compatible: bool = option(False, "Plan loads in newer TensorRT.")
+    hardware_compatible: bool = option(False, "Plan runs on all since Ampere.")
+    weight_stripped: bool = option(False, "Plan without weights, to be refitted.")
+    plugin: PluginName | None = option(None, "With --trt: Re-Attention through our kernels. Not run on a GPU yet.")
+
+
+class ExportOptions(Options):
+    """What to make of a source; seconds and memory_gib (resident) are limits of each conversion."""
+
+    precision: Precision = option("fp32", "Written into the graph.")
+    calibration: str | None = option(
+        None, "Judges a lower precision. Default: the training images.", flag="--calibration-data"
+    )
+    target: Target | None = option(
+        None, "What int8 is written for. Default: tensorrt with a plan, else cpu.", flag="--quantize-for"
+    )
+    without: tuple[str, ...] = option((), "Leave a rewrite out; may be repeated.", metavar="REWRITE")
+    with_: tuple[str, ...] = option((), "Add a rewrite that is off by default; may be repeated.", metavar="REWRITE")
+    explain: bool = option(False, "Only print what each rewrite removes.")
+    trt: bool = option(False, "Build a TensorRT plan for this machine's GPU.")
+    trt_rtx: bool = option(False, "Build a TensorRT for RTX plan; needs no GPU.")
+    arch: Annotated[tuple[str, ...], BeforeValidator(comma_separated)] = option(
+        (), "With --trt-rtx: sm86,sm89,sm120.", text=True
+    )
+    engine: EngineOptions = EngineOptions()
+    openvino: bool = option(False, "Add OpenVINO IR.")
+    triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
+    data: DataOption = None
+    max_flip_rate: MaxFlipRate = 0.01
+    checkpoint: CheckpointOption = "best"
+    uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
+    device: DeviceOption = "auto"
+    seconds: float = option(3600, "Time limit of one conversion.", ge=1)
+    memory_gib: float = option(64, "Memory limit of one conversion.", ge=0.1)
+
+    @model_validator(mode="after")
+    def _options_that_go_together(self) -> "ExportOptions":
+        if self.arch and not self.trt_rtx:
+            raise ValueError(f"--arch {','.join(self.arch)} goes with --trt-rtx: --trt builds for this machine's GPU")
+        if self.engine.plugin is not None and not self.trt:
+            raise ValueError(f"--plugin {self.engine.plugin} goes with --trt: TensorRT alone takes it")
+        if self.calibration is not None and self.precision == "fp32":
+            raise ValueError(f"--calibration-data {self.calibration} goes with a --precision below fp32: leave it out")
+        if self.target is not None and self.precision != "int8":
+            raise ValueError(
+                f"--quantize-for {self.target} is of int8, and {self.precision} has one form: leave it out"
+            )
+        return self

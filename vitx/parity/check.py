@@ -1,0 +1,179 @@
+"""What `vitx parity REFERENCE CANDIDATE` does: certify, and on request compare over HTTP, trace and write a report."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vitx.core.certificate import Certificate
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import write_bytes
+from vitx.data.image_set import ImageSet
+from vitx.data.open import open_images
+from vitx.parity.certification import certify_models, warn_of_other_weights
+from vitx.parity.html_report import render
+from vitx.parity.loaded_model import LoadedModel, open_model
+from vitx.parity.options import ParityOptions
+from vitx.parity.served import ServedComparison, compare_served, serving
+from vitx.parity.statistics import images_needed
+from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, trace
+from vitx.parity.verdict import check_rate
+
+if TYPE_CHECKING:
+    from vitx.export import SourceRequest
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """Everything that was measured. `written`: the certificate is in the bundle now; `notes`: what explains a fail."""
+
+    reference: LoadedModel
+    candidate: LoadedModel
+    certificate: Certificate
+    written: bool
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    served: ServedComparison | None
+    trace: TraceResult | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self.certificate.model_dump(mode="json"),
+            "written": self.written,
+            "notes": list(self.notes),
+            "served": self.served and self.served.model_dump(mode="json"),
+            "trace": self.trace and self.trace.as_json(),
+        }
+
+    def require_pass(self, reference_path: Path, candidate_path: Path) -> None:
+        """Raise CheckFailed with every failure and note, if there is a failure."""
+        if self.failures:
+            equal = "the checkpoint's equal" if self.reference.run else f"the equal of '{reference_path}'"
+            raise CheckFailed(f"'{candidate_path}' is not {equal}: {'; '.join((*self.failures, *self.notes))}")
+
+
+def check_parity(
+    reference_path: Path, candidate_path: Path, options: ParityOptions, *, quiet: bool = False
+) -> ParityResult:
+    """Compare two of runs and bundles on real images; write the certificate if the candidate is a bundle to certify."""
+    open_one = partial(open_model, which=options.checkpoint, device=options.device, use_twin=True)
+    with (
+        open_one(reference_path, runtime=options.reference_runtime) as reference,
+        open_one(candidate_path, runtime=options.runtime) as candidate,
+    ):
+        split = open_images(options.data or reference.data or candidate.data, "val", skip_bad=options.skip_bad)
+        images = sample_images(split, options.images, options.max_flip_rate)
+        result = _measure(reference, candidate, images, options, whole=len(images) == len(split), quiet=quiet)
+    if options.report is not None:
+        title = f"Parity of {candidate_path} with {reference_path}"
+        write_bytes(options.report, _html(title, result, images).encode())
+    return result
+
+
+def _measure(
+    reference: LoadedModel,
+    candidate: LoadedModel,
+    images: ImageSet,
+    options: ParityOptions,
+    *,
+    whole: bool,
+    quiet: bool,
+) -> ParityResult:
+    # What a bundle carries is of the whole split, and of the runtime in which it is served by default.
+    write = reference.run is not None and candidate.bundle is not None and options.runtime is None and whole
+    certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
+    failed = certificate.verdict != "pass"
+    failures = certificate.reasons if failed else ()
+    served = _compare_served(reference, candidate, images, certificate, options, quiet) if options.served else None
+    if served is not None:
+        failures += served.failures(options.max_flip_rate)
+    notes: tuple[str, ...] = ()
+    if failed:
+        notes += (diagnosis_note(reference, candidate, images, certificate, traced=options.trace),)
+    traced = None
+    if options.trace:
+        source = _source_request(reference, options)
+        traced = trace(reference, candidate, source, images, repair=failed, quiet=quiet)
+        notes += traced.notes
+    return ParityResult(reference, candidate, certificate, write, failures, notes, served, traced)
+
+
+def sample_images(images: ImageSet, wanted: str, max_flip_rate: float) -> ImageSet:
+    """All images; or evenly spaced ones, `wanted` many or as many as prove `max_flip_rate` if none flips ("enough")."""
+    if wanted == "all":
+        return images
+    check_rate(max_flip_rate)
+    if wanted != "enough" and not (wanted.isascii() and wanted.isdigit() and int(wanted)):
+        raise InputError(f"--images {wanted}: expected all, enough or a number")
+    return images.evenly_spaced(images_needed(max_flip_rate) if wanted == "enough" else int(wanted))
+
+
+def _source_request(model: LoadedModel, options: ParityOptions) -> "SourceRequest | None":
+    """How to load the network of a run again, as `vitx export` loads it; None for a bundle."""
+    from vitx.export import SourceRequest
+
+    return SourceRequest(str(model.run.path), which=options.checkpoint) if model.run is not None else None
+
+
+def _certify(
+    reference: LoadedModel,
+    candidate: LoadedModel,
+    images: ImageSet,
+    options: ParityOptions,
+    *,
+    write: bool,
+    quiet: bool,
+) -> Certificate:
+    if reference.run is not None and candidate.bundle is not None:
+        warn_of_other_weights(candidate.bundle, reference.sha256, options.checkpoint, quiet=quiet)
+    return certify_models(
+        reference,
+        candidate,
+        images,
+        device=options.device,
+        max_flip_rate=options.max_flip_rate,
+        batch_sizes=options.batch_sizes or None,
+        token_similarity=partial(measure_token_similarity, reference, candidate, images, quiet=quiet),
+        write=write,
+        quiet=quiet,
+    )
+
+
+def _compare_served(
+    reference: LoadedModel,
+    candidate: LoadedModel,
+    images: ImageSet,
+    certificate: Certificate,
+    options: ParityOptions,
+    quiet: bool,
+) -> ServedComparison:
+    if candidate.bundle is None:
+        raise InputError("--served sends images to vitx serve: give a bundle as the candidate")
+    with serving(candidate.bundle.path, device=options.device) as url:
+        return compare_served(
+            url,
+            reference.session,
+            images,
+            reference.preprocessing,
+            max_logit_error=certificate.max_logit_error_allowed,
+            quiet=quiet,
+        )
+
+
+def _html(title: str, result: ParityResult, images: ImageSet) -> str:
+    tables: dict[str, dict[str, object]] = {}
+    if result.served is not None:
+        rows = result.served.model_dump(exclude={"flips"})
+        tables["Over HTTP"] = {name.replace("_", " "): value for name, value in rows.items()}
+    if result.trace is not None and result.trace.nodes:
+        tables["Nodes that add most error"] = {f"{n.name} ({n.tensor})": n.growth for n in result.trace.nodes}
+    return render(
+        title,
+        result.certificate,
+        images,
+        result.reference.preprocessing,
+        # The report lists the certificate's own reasons by itself.
+        notes=(*(text for text in result.failures if text not in result.certificate.reasons), *result.notes),
+        plots=result.trace.plots() if result.trace else (),
+        tables=tables,
+    )

@@ -1,0 +1,206 @@
+"""`vitx parity --report`: one HTML file that loads nothing else, with verdict, numbers, flips, and plots by layer."""
+
+import base64
+import html
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image
+
+from vitx.core.certificate import Certificate, Flip
+from vitx.core.page import page
+from vitx.core.preprocess import Preprocessing
+from vitx.data.image_set import ImageSet
+
+# Flips that are shown; the certificate has all of them.
+MAX_THUMBNAILS = 200
+THUMBNAIL = 96  # pixels
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1b1b1b;background:#fff}
+table{border-collapse:collapse;margin:1rem 0}td,th{padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top}
+td.n{text-align:right;font-variant-numeric:tabular-nums}.pass{color:#0a6b2d}.fail{color:#b00020}
+ul.flips{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.flips li{width:11rem}
+ul.flips img{image-rendering:pixelated;width:96px;height:96px}figure{margin:1rem 0}svg{max-width:100%}
+@media (prefers-color-scheme:dark){body{color:#e6e6e6;background:#161616}.pass{color:#6fd08c}.fail{color:#ff8a80}}
+"""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line of a plot over the layers; None where there is no value."""
+
+    name: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class LayerPlot:
+    """A plot over named layers."""
+
+    title: str
+    layers: Sequence[str]
+    series: Sequence[Series]
+    logarithmic: bool = False
+
+
+def render(
+    title: str,
+    certificate: Certificate,
+    images: ImageSet,
+    preprocessing: Preprocessing,
+    *,
+    notes: Sequence[str] = (),
+    plots: Sequence[LayerPlot] = (),
+    tables: Mapping[str, Mapping[str, object]],
+) -> str:
+    """The report as HTML; sections without content are left out.
+
+    Thumbnails are images of `images` as `preprocessing` prepares them, embedded as PNG files. notes: what explains a
+    failed certificate. tables: more tables by title.
+    """
+    body = [
+        f'<p class="{certificate.verdict}"><strong>{certificate.verdict}</strong></p>',
+        _list(certificate.reasons),
+        _list(notes),
+        _table("Measurements", summary(certificate)),
+        *(_table(name, rows) for name, rows in tables.items()),
+        _table("Largest logit error by batch size", certificate.max_logit_error_by_batch_size),
+        *(_plot(plot) for plot in plots),
+        _flips(certificate.flips, images, preprocessing),
+    ]
+    return page(title, body, style=_STYLE)
+
+
+def summary(certificate: Certificate) -> dict[str, object]:
+    """The numbers of a certificate that a person reads first."""
+    c = certificate
+    rows: dict[str, object] = {
+        "verdict": c.verdict,
+        "images": f"{c.images} of {c.data}, batch size {c.batch_size}",
+        "batch sizes": f"{', '.join(map(str, c.batch_sizes))} on {c.probe_images} of them",
+        "top-1 of the reference": c.accuracy_reference,
+        "top-1 of the candidate": c.accuracy_candidate,
+        "flips": len(c.flips),
+        "flip rate at most (95 %)": c.flip_rate_bound,
+        "McNemar p": c.mcnemar_p,
+        "calibration error (ECE)": f"{c.ece_reference:.5f} to {c.ece_candidate:.5f}",
+        "largest logit error": c.max_logit_error,
+        "mean logit error": c.mean_logit_error,
+        "smallest cosine of logits": c.min_cosine,
+        "mean cosine of logits": c.mean_cosine,
+        "largest change by neighbours": c.max_neighbour_error,
+        "largest change by place": c.max_position_error,
+        "class depends on batch": f"{c.probe_flips}, rate at most {c.probe_flip_rate_bound:.5f} (95 %)",
+    }
+    if c.token_similarity is not None:
+        layer, reference, candidate = c.token_similarity.worst()
+        rows["CosSim of tokens, worst layer"] = f"{layer}: {reference:.4f} to {candidate:.4f}"
+    return rows
+
+
+def _list(items: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{html.escape(item)}</li>' for item in items)}</ul>" if items else ""
+
+
+def _table(title: str, rows: Mapping[str, object] | Mapping[int, float]) -> str:
+    if not rows:
+        return ""
+    cells = "".join(
+        f'<tr><th scope="row">{html.escape(str(name))}</th><td class="n">{html.escape(_text(value))}</td></tr>'
+        for name, value in rows.items()
+    )
+    return f"<h2>{html.escape(title)}</h2><table>{cells}</table>"
+
+
+def _text(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _flips(flips: Sequence[Flip], images: ImageSet, preprocessing: Preprocessing) -> str:
+    if not flips:
+        return "<h2>Flips</h2><p>No image changed its class.</p>"
+    shown = sorted(flips, key=lambda flip: flip.reference_margin, reverse=True)[:MAX_THUMBNAILS]
+    index, labels = {key: row for row, key in enumerate(images.keys)}, images.class_names
+    sources = {flip.key: _thumbnail(images, index[flip.key], preprocessing) for flip in shown}
+    items = "".join(
+        f'<li><img alt="{html.escape(flip.key, quote=True)}" src="{sources[flip.key]}">'
+        f"<br>{html.escape(flip.key)}<br>label {html.escape(labels[flip.label])}: "
+        f"{html.escape(labels[flip.reference])} → {html.escape(labels[flip.candidate])}"
+        f"<br>margin {flip.reference_margin:.3g}, batch {flip.batch_size}</li>"
+        for flip in shown
+    )
+    return f'<h2>{len(flips)} flips, the clearest {len(shown)} first</h2><ul class="flips">{items}</ul>'
+
+
+def _thumbnail(images: ImageSet, row: int, preprocessing: Preprocessing) -> str:
+    picture = Image.fromarray(preprocessing.from_bytes(images.read(row)))
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+_COLOURS = ("#1f6feb", "#d1660a", "#2da44e", "#8250df")
+_WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 860, 320, 70, 20, 70
+
+
+def _plot(plot: LayerPlot) -> str:
+    """Lines over the layers as inline SVG; nothing if no value can be drawn."""
+    scaled = [[_scaled(value, plot.logarithmic) for value in series.values] for series in plot.series]
+    known = [value for line in scaled for value in line if value is not None]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    if plot.logarithmic:
+        low, high = math.floor(low), math.ceil(high)
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    across = (_WIDTH - _LEFT - 20) / max(1, len(plot.layers) - 1)
+
+    def x(index: int) -> float:
+        return _LEFT + index * across
+
+    def y(value: float) -> float:
+        return _TOP + (high - value) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = [_axis(plot, low, high, x, y)]
+    for number, (series, line) in enumerate(zip(plot.series, scaled, strict=True)):
+        colour = _COLOURS[number % len(_COLOURS)]
+        points = " ".join(f"{x(i):.1f},{y(v):.1f}" for i, v in enumerate(line) if v is not None)
+        parts.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{points}"/>')
+        parts.append(
+            f'<text x="{_LEFT + 8 + 250 * number}" y="{_TOP - 6}" fill="{colour}">{html.escape(series.name)}</text>'
+        )
+    picture = (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" font-size="12" fill="currentColor">'
+        f"<title>{html.escape(plot.title)}</title>{''.join(parts)}</svg>"
+    )
+    return f"<figure><h2>{html.escape(plot.title)}</h2>{picture}</figure>"
+
+
+def _axis(plot: LayerPlot, low: float, high: float, x: Callable[[int], float], y: Callable[[float], float]) -> str:
+    """Horizontal lines with their values, and the names of at most some 24 layers."""
+    ticks = np.linspace(low, high, min(6, int(high - low) + 1) if plot.logarithmic else 5)
+    lines = [
+        f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(t):.1f}" y2="{y(t):.1f}" stroke="currentColor" opacity=".15"/>'
+        f'<text x="{_LEFT - 6}" y="{y(t) + 4:.1f}" text-anchor="end">'
+        f"{f'{10.0**t:.1e}' if plot.logarithmic else f'{t:.3g}'}</text>"
+        for t in ticks
+    ]
+    every = max(1, len(plot.layers) // 24)
+    lines += [
+        f'<text transform="translate({x(i):.1f},{_HEIGHT - _BOTTOM + 14}) rotate(45)">{html.escape(name)}</text>'
+        for i, name in enumerate(plot.layers)
+        if i % every == 0
+    ]
+    return "".join(lines)
+
+
+def _scaled(value: float | None, logarithmic: bool) -> float | None:
+    """The value on the plot's axis; None where it is not finite or has no logarithm."""
+    if value is None or not math.isfinite(value) or (logarithmic and value <= 0):
+        return None
+    return math.log10(value) if logarithmic else value

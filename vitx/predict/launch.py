@@ -1,0 +1,41 @@
+"""`vitx predict`: what runs the bundle, and the prediction with it."""
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
+from vitx.predict.job import predict
+from vitx.predict.options import PredictOptions
+from vitx.predict.pipeline.executor import Executor
+from vitx.predict.summary import PredictionSummary
+from vitx.runtimes import load_session
+from vitx.runtimes.session import Session
+
+
+def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet: bool = False) -> PredictionSummary:
+    """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
+    bundle = Bundle.open(path)
+    with _executor(bundle, options) as executor:
+        return predict(bundle, executor, source, out, options, quiet=quiet)
+
+
+def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager[Session | Executor]:
+    if options.ray is not None:
+        from vitx.predict.ray.pool import RayPool
+
+        pool = RayPool(
+            *(bundle, options.ray),
+            actors=options.ray_actors,
+            runtime=options.runtime,
+            device=options.device,
+            threads=options.threads,
+            decode_threads=options.decode_threads,
+        )
+        return nullcontext(pool)
+    if options.ray_actors is not None:
+        given = ":".join(map(str, sorted(set(options.ray_actors))))
+        raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
+    return load_session(
+        bundle, options.runtime, device=options.device, threads=options.threads, features=options.embeddings
+    )

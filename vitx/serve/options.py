@@ -1,0 +1,97 @@
+"""What `vitx serve` may be told. Every number has its default here, and nowhere else."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+from vitx.core.options import (
+    AllowUncertified,
+    DeviceOption,
+    Options,
+    RayAddress,
+    RuntimeOption,
+    number_range,
+    option,
+)
+from vitx.serve.limits import Batching, Limits
+
+
+class ServeOptions(Options):
+    """Options of the server. shared_memory trusts whoever reaches the port."""
+
+    bundles: tuple[Path, ...] = option((), "Bundles made by `vitx export`.", metavar="BUNDLE...", argument=True)
+    repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
+    port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
+    grpc_port: int | None = option(
+        None, "Serve gRPC there as well; Triton's is 8001. 0: any free port.", ge=0, le=65535
+    )
+    shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
+    max_batch: int = option(32, "Images in a batch at most.", ge=1)
+    max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
+    queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
+    instances: int | None = option(
+        None, "Batches that run at the same time. Default: what `vitx bench --tune` found, else 1.", ge=1
+    )
+    threads: int | None = option(
+        None, "Threads of an instance. Default: what `vitx bench --tune` found, else all cores.", ge=1
+    )
+    workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1)
+    device: DeviceOption = "auto"
+    runtime: RuntimeOption = "onnxruntime"
+    timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
+    max_body_mib: float = option(64, "Body of a request, also when decompressed.", ge=0.001)
+    max_images: int = option(256, "Images in one request.", ge=1)
+    max_pixels: int = option(50_000_000, "Pixels of an encoded image.", ge=1)
+    max_header_kib: float = option(32, "Request line and headers.", ge=1)
+    max_json_depth: int = option(16, "Nesting of a request's JSON.", ge=4)
+    max_connections: int = option(1000, "Open connections; beyond, they get 503.", ge=1)
+    header_timeout: float = option(10, "Seconds for a request's headers.", ge=0.1)
+    body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
+    message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
+    watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
+    management: bool = option(False, "Let clients load and unload models, with the management token.")
+    management_token_file: Path | None = option(None, "File with the token for --management.")
+    token_file: Path | None = option(None, "File with the token that requests must bring.")
+    tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
+    tls_key: Path | None = option(None, "Its private key in PEM.")
+    canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
+    access_log: str | None = option(None, "Write one JSON line a request to this file; '-' is standard output.")
+    otlp_endpoint: str | None = option(
+        None, "Send traces to this OpenTelemetry collector, such as http://127.0.0.1:4318."
+    )
+    ray: RayAddress = None
+    replicas: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
+        None,
+        "With --ray: server processes on the cluster; of MIN to MAX as many as the load asks for.",
+        metavar="N|MIN:MAX",
+        text=True,
+    )
+    allow_uncertified: AllowUncertified = False
+
+    @property
+    def batching(self) -> Batching:
+        """How requests become batches, in seconds."""
+        return Batching(
+            max_batch=self.max_batch,
+            max_delay=self.max_delay_ms / 1000,
+            queue=self.queue,
+            instances=self.instances or 1,
+            timeout=self.timeout_ms and self.timeout_ms / 1000,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """What requests and connections may use, in bytes and seconds."""
+        return Limits(
+            body_bytes=int(self.max_body_mib * 2**20),
+            images=min(self.max_images, self.queue),  # more could never be queued
+            pixels=self.max_pixels,
+            header_bytes=int(self.max_header_kib * 2**10),
+            json_depth=self.max_json_depth,
+            connections=self.max_connections,
+            header_seconds=self.header_timeout,
+            body_seconds=self.body_timeout,
+            message_seconds=self.message_timeout,
+        )

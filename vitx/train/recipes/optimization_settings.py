@@ -1,0 +1,86 @@
+"""Settings of a recipe for how the network is optimised and executed; they need no torch."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
+
+from vitx.core.files import Record
+from vitx.train.recipes.image_and_loss_settings import Decay, Fraction, PositiveFloat, Weight
+
+Metric = Literal["top1", "nll", "ece", "brier"]
+# timm's schedulers that follow from the step alone. Its "plateau" has counters that timm cannot save.
+ScheduleName = Literal["cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant"]
+
+
+class Optimizer(Record):
+    """An optimizer of timm by name; biases, norms, positions and the class token are not decayed."""
+
+    name: str = Field(default="adamw", description="of timm.optim.list_optimizers(): adamw, lamb, muon, sgd, …")
+    lr: PositiveFloat
+    weight_decay: Weight = 0.05
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="of an optimizer that has two betas")
+    momentum: Decay = Field(default=0.9, description="of an optimizer that has a momentum")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="further arguments of the optimizer, such as eps")
+    clip: Weight = Field(default=1.0, description="largest norm of the gradient; 0 is no clipping")
+    layer_decay: Annotated[FiniteFloat, Field(gt=0, le=1)] = Field(
+        default=1.0, description="factor of the learning rate from each layer to the one before it"
+    )
+    accumulate: PositiveInt = Field(default=1, description="passes of batch_size/accumulate images to one step")
+    sam_rho: Weight = Field(default=0.0, description="radius of sharpness-aware minimisation (SAM); 0 is off")
+
+
+class Schedule(Record):
+    """Linear warm-up from `warmup_lr`, then timm's schedule `name` over the rest, step by step."""
+
+    name: ScheduleName = "cosine"
+    warmup: Decay = Field(default=0.1, description="share of all steps")
+    warmup_lr: Weight = 0.0
+    min_lr: Weight = 0.0
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of timm's create_scheduler_v2, in epochs: decay_epochs, decay_rate, …",
+    )
+
+
+class Execution(Record):
+    """How the network is executed: number formats, memory, and how processes share the work."""
+
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="of autocast; auto is bfloat16 on a GPU and float32 on a CPU"
+    )
+    compile: bool = Field(default=False, description="torch.compile, block by block")
+    channels_last: bool = False
+    deterministic: bool = Field(
+        default=False, description="the same bits on a GPU too, also after a resume; refused where an operator cannot"
+    )
+    grad_checkpointing: bool = Field(default=False, description="compute activations twice, keep them once")
+    sync_batch_norm: bool = Field(default=True, description="statistics over the batch of all processes")
+    parallel: Literal["ddp", "fsdp"] = Field(default="ddp", description="how processes started by torchrun share")
+
+
+class Distillation(Record):
+    """A teacher beside the labels (Touvron et al., DeiT, arXiv 2012.12877, §4): (1−weight)·CE + weight·distillation."""
+
+    teacher: str = Field(default="", description="a run folder, or timm:NAME (pretrained) or timm:NAME@FILE; '' is off")
+    kind: Literal["hard", "soft"] = Field(default="hard", description="the teacher's class, or its distribution")
+    weight: Fraction = 0.5
+    temperature: PositiveFloat = Field(default=3.0, description="of soft distillation")
+
+
+class Selection(Record):
+    """Which epoch is the best one, and when to stop early."""
+
+    metric: Metric = "top1"
+    patience: NonNegativeInt = Field(default=0, description="epochs without a better one before stopping; 0 is never")
+
+
+def refuse_unsupported(optimizer: Optimizer, schedule: Schedule, execution: Execution) -> None:
+    """Raise ValueError for settings that contradict each other."""
+    if schedule.min_lr > optimizer.lr:
+        raise ValueError(f"schedule.min_lr {schedule.min_lr:g} is above optimizer.lr {optimizer.lr:g}: lower it")
+    if optimizer.sam_rho and execution.precision == "float16":
+        raise ValueError(
+            "optimizer.sam_rho needs unscaled gradients, and float16 scales them: set execution.precision=bfloat16"
+        )
+    if execution.parallel == "fsdp" and (optimizer.sam_rho or execution.precision == "float16"):
+        raise ValueError("execution.parallel=fsdp goes without optimizer.sam_rho and float16: use ddp, or bfloat16")
