@@ -1,10 +1,12 @@
 """One exported bundle for all tests of the exporter (a test that changes it takes a copy), and TensorRT's bindings."""
 
+import fcntl
+import functools
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,16 +27,30 @@ def random_source() -> SourceRequest:
 
 @pytest.fixture(scope="session")
 def exported_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The bundle that `vitx export` writes for it, certified on the digits; not to be changed."""
+    """The bundle that `vitx export` writes for it, certified on the digits; not to be changed.
+
+    pytest's workers share it: the first that asks for it exports, the others wait.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    out = shared / "exported_bundle" / "net.vitx"
+    out.parent.mkdir(exist_ok=True)
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():  # it appears whole
+            export(out)
+    return out
+
+
+def export(out: Path) -> None:
     from vitx.cli import main
 
-    out = tmp_path_factory.mktemp("export") / "net.vitx"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["vitx", "export", *SOURCE, "--out", str(out), "--quiet"])
         with pytest.raises(SystemExit) as ended:
             main()
     assert not ended.value.code
-    return out
 
 
 @pytest.fixture
@@ -77,3 +93,13 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"the bindings of {request.param} cannot be downloaded here; our calls are checked all the same")
     environment: dict[str, str] = GENERATOR.unpack_bindings(next(folder.glob("*.whl")), folder)
     return request.param, environment
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_read_once() -> Iterator[None]:
+    """PyTorch's exporter parses the sources of its 500 operators in each export, which takes a second."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        yield

@@ -38,22 +38,20 @@ OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compat
 has_no_gpu = pytest.mark.skipif(bool(local_architectures()), reason="tests a machine without a GPU")
 
 
-def export_half(name: str, size: int, path: Path) -> Path:
-    """Write a network with random weights and statistics as an fp16 graph."""
-    write_half(randomize(timm.create_model(name)).eval(), size, path)
-    return path
-
-
 @pytest.fixture(scope="module")
 def small_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_half("deepvit_digits", 32, tmp_path_factory.mktemp("graph") / "model.onnx")
+    """Two blocks with random weights and statistics, in fp16."""
+    path = tmp_path_factory.mktemp("graph") / "model.onnx"
+    network = timm.create_model("deepvit_digits", depth=2, attention=["plain", "re-attention"])
+    write_half(randomize(network).eval(), 32, path)
+    return path
 
 
 @pytest.fixture(scope="module")
 def small_plan(small_graph: Path) -> EngineReport:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     plan = small_graph.with_name("model.plan")
-    return engine_from_onnx(small_graph, plan, flavor=RTX, architectures=("sm120", "sm86", "sm89"), quiet=True)
+    return engine_from_onnx(small_graph, plan, flavor=RTX, architectures=("sm120", "sm89"), quiet=True)
 
 
 def crops(count: int, size: int) -> UInt8Array:
@@ -63,15 +61,20 @@ def crops(count: int, size: int) -> UInt8Array:
     return np.stack([photos[i % 2][top : top + size, left : left + size] for i, (top, left) in enumerate(corners)])
 
 
-@pytest.mark.parametrize("name", ["deit_small_12", "deepvit_s"])
-def test_full_size_fp16_plans(name: str, tmp_path: Path) -> None:
-    """The steps of `vitx export --precision fp16 --trt-rtx` at 224 px: float32 graph, islands, plan.
+DEEPVIT_S: dict[str, Any] = {"depth": 2, "attention": ["plain", "re-attention"], "img_size": 64}
 
-    DeepViT-S needs no island (test_networks.py, smaller images), so its search is left out to save time.
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("deit_small_12", {}), ("deepvit_s", DEEPVIT_S)], ids=["deit_small_12", "deepvit_s"]
+)
+def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The steps of `vitx export --precision fp16 --trt-rtx`: float32 graph, islands, plan; DeiT-S at 224 px.
+
+    DeepViT-S, of which two blocks are built, needs no island (test_networks.py), so its search is left out.
     """
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
-    preprocessing = Preprocessing(image_size=224)
-    model = randomize_like_trained(timm.create_model(name)).eval()
+    preprocessing = Preprocessing(image_size=options.get("img_size", 224))
+    model = randomize_like_trained(timm.create_model(name, **options)).eval()
     exact = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "fp32.onnx")
     lowered = HalfGraph(Dataflow(exact), TensorProto.FLOAT16).build(())
     if name == "deit_small_12":
@@ -80,11 +83,11 @@ def test_full_size_fp16_plans(name: str, tmp_path: Path) -> None:
     graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
     onnx.save(lowered, graph)
     profiles = profiles_for((1, 32))
-    report = engine_from_onnx(graph, plan, flavor=RTX, architectures=("sm89", "sm120"), profiles=profiles, quiet=True)
+    report = engine_from_onnx(graph, plan, flavor=RTX, architectures=("sm120",), profiles=profiles, quiet=True)
     assert report.info.precision == "fp16"
     assert report.info.size > graph.stat().st_size  # the weights are in it
     kinds = count_kinds(report.layers)
-    assert kinds["SOFTMAX"] == (12 if name == "deit_small_12" else 16)
+    assert kinds["SOFTMAX"] == options.get("depth", 12)
     assert "SCALE" not in kinds  # no BatchNorm was left
     assert {row[2] for row in working_layers(report.layers) if row[1] == "MATRIX_MULTIPLY"} == {"HALF"}
     assert check_plan(plan, architecture="sm120") == report.info
@@ -93,7 +96,7 @@ def test_full_size_fp16_plans(name: str, tmp_path: Path) -> None:
 def test_the_sidecar_describes_the_plan(small_plan: EngineReport) -> None:
     info = small_plan.info
     assert PlanInfo.model_validate_json(sidecar_path(small_plan.path).read_bytes()) == info
-    assert info.architectures == ("sm86", "sm89", "sm120")
+    assert info.architectures == ("sm89", "sm120")
     assert info.profiles == DEFAULT_PROFILES
     assert info.flavor == RTX
     assert info.version.count(".") == 3
@@ -103,9 +106,7 @@ def test_the_sidecar_describes_the_plan(small_plan: EngineReport) -> None:
 
 
 def test_building_twice_gives_the_same_layers(small_graph: Path, small_plan: EngineReport, tmp_path: Path) -> None:
-    again = engine_from_onnx(
-        small_graph, tmp_path / "b.plan", flavor=RTX, architectures=("sm86", "sm89", "sm120"), quiet=True
-    )
+    again = engine_from_onnx(small_graph, tmp_path / "b.plan", flavor=RTX, architectures=("sm89", "sm120"), quiet=True)
     assert again.info.size == small_plan.info.size
     assert again.layers == small_plan.layers
 
@@ -124,7 +125,7 @@ def test_a_plan_is_checked_before_it_is_loaded(small_plan: EngineReport, tmp_pat
         check_plan(plan)
     sidecar_path(plan).write_bytes(sidecar_path(small_plan.path).read_bytes())
     assert check_plan(plan) == small_plan.info
-    with pytest.raises(CheckFailed, match="was built for sm86, sm89, sm120 and this GPU is sm90"):
+    with pytest.raises(CheckFailed, match="was built for sm89, sm120 and this GPU is sm90"):
         check_plan(plan, architecture="sm90")
     with pytest.raises(CheckFailed, match=r"and 1\.8\.0\.1 is installed: it loads with exactly that version"):
         check_plan(plan, version="1.8.0.1")
