@@ -28,11 +28,10 @@ PREPROCESSING = Preprocessing(image_size=32)
 SMALL: dict[str, Any] = {
     "weight_init": "jax",
     "position_std": 0.5,
-    "patch_size": 8,
     "embed_dim": 48,
-    "depth": 3,
+    "depth": 2,
     "num_heads": 3,
-    "attention": ["plain", "re-attention", "re-attention"],
+    "attention": ["plain", "re-attention"],
 }
 
 
