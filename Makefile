@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test check mutate soak update clean
+.PHONY: help demo test check coverage mutate soak update clean
 help:
 	@echo "make demo    install, then the main job on handwritten digits, ending in one table"
 	@echo "make test    install, lint, types, tests"
 	@echo "make check   lint and types only"
+	@echo "make coverage  the tests once more, and the lines that none of them reaches"
 	@echo "make mutate ROOM=parity   wrong lines put into vitx/parity one by one: do its tests notice? (docs/mutation.md)"
 	@echo "make soak    half an hour of mixed requests against a server"
 	@echo "make update  install the newest allowed versions and write them to constraints.txt"
@@ -30,6 +31,9 @@ check: $(VENV)/.dev.stamp
 
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
+
+coverage: $(VENV)/.dev.stamp
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term-missing:skip-covered
 
 # SAMPLE=100 tries so many of the room's mutants; exit code 1 below the floor of benchmarks/mutation/rooms.toml.
 mutate: $(VENV)/.dev.stamp

@@ -112,7 +112,7 @@ def shortcuts(preprocessing: Preprocessing = PREPROCESSING) -> dict[str, Functio
 
 def scaled(preprocessing: Preprocessing, margin: float) -> Function:
     """Decoded at 1/2, 1/4 or 1/8 of its size, but no smaller than `margin` times what is needed."""
-    needed = round(margin * preprocessing.shorter_side)
+    needed = round(margin * preprocessing.scaled_side)
     return lambda data: preprocessing.apply(decode(data, shorter_side=needed))
 
 

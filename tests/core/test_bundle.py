@@ -1,5 +1,6 @@
 """A bundle is opened only whole, and served only with a certificate of its own files."""
 
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from bundle_fixture import add_files, write_bundle
 from certificate_fixture import certificate
-from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle, Manifest, timestamp
+from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.latency import Latency, LatencyPoint, machine_key
@@ -39,6 +40,53 @@ def test_every_file_of_the_manifest_is_verified(bundle: Bundle) -> None:
     (bundle.path / "engines" / "a.plan").unlink()
     with pytest.raises(InputError, match=r"a\.plan is missing: the folder is incomplete, make or copy it again"):
         Bundle.open(bundle.path)
+
+
+def test_every_file_of_the_folder_is_listed(bundle: Bundle) -> None:
+    for left in (".certificate.json.k2x_", ".latency.json.1"):
+        (bundle.path / left).write_bytes(b"")  # a killed writer's
+    (bundle.path / "engines").mkdir()
+    assert Bundle.open(bundle.path).manifest == bundle.manifest
+    for name in ("model.onnx.data", "engines/a.plan", "engines/certificate.json", ".model.onnx.k2x_"):
+        (bundle.path / name).write_bytes(b"x")
+        with pytest.raises(InputError, match=rf"{re.escape(name)} is not listed in manifest\.json: remove it, or"):
+            Bundle.open(bundle.path)
+        (bundle.path / name).unlink()
+    (bundle.path / "engines/a.plan").symlink_to(bundle.path / "no such file")
+    with pytest.raises(InputError, match="is not listed"):
+        Bundle.open(bundle.path)
+
+
+def test_a_listing_without_the_graph_is_refused(bundle: Bundle) -> None:
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": {}}))
+    with pytest.raises(InputError, match=r"manifest\.json does not list model\.onnx: nothing says"):
+        Bundle.open(bundle.path)
+
+
+def test_files_outside_the_folder_are_refused(bundle: Bundle) -> None:
+    outside = bundle.path.parent / "outside.plan"
+    outside.write_bytes(b"plan")
+    entry = FileEntry(sha256=sha256_file(outside), size=4)
+    for name in ("../outside.plan", str(outside)):
+        files = {**bundle.manifest.files, name: entry}
+        write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": files}))
+        with pytest.raises(InputError, match=r"outside\.plan leads out of the bundle: expected a file in it"):
+            Bundle.open(bundle.path)
+    write_json(bundle.path / MANIFEST, bundle.manifest)
+    bundle.model_path.rename(bundle.path.parent / "model.onnx")
+    bundle.model_path.symlink_to("../model.onnx")
+    with pytest.raises(InputError, match=r"model\.onnx leads out of the bundle"):
+        Bundle.open(bundle.path)
+    through = bundle.path.parent / "through.vitx"
+    bundle.model_path.unlink()
+    (bundle.path.parent / "model.onnx").rename(bundle.model_path)
+    through.symlink_to(bundle.path)
+    assert Bundle.open(through).manifest == bundle.manifest
+
+
+def test_two_names_of_one_file_are_refused(bundle: Bundle) -> None:
+    with pytest.raises(InputError, match=r"lists engines/a\.plan and engines/A\.plan: one file, where case does not"):
+        add_files(bundle, {"engines/a.plan": b"1", "engines/A.plan": b"2"})
 
 
 def test_the_subject_is_the_manifest_and_every_file_it_names(bundle: Bundle) -> None:

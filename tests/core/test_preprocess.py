@@ -132,8 +132,8 @@ def test_the_longer_side_is_cut_in_the_middle() -> None:
 @pytest.mark.parametrize(
     ("size", "crop", "side"), [(224, 0.9, 248), (224, 0.875, 256), (224, 1.0, 224), (97, 0.73, 132), (10, 0.6, 16)]
 )
-def test_the_shorter_side_is_rounded_down(size: int, crop: float, side: int) -> None:
-    assert Preprocessing(image_size=size, crop_fraction=crop).shorter_side == side
+def test_the_scaled_side_is_rounded_down(size: int, crop: float, side: int) -> None:
+    assert Preprocessing(image_size=size, crop_fraction=crop).scaled_side == side
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (4, 4)])
@@ -228,7 +228,7 @@ def test_what_a_preprocessing_may_be() -> None:
     assert IMAGENET_MEAN == (0.485, 0.456, 0.406)
     assert IMAGENET_STD == (0.229, 0.224, 0.225)
     assert Preprocessing(image_size=1, crop_fraction=1).image_size == 1
-    for wrong in ({"image_size": 0}, {"crop_fraction": 0}, {"crop_fraction": 1.01}, {"std": (1, 0, 1)}):
+    for wrong in ({"image_size": 0}, {"crop_fraction": 0}, {"crop_fraction": 2.01}, {"std": (1, 0, 1)}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Preprocessing(**{"image_size": 8} | wrong)
 

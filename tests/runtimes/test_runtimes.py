@@ -1,7 +1,11 @@
 """Every runtime that a CPU has computes the same function, and each refuses what it cannot do."""
 
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -217,6 +221,23 @@ def test_a_bundle_without_ir_is_refused(certified_original: Bundle, bundle_with_
     ir.write_text("<net>")
     with pytest.raises(InputError, match=r"OpenVINO cannot load .*model\.xml"):
         load_session(name_files(broken, ir), "openvino")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds threads to cores")
+def test_openvino_sessions_of_one_thread_are_bound_to_no_core(bundle_with_ir: Bundle) -> None:
+    """Bound, each of them would compute on the first core."""
+    session = load_session(bundle_with_ir, "openvino", threads=1)
+    images = np.zeros((4096, 16, 16, 3), np.uint8)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(lambda: [session.infer(images) for _ in range(20)])
+        fewest = min(len(cores) for _ in iter(running.done, True) for cores in cores_of_threads())
+    assert fewest == len(os.sched_getaffinity(0))
+
+
+def cores_of_threads() -> Iterator[set[int]]:
+    for task in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            yield os.sched_getaffinity(int(task))
 
 
 def test_ir_equals_the_graph_in_onnx_runtime(bundle_with_ir: Bundle, colours: ImageSet) -> None:

@@ -1,5 +1,7 @@
 """The bundle: a plain folder NAME.vitx that travels to production. Specification: docs/bundle.md."""
 
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +22,7 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
+MODEL = "model.onnx"
 
 
 class FileEntry(Record):
@@ -78,19 +81,20 @@ class Bundle:
 
     @classmethod
     def open(cls, path: Path | str) -> "Bundle":
-        """Open a bundle and verify every file; raise InputError naming what is missing or was changed."""
+        """Open a bundle and verify every file; raise InputError naming what is missing, changed or not listed."""
         folder = Path(path)
         if not folder.is_dir():
             raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`")
         if not (folder / MANIFEST).is_file():
             raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
         manifest = read_record(folder / MANIFEST, Manifest)
+        _check_listing(folder, manifest.files)
         verify_digests(folder, {name: entry.sha256 for name, entry in manifest.files.items()})
         return cls(folder, manifest)
 
     @property
     def model_path(self) -> Path:
-        return self.path / "model.onnx"
+        return self.path / MODEL
 
     def subject(self) -> dict[str, str]:
         """What a certificate is bound to: sha256 of the manifest and of every file that the manifest names."""
@@ -130,6 +134,29 @@ class Bundle:
         if certificate.verdict != "pass":
             raise CheckFailed(f"the certificate of '{self.path}' says fail: {'; '.join(certificate.reasons)}")
         return read_certificate(self.path / CERTIFICATE)  # which also checks its own sha256
+
+
+def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
+    """Raise InputError unless `listed` has the graph and every other file of the folder, and nothing outside it."""
+    if MODEL not in listed:
+        raise InputError(f"{folder / MANIFEST} does not list {MODEL}: nothing says that it is the graph of this bundle")
+    twins = [name for name in listed if Counter(map(str.casefold, listed))[name.casefold()] > 1]
+    if twins:
+        raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
+    for name in (*listed, MANIFEST, CERTIFICATE, LATENCY):
+        if not (folder / name).resolve().is_relative_to(folder.resolve()):
+            raise InputError(f"{folder / name} leads out of the bundle: expected a file in it")
+    found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
+    names = {path.relative_to(folder).as_posix() for path in found} - listed.keys()
+    unknown = sorted(name for name in names if not _may_be_unlisted(name))
+    if unknown:
+        raise InputError(f"{folder / unknown[0]} is not listed in {MANIFEST}: remove it, or make the bundle again")
+
+
+def _may_be_unlisted(name: str) -> bool:
+    """What is written after the manifest, and what a killed writer of it left (`vitx.core.files.write_bytes`)."""
+    written_later = (MANIFEST, CERTIFICATE, LATENCY)
+    return name in written_later or name.startswith(tuple(f".{each}." for each in written_later))
 
 
 def timestamp() -> str:

@@ -39,6 +39,8 @@ _FILTERS = {
 }
 # A draft keeps at least so many times the pixels a side needs; with 1 its pixels would differ five times as much.
 DRAFT_MARGIN = 2
+# Above 1 the image is resized to less than the square and padded: timm's VOLO networks are evaluated at 1.15.
+MAX_CROP_FRACTION = 2
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -50,19 +52,25 @@ class ImageError(InputError):
 class Preprocessing(Record):
     """How an image becomes the model's input.
 
-    The shorter side is resized to ⌊image_size / crop_fraction⌋, antialiased, and the centre square is cut out. `mean`
-    and `std` are on the scale 0 to 1 and are applied by the model, not by `apply`.
+    The image is resized to s = ⌊image_size / crop_fraction⌋ pixels, antialiased, and the centre square is cut out. The
+    crop modes are timm's: `center` resizes the shorter side to s, `squash` both sides, `border` the longer side.
+    Where the resized image is smaller than the square it is padded: with black, in `border` mode with `mean`.
+    `mean` and `std` are on the scale 0 to 1 and are applied by the model, not by `apply`.
     """
 
     image_size: Annotated[int, Field(gt=0)]
-    crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    crop_fraction: Annotated[float, Field(gt=0, le=MAX_CROP_FRACTION)] = 1.0
+    # Not written where it is "center": readers of bundles refuse a field that they do not know, as here they should.
+    crop_mode: Annotated[Literal["center", "squash", "border"], Field(exclude_if=lambda mode: mode == "center")] = (
+        "center"
+    )
     interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
     mean: Triple = HALF
     std: tuple[Positive, Positive, Positive] = HALF
 
     @property
-    def shorter_side(self) -> int:
-        """Pixels of an image's shorter side before the crop."""
+    def scaled_side(self) -> int:
+        """Pixels of the side, or sides, that `crop_mode` names, before the crop."""
         return math.floor(self.image_size / self.crop_fraction)
 
     def apply(self, image: Image.Image, *, draft: bool = False) -> UInt8Array:
@@ -71,23 +79,46 @@ class Preprocessing(Record):
         draft: resize the crop alone, a third less work. Pillow then holds the crop's bounds in float32 and may resize
         columns before rows, so some pixels differ by a few grey levels.
         """
-        short = self.shorter_side
         width, height = image.size
-        scaled = (short, max(short, int(short * height / width)))
-        if width > height:
-            scaled = (max(short, int(short * width / height)), short)
+        scaled = self._scaled(width, height)
         if scaled[0] * scaled[1] > MAX_PIXELS:  # 1×500,000 pixels, say: both sides are enlarged
-            raise ImageError(f"image of {width}×{height} pixels: too thin to be resized to {short} on its short side")
+            raise ImageError(
+                f"image of {width}×{height} pixels: too thin to be resized to {self.scaled_side} on its short side"
+            )
         size = self.image_size
+        padded = min(scaled) < size
         left = round((scaled[0] - size) / 2)
         top = round((scaled[1] - size) / 2)
-        if draft:
+        if draft and not padded:
             across, down = width / scaled[0], height / scaled[1]
             box = (left * across, top * down, min(width, (left + size) * across), min(height, (top + size) * down))
             return np.asarray(image.resize((size, size), _FILTERS[self.interpolation], box=box))
         if scaled != image.size:
             image = image.resize(scaled, _FILTERS[self.interpolation])
+        if padded:
+            return self._padded(image)
         return np.asarray(image.crop((left, top, left + size, top + size)))
+
+    def _scaled(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height before the crop, rounded as torchvision's Resize and timm's ResizeKeepRatio round them."""
+        side = self.scaled_side
+        if self.crop_mode == "squash":
+            return side, side
+        if self.crop_mode == "border":
+            ratio = max(width / side, height / side)
+            return max(1, round(width / ratio)), max(1, round(height / ratio))
+        if width > height:
+            return max(side, int(side * width / height)), side
+        return side, max(side, int(side * height / width))
+
+    def _padded(self, image: Image.Image) -> UInt8Array:
+        """The centre square of an image with a side that is shorter, the odd pixel of the border right and below."""
+        size = self.image_size
+        fill = tuple(round(255 * level) for level in self.mean) if self.crop_mode == "border" else (0, 0, 0)
+        left, top = ((size - side) // 2 if side < size else -round((side - size) / 2) for side in image.size)
+        square = Image.new("RGB", (size, size), fill)
+        square.paste(image, (left, top))
+        return np.asarray(square)
 
     def from_bytes(self, data: bytes, *, draft: bool = False) -> UInt8Array:
         """Decode and apply; raise ImageError with the reason when the bytes are no whole image.
@@ -95,7 +126,7 @@ class Preprocessing(Record):
         draft: faster, with slightly different pixels: a large JPEG is decoded at a fraction of its size, and the crop
         alone is resized.
         """
-        shorter_side = DRAFT_MARGIN * self.shorter_side if draft else None
+        shorter_side = DRAFT_MARGIN * self.scaled_side if draft else None
         return self.apply(decode(data, shorter_side=shorter_side), draft=draft)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.data.config import resolve_data_config
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -147,13 +148,19 @@ def _source_from_model(request: SourceRequest) -> Source:
 
 
 def preprocessing_of(config: Any) -> Preprocessing:
-    """timm's pretrained configuration as Preprocessing."""
+    """timm's evaluation transform of a pretrained configuration; raise InputError for one that Preprocessing is not."""
+    resolved = resolve_data_config(pretrained_cfg=config.to_dict())  # type: ignore[no-untyped-call]  # timm's
+    channels, height, width = resolved["input_size"]
+    if channels != 3 or height != width:
+        name = f"{config.architecture}.{config.tag}".rstrip(".")
+        raise InputError(f"{name} takes {channels} × {height} × {width} values: expected RGB and a square")
     return Preprocessing(
-        image_size=config.input_size[1],
-        crop_fraction=config.crop_pct or 1.0,
-        interpolation=config.interpolation,
-        mean=config.mean,
-        std=config.std,
+        image_size=height,
+        crop_fraction=resolved["crop_pct"],
+        crop_mode=resolved["crop_mode"],
+        interpolation=resolved["interpolation"],
+        mean=resolved["mean"],
+        std=resolved["std"],
     )
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle
-from vitx.core.certificate import Certificate, read_certificate
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
@@ -72,22 +72,13 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
 
 
 def verify_files(bundle: Bundle) -> Certificate:
-    """Return the bundle's certificate if it is of exactly these files, and no other file is in the folder.
+    """Return the bundle's certificate if it is of exactly these files.
 
-    `Bundle.open` has compared the files that the manifest names with their digests. Raises CheckFailed naming what is
-    wrong, as `require_certificate` does, and for a stale engine.
+    `Bundle.open` has checked that the manifest lists every file of the folder, and their digests. Raises CheckFailed
+    naming what is wrong, as `require_certificate` does, and for a stale engine.
     """
     certificate = bundle.require_certificate()
-    read_certificate(bundle.path / CERTIFICATE)
     check_engines(bundle)
-    known = {MANIFEST, CERTIFICATE, LATENCY, *bundle.manifest.files}
-    unknown = sorted(
-        path.relative_to(bundle.path).as_posix()
-        for path in bundle.path.rglob("*")
-        if path.is_file() and path.relative_to(bundle.path).as_posix() not in known
-    )
-    if unknown:
-        raise CheckFailed(f"'{bundle.path}' holds '{unknown[0]}', which its manifest does not name: remove it")
     bundle.latency()  # raises for a damaged record
     return certificate
 

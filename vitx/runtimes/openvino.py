@@ -27,7 +27,8 @@ class OpenVinoSession(Session):
         # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
         if threads is not None:
-            options["INFERENCE_NUM_THREADS"] = threads
+            # Pinned, each session of n threads takes the first n cores, and two of them share those.
+            options |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
         path = bundle.path / IR
         try:
             self._model = openvino.Core().compile_model(str(path), "CPU", options)

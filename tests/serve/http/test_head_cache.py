@@ -6,13 +6,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from socketless_server import BODY, Server, bodies_of, request, settled
+from virtual_time import run_virtually
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(test(), 20)
-
-    asyncio.run(bounded())
+    run_virtually(test, "vitx.serve.http.connection")
 
 
 def test_second_request_is_answered_alike_without_being_parsed() -> None:
