@@ -39,7 +39,7 @@ def test_without_a_gpu_the_maps_are_written_out() -> None:
     assert torch.equal(reattention(q, k, v, mixes, 1.0), plain_reattention(q, k, v, mixes, 1.0))
 
 
-@pytest.mark.parametrize(("architecture", "width"), [(80, 33), (90, 32), (90, 35), (120, 33)])
+@pytest.mark.parametrize(("architecture", "width"), [(80, 32), (90, 35), (120, 33)])
 def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int) -> None:
     """To machine code, forward and backward, with tensor cores, within a multiprocessor's shared memory."""
     from flash_resources import compiled, kernels, resources
