@@ -1,7 +1,19 @@
 """One thread: networks here are small, and pytest's workers and the servers they start share the cores."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
 
 pytest_plugins = ["serving_fixtures"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Where pytest's workers leave for each other what is expensive to make."""
+    folder = tmp_path_factory.getbasetemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITX_TESTS_SHARED_FOLDER", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
+        yield

@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import gpu
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 SMALL = ("--device", "cpu", "--small", "--models", "deit_tiny_12", "--precisions", "fp32", "--seconds", "0.02")
@@ -16,16 +20,27 @@ ROWS = ("--batches", "1,3", "--runtimes", "torch,cuda-graph,onnxruntime", "--par
 FLOPS_OF_AN_IMAGE = 2 * 16 * 768 * 192 + 2 * (17 * 24 * 192**2 + 4 * 17**2 * 192) + 2 * 192 * 1000
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture(scope="module", autouse=True)
+def settings_of_this_process() -> Iterator[None]:
+    """What the script sets for its process is set back for the other tests of this one."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [backend.allow_tf32 for backend in backends]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+        yield
+    for backend, allowed in zip(backends, before, strict=True):
+        backend.allow_tf32 = allowed
+
+
+def run(*arguments: object) -> int:
+    """The script in this process, which has imported PyTorch already; the last test here starts it as users do."""
+    return gpu.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gpu") / "results.json"
-    finished = run(*SMALL, *ROWS, "--out", path)
-    assert finished.returncode == 0, finished.stderr
+    assert run(*SMALL, *ROWS, "--out", path) == 0
     return path
 
 
@@ -46,29 +61,26 @@ def test_every_row_is_measured_and_compared_or_says_why_not(results: Path) -> No
     assert exact["parity"]["allowed_over_std"] == 1e-3
 
 
-def test_what_is_measured_is_not_measured_again(results: Path) -> None:
-    finished = run(*SMALL, *ROWS, "--out", results, "--dry-run")
-    assert finished.returncode == 0, finished.stderr
+def test_what_is_measured_is_not_measured_again(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert run(*SMALL, *ROWS, "--out", results, "--dry-run") == 0
     # Rows that were refused are tried again.
-    assert finished.stdout.splitlines() == ["deit_tiny_12 fp32 1 cuda-graph", "deit_tiny_12 fp32 3 cuda-graph"]
+    assert capsys.readouterr().out.splitlines() == ["deit_tiny_12 fp32 1 cuda-graph", "deit_tiny_12 fp32 3 cuda-graph"]
 
 
 def test_what_a_runtime_cannot_do_is_a_row(tmp_path: Path) -> None:
     """ONNX has no convolution in bfloat16. deepvit_s names the attention of each block; --small keeps two."""
     path = tmp_path / "results.json"
     chosen = ("--models", "deepvit_s", "--precisions", "bf16", "--batches", "1", "--runtimes", "torch,onnxruntime")
-    finished = run(*SMALL, *chosen, "--parity", "2", "--out", path)
-    assert finished.returncode == 0, finished.stderr
+    assert run(*SMALL, *chosen, "--parity", "2", "--out", path) == 0
     rows = {row["runtime"]: row for row in json.loads(path.read_text())["rows"]}
     assert rows["torch"]["parity"]["verdict"] == "pass"
     assert "tensor(bfloat16)" in rows["onnxruntime"]["refused"]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_without_a_gpu_it_ends(tmp_path: Path) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
-    finished = run("--out", tmp_path / "none.json")
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "none.json")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 3
     assert "torch sees no GPU" in finished.stderr

@@ -1,6 +1,8 @@
 """FLOPs of a forward pass beside formulas written out for every network of the zoo, and beside torch's own counter."""
 
 import functools
+import json
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -149,23 +151,47 @@ def with_torchs_counter(model: nn.Module, images: Tensor) -> int:
     ],
 )
 def test_gflops_in_plain_numbers(name: str, gflops: float) -> None:
-    model = on_meta(name)
-    assert count_flops(model, image_of(model)) / 1e9 == pytest.approx(gflops, abs=0.005)
+    assert by_hand(name) / 1e9 == pytest.approx(gflops, abs=0.005)
 
 
-@pytest.mark.parametrize("name", vitx_networks())
-def test_every_network_by_hand_and_by_torch(name: str) -> None:
+def test_the_table_of_networks_by_hand() -> None:
+    """All of zoo.json; test_network_summary.py compares some of every family with the networks themselves."""
+    table = json.loads(files("vitx.models").joinpath("zoo.json").read_text())
+    assert [entry["name"] for entry in table] == vitx_networks()
+    assert {entry["name"]: entry["gmacs"] for entry in table} == {
+        entry["name"]: pytest.approx(by_hand(entry["name"]) / 2e9, abs=1e-4) for entry in table
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("deit_tiny_12", "deit_tiny_12_talking", "deit_tiny_12_384", "deit_tiny_12_talking_512", "deit_tiny_24"),
+        *("deit_small_12", "deit_base_12_talking", "deit_large_24"),
+        *("deepvit_16b", "deepvit_s", "deepvit_l_384", "plainvit_16b", "plainvit_s"),
+        *("alternet_18", "alternet_18_cifar", "alternet_34", "alternet_50", "alternet_50_cifar"),
+        *("deit_digits", "deepvit_digits"),
+    ],
+)
+def test_networks_by_hand_and_by_torch(name: str) -> None:
+    """Of every family each width, kind of block, embedding and image size; other names are deeper or combine them."""
     model = on_meta(name)
     assert count_flops(model, image_of(model)) == by_hand(name) == with_torchs_counter(model, image_of(model))
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["vit_tiny_patch16_224", "cait_xxs24_224", "swin_tiny_patch4_window7_224", "pit_ti_224", "mobilenetv3_small_050"],
+    ("name", "smaller"),
+    [
+        ("vit_tiny_patch16_224", {"depth": 2}),
+        ("cait_xxs24_224", {"depth": 2}),
+        ("swin_tiny_patch4_window7_224", {"depths": (2, 2, 2, 2)}),
+        ("pit_ti_224", {}),
+        ("mobilenetv3_small_050", {}),
+    ],
 )
-def test_networks_of_timm_by_torch(name: str) -> None:
+def test_networks_of_timm_by_torch(name: str, smaller: dict[str, Any]) -> None:
     """Class attention, shifted windows, grouped convolutions."""
-    model = on_meta(name)
+    model = on_meta(name, **smaller)
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # torch's counter asks for a gradient otherwise
     assert count_flops(model, image_of(model)) == with_torchs_counter(model, image_of(model))

@@ -1,7 +1,6 @@
 """Which layer diverges first, that tokens do not collapse, and what repairs a lower precision."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import timm
 import torch
 from onnx import helper, numpy_helper
+from torch import Tensor
 
 from run_fixture import DIGITS_PREPROCESSING as PREPROCESSING
 from run_fixture import trained_deepvit
@@ -40,6 +40,12 @@ def graph(network: Any, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelP
 
 
 @pytest.fixture(scope="module")
+def plain_graph(network: Any, tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """Without rewrites: the graph's biases are the network's."""
+    return exported(network, tmp_path_factory.mktemp("plain"), ())
+
+
+@pytest.fixture(scope="module")
 def images() -> UInt8Array:
     """48 evenly spaced digits of the evaluation split."""
     return next(open_images("digits", "val").evenly_spaced(48).batches(PREPROCESSING, 48))
@@ -64,8 +70,8 @@ def test_an_honest_graph_differs_nowhere(network: Any, graph: onnx.ModelProto, i
     assert [layer.similarity_candidate is None for layer in trace.layers] == [False, False, False, True, True]
 
 
-def test_other_rewrites_line_up(network: Any, images: UInt8Array, tmp_path: Path) -> None:
-    plain = trace_layers(network, PREPROCESSING, exported(network, tmp_path, ()), images)
+def test_other_rewrites_line_up(network: Any, plain_graph: onnx.ModelProto, images: UInt8Array) -> None:
+    plain = trace_layers(network, PREPROCESSING, plain_graph, images)
     assert max(errors(plain).values()) < 1e-4
     assert sum(layer.similarity_candidate is None for layer in plain.layers) == 1  # the logits alone
 
@@ -84,40 +90,47 @@ def test_cos_sim_is_that_of_layer_metrics(network: Any, graph: onnx.ModelProto, 
     assert found.candidate == pytest.approx(found.reference, abs=1e-5)
 
 
-def transposed_mix(model: Any) -> None:
-    weight = model.blocks[1].attn.reatten_matrix.weight
+def test_a_transposed_weight_is_named(network: Any, images: UInt8Array, tmp_path: Path) -> None:
+    """In a graph with every rewrite, which folds the weight into another."""
+    faulty = copy.deepcopy(network)
+    weight = faulty.blocks[1].attn.reatten_matrix.weight
     weight.data = weight.data.transpose(0, 1).contiguous()
+    trace = trace_layers(network, PREPROCESSING, exported(faulty, tmp_path), images)
+    assert (trace.culprit, trace.cause) == ("blocks.1", "transposed: attn.reatten_matrix.weight"), str(trace)
+    assert str(trace.cause) in str(trace)
 
 
-def dropped_bias(name: str) -> Callable[[Any], None]:
-    def drop(model: Any) -> None:
-        model.get_parameter(name).data.zero_()
-
-    return drop
+def with_another_bias(graph: onnx.ModelProto, bias: Tensor, other: Tensor) -> onnx.ModelProto:
+    """A copy of the graph with `other` in place of `bias`."""
+    model = onnx.ModelProto()
+    model.CopyFrom(graph)
+    values = bias.detach().numpy()
+    (found,) = (part for part in model.graph.initializer if np.array_equal(numpy_helper.to_array(part), values))
+    found.CopyFrom(numpy_helper.from_array(other.detach().numpy(), found.name))
+    return model
 
 
 @pytest.mark.parametrize(
-    ("fault", "culprit", "cause"),
+    ("name", "culprit", "cause"),
     [
-        (transposed_mix, "blocks.1", "transposed: attn.reatten_matrix.weight"),
-        (dropped_bias("blocks.0.mlp.fc1.bias"), "blocks.0", "bias dropped: mlp.fc1.bias"),
-        (dropped_bias("blocks.2.attn.proj.bias"), "blocks.2", "bias dropped: attn.proj.bias"),
+        ("blocks.0.mlp.fc1.bias", "blocks.0", "bias dropped: mlp.fc1.bias"),
+        ("blocks.2.attn.proj.bias", "blocks.2", "bias dropped: attn.proj.bias"),
     ],
 )
-def test_a_faulty_weight_is_named(
-    network: Any, images: UInt8Array, tmp_path: Path, fault: Callable[[Any], None], culprit: str, cause: str
+def test_a_dropped_bias_is_named(
+    network: Any, plain_graph: onnx.ModelProto, images: UInt8Array, name: str, culprit: str, cause: str
 ) -> None:
-    faulty = copy.deepcopy(network)
-    fault(faulty)
-    trace = trace_layers(network, PREPROCESSING, exported(faulty, tmp_path), images)
+    bias = network.get_parameter(name)
+    faulty = with_another_bias(plain_graph, bias, torch.zeros_like(bias))
+    trace = trace_layers(network, PREPROCESSING, faulty, images)
     assert (trace.culprit, trace.cause) == (culprit, cause), str(trace)
     assert cause in str(trace)
 
 
-def test_a_faulty_head_is_named(network: Any, images: UInt8Array, tmp_path: Path) -> None:
-    faulty = copy.deepcopy(network)
-    faulty.head.bias.data += 1
-    assert trace_layers(network, PREPROCESSING, exported(faulty, tmp_path), images).culprit == "logits"
+def test_a_faulty_head_is_named(network: Any, plain_graph: onnx.ModelProto, images: UInt8Array) -> None:
+    bias = network.head.bias
+    faulty = with_another_bias(plain_graph, bias, bias + 1)
+    assert trace_layers(network, PREPROCESSING, faulty, images).culprit == "logits"
 
 
 def collapsed(graph: onnx.ModelProto, after: str, share: float) -> onnx.ModelProto:

@@ -69,30 +69,14 @@ def head_mix_transposed(model: Any) -> None:
     weight.data = weight.data.transpose(0, 1).contiguous()
 
 
-def bias_dropped(model: Any) -> None:
-    model.blocks[0].mlp.fc1.bias.data.zero_()
-
-
-@pytest.mark.parametrize(
-    ("fault", "name"),
-    [
-        (head_mix_transposed, ("blocks.1 diverges first", "transposed: attn.reatten_matrix.weight")),
-        (bias_dropped, ("blocks.0 diverges first", "bias dropped: mlp.fc1.bias")),
-    ],
-)
-def test_a_faulty_weight_is_named(
-    run: RunFolder,
-    fault: Callable[[Any], None],
-    name: tuple[str, str],
-    in_this_process: None,
-    tmp_path: Path,
-    vitx: Vitx,
-) -> None:
-    faulty = write_trained_run(tmp_path / "faulty", fault)
+def test_a_faulty_weight_is_named(run: RunFolder, in_this_process: None, tmp_path: Path, vitx: Vitx) -> None:
+    """By the command; tests/parity/test_divergence.py has other weights."""
+    faulty = write_trained_run(tmp_path / "faulty", head_mix_transposed)
     bundle = export_bundle(SourceRequest(str(faulty.path)), tmp_path / "faulty.vitx")
     code, _, err = vitx("parity", run.path, bundle.path, "--device", "cpu", "--trace", "--quiet")
     assert code == 1
-    assert [part for part in name if part not in err] == []
+    assert "blocks.1 diverges first" in err
+    assert "transposed: attn.reatten_matrix.weight" in err
 
 
 def test_an_fp16_overflow_is_named(in_this_process: None, tmp_path: Path, vitx: Vitx) -> None:

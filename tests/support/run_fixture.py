@@ -1,5 +1,6 @@
 """Run folders: one whose network is the function of bundle_fixture's graph, and one that has learned the digits."""
 
+import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import cache
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import timm
 import torch
-from safetensors.torch import save_file
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from bundle_fixture import BIAS, LABELS, PREPROCESSING, WEIGHT
@@ -35,6 +37,8 @@ SMALL_DEEPVIT = ModelSpec(
     },
 )
 EPOCHS, STEPS = 6, 23
+# tests/conftest.py names a folder there that all processes of a run of the tests share.
+SHARED_FOLDER = "VITX_TESTS_SHARED_FOLDER"
 
 
 class ColourMean(nn.Module):
@@ -96,7 +100,23 @@ def write_trained_run(path: Path, change: Callable[[Any], None] = lambda model: 
 
 @cache
 def trained_deepvit() -> Any:
-    """The network of that run, seed 0, in evaluation mode. Cached for all tests of a process: change a copy only."""
+    """The network of that run, seed 0, in evaluation mode. Cached for all tests of a process: change a copy only.
+
+    One process of a run of the tests trains it; the others wait and read its weights.
+    """
+    folder = os.environ.get(SHARED_FOLDER)
+    if folder is None:
+        return _train_deepvit()
+    file = Path(folder) / "trained_deepvit.safetensors"
+    with FileLock(file.with_suffix(".lock")):
+        if not file.is_file():
+            save_file(_train_deepvit().state_dict(), file)
+        model = build_model(SMALL_DEEPVIT).eval()
+        model.load_state_dict(load_file(file))
+    return model
+
+
+def _train_deepvit() -> Any:
     digits = open_images("digits", "train")
     images = np.concatenate(list(digits.batches(DIGITS_PREPROCESSING, 256)))
     labels = torch.from_numpy(digits.labels)

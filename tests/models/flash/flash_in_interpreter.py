@@ -83,7 +83,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
         (3, 7, 33, Tiles()),
         (16, 20, 35, Tiles()),
         (6, 65, 32, CANDIDATES[2]),
-        (6, 70, 40, CANDIDATES[5]),
+        (6, 37, 40, CANDIDATES[5]),
         (2, 130, 64, CANDIDATES[9]),
         (5, 20, 48, CANDIDATES[3]),
     ],
@@ -92,7 +92,8 @@ def test_output_equals_float64(
     heads: int, tokens: int, width: int, tiles: Tiles, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flash_reattention, "_forced", tiles)
-    (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=1 if tokens > 100 else 2)
+    batch = 2 if heads * tokens < 100 else 1  # the interpreter runs one program after the other
+    (q, k, v), mixes = operands(heads, tokens, width, torch.float16, before=before, batch=batch)
     found = reattention(q, k, v, mixes, width**-0.5, impl="flash")
     assert found.dtype == torch.float16
     expected = plain_reattention(q.double(), k.double(), v.double(), mixes, width**-0.5)
@@ -103,7 +104,7 @@ def test_output_equals_float64(
 @pytest.mark.parametrize("operator", list(KERNELS))
 @pytest.mark.parametrize(
     ("heads", "tokens", "width", "tiles"),
-    [(3, 7, 33, TILES[0]), (6, 37, 32, TILES[1]), (8, 21, 64, TILES[2]), (1, 1, 16, TILES[0])],
+    [(3, 7, 33, TILES[0]), (6, 37, 32, TILES[1]), (4, 21, 64, TILES[2]), (1, 1, 16, TILES[0])],
 )
 def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens: int, width: int, tiles: Tiles) -> None:
     """By position, inputs, the number of tokens, the output, on (B, N, H, K), with the grid of the plugin."""

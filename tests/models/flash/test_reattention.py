@@ -39,12 +39,17 @@ def test_without_a_gpu_the_maps_are_written_out() -> None:
     assert torch.equal(reattention(q, k, v, mixes, 1.0), plain_reattention(q, k, v, mixes, 1.0))
 
 
-@pytest.mark.parametrize(("architecture", "width"), [(80, 33), (90, 32), (90, 35), (120, 33)])
+@pytest.mark.parametrize(("architecture", "width"), [(80, 32), (90, 35), (120, 33)])
 def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int) -> None:
-    """To machine code, forward and backward, with tensor cores, within a multiprocessor's shared memory."""
+    """To machine code, with tensor cores, within a multiprocessor's shared memory.
+
+    All launches of both passes for one architecture, one of each kernel for the others: benchmarks/models/
+    flash_resources.py measures the rest.
+    """
     from flash_resources import compiled, kernels, resources
 
-    for kernel in kernels(width):
+    launches = kernels(width)
+    for kernel in launches if architecture == 90 else {kernel.name: kernel for kernel in launches}.values():
         binary = compiled(kernel, width, architecture)
         found = resources(binary)
         assert re.search(r"\bw?g?mma\.", binary.asm["ptx"]), kernel
@@ -54,11 +59,11 @@ def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int)
 
 
 def test_the_largest_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 heads of width 64 in the 99 KiB that a block has on most GPUs."""
+    """16 heads of width 64 in the 99 KiB that a block has on most GPUs; by row and by column a kernel takes as much."""
     import flash_resources
 
     monkeypatch.setattr(flash_resources, "HEADS", 16)
-    for kernel in flash_resources.kernels(64):
+    for kernel in {kernel.name: kernel for kernel in flash_resources.kernels(64)}.values():
         if kernel.name != "weight_grad_kernel":  # which holds one head
             assert flash_resources.compiled(kernel, 64, 89).metadata.shared <= 99 * 1024, kernel
 
