@@ -58,6 +58,10 @@ def test_a_wrong_line_is_among_the_mutants(before: str, after: str) -> None:
     assert (before, after) in changes(f"{before}\n")
 
 
+def test_arguments_whose_order_says_nothing_stay() -> None:
+    assert ("x = min(a, b)", "x = min(b, a)") not in changes("x = min(a, b)\n")
+
+
 def mutant(file: str, line: int) -> Mutant:
     return Mutant(file, line, line, "number", "1", "2", "source")
 

@@ -328,9 +328,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
         started = time.monotonic()
         standing_by, queued = await submitted(batcher, images(1), images(2))
         for task in (standing_by, queued):
-            with pytest.raises(
-                DeadlineMissed, match=r"^the deadline passed after \d+ ms in the queue; try again in 1 s$"
-            ):
+            with pytest.raises(DeadlineMissed, match="; try again in 1 s$"):  # its time: test_batcher_by_hand.py
                 await task
         assert 0.04 < time.monotonic() - started < 2
         assert batcher.queued == 0
@@ -436,8 +434,8 @@ def test_a_queued_request_is_refused_as_soon_as_it_cannot_meet_its_deadline() ->
         first = await busy(model, batcher)  # it was to take .1 s, and takes longer
         started = time.monotonic()
         with pytest.raises(DeadlineMissed, match=r"^the deadline is in \d+ ms, and the answer is expected in \d+ ms"):
-            await batcher.submit(images(1), deadline=started + 2)
-        assert time.monotonic() - started < 2
+            await batcher.submit(images(1), deadline=started + 0.5)
+        assert time.monotonic() - started < 0.5
         model.gate.set()
         await first
         await batcher.close()

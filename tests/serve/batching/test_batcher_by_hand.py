@@ -89,6 +89,20 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
+def pending() -> int:
+    """Timers of the event loop that would still fire."""
+    return sum(not handle.cancelled() for handle in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+
+
+async def seven_together(ask: "Asked", instances: Instances) -> None:
+    """From then on a request alone waits for company."""
+    ask("first", 0)
+    for number in range(1, 7):
+        ask(f"{number}", number)
+    await instances.run()
+    await instances.run()
+
+
 class Asked:
     """Requests with their replies: numbers, or the error."""
 
@@ -209,11 +223,7 @@ def test_a_partial_batch_leaves_in_time_for_a_deadline_and_otherwise_after_the_d
     async def test() -> None:
         batcher, instances = made({1: 0.1, 2: 0.15, 8: 0.4}, max_delay=10.0)
         ask = Asked(batcher)
-        ask("first", 0)
-        for number in range(1, 7):
-            ask(f"{number}", number)
-        await instances.run()
-        await instances.run()  # seven together: one alone now waits for company
+        await seven_together(ask, instances)
         ask("alone", 7)
         await asyncio.sleep(9.99)
         assert instances.batches == []
@@ -321,7 +331,7 @@ def test_a_failed_part_ends_its_request_once_and_its_other_parts_never_run() -> 
         assert not {5, 6, 7} & set(ran)
         assert (batcher.queued, batcher.running) == (0, 0)
         assert counts(batcher) == (1, 1)
-        assert [handle for handle in asyncio.get_running_loop()._scheduled if not handle.cancelled()] == []  # type: ignore[attr-defined]
+        assert pending() == 0
 
     run(test)
 
@@ -412,5 +422,89 @@ def test_cancelling_the_caller_cancels_what_has_not_run_and_is_counted() -> None
         await instances.run()
         assert instances.batches == []
         assert counts(batcher) == (1, 1)
+
+    run(test)
+
+
+def test_an_urgent_request_moves_the_timer_of_those_that_wait() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 2: 0.15, 3: 0.2, 8: 0.4}, max_delay=10.0)
+        ask = Asked(batcher)
+        await seven_together(ask, instances)
+        ask("patient", 7)
+        await asyncio.sleep(1)
+        ask("urgent", 8, allowed=2)
+        ask("later", 9)  # does not put it off
+        await asyncio.sleep(1.9 - batcher.curve.at_most(4) - 0.005 - 0.001)
+        assert instances.batches == []
+        await asyncio.sleep(0.002)
+        assert await instances.run() == [7, 8, 9]
+        assert pending() == 0
+
+    run(test)
+
+
+def test_a_request_that_leaves_may_make_the_others_due() -> None:
+    """A curve may fall: here a batch of two takes longer than one of three, so what is left has less time to wait."""
+
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 2: 0.4, 3: 0.2, 8: 0.3}, max_delay=10.0)
+        ask = Asked(batcher)
+        await seven_together(ask, instances)
+        ask("urgent", 7, allowed=2)  # 1.9 s, less .2 s for a batch of three when there are two, less 5 ms
+        leaves = ask("leaves", 8)
+        await asyncio.sleep(1.6)
+        assert instances.batches == []
+        assert leaves is not None
+        leaves.cancel()  # less .4 s, for a batch of two: that was .1 s ago
+        assert [numbers(batch) for batch in instances.batches] == [[7]]
+
+    run(test)
+
+
+def test_what_is_answered_or_refused_leaves_no_timer() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1}, max_batch=1)
+        ask = Asked(batcher)
+        ask("answered", 1, allowed=9)
+        await instances.run()
+        assert pending() == 0
+        ask("dies once", 2, allowed=9)
+        await instances.run(error=SystemExit("killed"))
+        assert pending() == 1  # of its second run
+        await instances.run()
+        assert pending() == 0
+        assert ask.replies == {"answered": [1], "dies once": [2]}
+
+    run(test)
+
+
+def test_a_deadline_that_passes_in_the_queue_is_told_with_the_time_there() -> None:
+    async def test() -> None:
+        batcher, instances = made(max_batch=1, timeout=2.0)  # nothing is known of the model's speed
+        ask = Asked(batcher)
+        ask("runs", 1)
+        await asyncio.sleep(0.5)
+        ask("waits", 2)
+        await instances.run(5)
+        assert str(ask.replies["waits"]) == "the deadline passed after 1900 ms in the queue; try again in 1 s"
+        assert ask.replies["runs"] == [1]
+
+    run(test)
+
+
+def test_a_refusal_names_what_is_needed_by_now() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.1}, max_batch=1)
+        ask = Asked(batcher)
+        ask("lags", 1)
+        ask("stands by", 2)
+        ask("waits", 3, allowed=4)  # 3.8 s, of which .1 s are for its batch, when it is asked
+        await instances.run(0.1, lag=1)  # replies take .1 s more in the mean
+        running = asyncio.ensure_future(instances.run(9))
+        await asyncio.sleep(3)
+        refusal = ask.replies["waits"]
+        assert str(refusal).startswith("the deadline is in 100 ms, and the answer is expected in 200 ms; try again in")
+        await running
 
     run(test)

@@ -145,7 +145,7 @@ class Batcher:
             self.statistics.add_failure(time.monotonic() - now)
             raise
         rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
-        pieces = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
+        pieces = [images[start : start + step] for start in range(0, rows, step)]
         submission = Submission(self, on_logits, now)
         submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
         for part in submission.parts:
