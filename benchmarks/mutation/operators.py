@@ -13,7 +13,7 @@ Operator = tuple[type[cst.CSTNode], Callable[[Any], Iterable[cst.CSTNode]]]
 
 _OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 _OTHER_NAME |= {"argmin": "argmax", "argmax": "argmin", "append": "appendleft", "popleft": "pop"}
-_ANY_ORDER = {"min", "max"}
+_ANY_ORDER = {"min", "max", "transpose", "swapaxes", "promote_types"}
 _NOT_COMMUTATIVE = cst.Subtract | cst.Divide | cst.FloorDivide | cst.Modulo | cst.Power | cst.MatrixMultiply
 
 
@@ -55,7 +55,8 @@ def operands_swapped(node: cst.BinaryOperation) -> Iterator[cst.CSTNode]:
 
 def arguments_swapped(node: cst.Call) -> Iterator[cst.CSTNode]:
     """The first two, where both are given by position and their order says something."""
-    if isinstance(node.func, cst.Name) and node.func.value in _ANY_ORDER:
+    name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
+    if isinstance(name, cst.Name) and name.value in _ANY_ORDER and len(node.args) == 2:
         return
     if len(node.args) > 1 and not any(argument.keyword or argument.star for argument in node.args[:2]):
         first, second, *rest = node.args

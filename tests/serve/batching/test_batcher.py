@@ -328,7 +328,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
         started = time.monotonic()
         standing_by, queued = await submitted(batcher, images(1), images(2))
         for task in (standing_by, queued):
-            with pytest.raises(DeadlineMissed, match="; try again in 1 s$"):  # its time: test_batcher_by_hand.py
+            with pytest.raises(DeadlineMissed, match=r"; try again in 1 s$"):  # its time: test_batcher_by_hand.py
                 await task
         assert 0.04 < time.monotonic() - started < 2
         assert batcher.queued == 0

@@ -53,7 +53,9 @@ def test_the_default_priority_is_the_middle_level(priority: int, level: int) -> 
 
 @pytest.mark.parametrize("priority", [-1, 4])
 def test_an_unknown_priority_is_named(priority: int) -> None:
-    with pytest.raises(RequestError, match=rf"^priority is {priority}: expected 0 \(the default\) or 1 \(the highest\)"):
+    with pytest.raises(
+        RequestError, match=rf"^priority is {priority}: expected 0 \(the default\) or 1 \(the highest\)"
+    ):
         priority_level(priority)
 
 
@@ -82,7 +84,7 @@ def test_only_the_part_that_is_meant_is_removed() -> None:
     queue = filled(twin, other)
     assert queue.remove(other)
     assert list(queue) == [twin]
-    assert list(queue)[0] is twin
+    assert next(iter(queue)) is twin
     assert not queue.remove(other)
     assert (queue.rows, queue.rows_before(2), queue.earliest_deadline()) == (1, 1, 5.0)
     assert queue.remove(twin)
