@@ -34,12 +34,15 @@ def test_a_target_is_a_network_or_a_run(target: str, is_model: bool, network: st
     request = SourceRequest(target)
     assert (request.is_model, request.network) == (is_model, network)
     assert (request.which, request.weights, request.data) == ("best", "pretrained", None)
+    assert {request: "as a key"}[SourceRequest(target)] == "as a key"
 
 
 def test_an_unknown_name_and_a_folder_that_is_no_run_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     SourceRequest("model:timm/resnet18").require_known()
     with pytest.raises(InputError, match="unknown model 'resnet19'"):
         SourceRequest("model:timm/resnet19").require_known()
+    with pytest.raises(InputError, match="unknown model 'resnet19'"):
+        SourceRequest("model:timm/resnet19", weights="random").load()
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(InputError, match=r"no run at|is not a run: it has no run\.json"):
             SourceRequest(str(folder)).require_known()

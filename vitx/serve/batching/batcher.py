@@ -324,14 +324,13 @@ class Batcher:
             _log.error("an instance ended with %r and was replaced", result.error)
             self._retry(result)
         elif result.logits is not None:
-            self._learn(result)
+            self._learn(len(result.logits), result.computed - result.gathered)
         self._send_due_batches()
         self._answer(result)
         result.batch.parts.clear()  # breaks the reference cycle: each part refers to its batch
         self._note_drained()
 
-    def _learn(self, result: BatchResult) -> None:
-        rows, seconds = len(result.logits) if result.logits is not None else 0, result.computed - result.gathered
+    def _learn(self, rows: int, seconds: float) -> None:
         self.curve.observe(rows, seconds)
         rate = rows / max(seconds, 1e-6) * self.batching.instances
         self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate
