@@ -1,6 +1,8 @@
 """Mixing a batch, and its total loss against the sum of its parts computed by hand."""
 
+import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -308,6 +310,8 @@ def test_the_grid_is_that_of_a_square_embedding() -> None:
     assert patch_grid(timm.create_model("deit_digits", depth=1, img_size=24)) == PatchGrid(6, 4)
     oblong: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=(32, 64))
     assert patch_grid(oblong) is None
+    embedding = SimpleNamespace(grid_size=(8, 8), patch_size=(4, 6))
+    assert patch_grid(SimpleNamespace(patch_embed=embedding)) == PatchGrid(8, 4)  # type: ignore[arg-type]
 
 
 def test_a_network_without_attention_has_nothing_to_compare() -> None:
@@ -318,3 +322,32 @@ def test_a_network_without_attention_has_nothing_to_compare() -> None:
     check_model(recipe, timm.create_model("deit_digits", depth=2))
     with pytest.raises(InputError, match="1 attention layers to compare"):
         check_model(recipe, timm.create_model("deit_digits", depth=1))
+
+
+@pytest.mark.parametrize("name", ["cosine", "contrastive", "mixing"])
+def test_a_loss_without_weight_is_not_computed(model: Any, batch: MixedBatch, name: str) -> None:
+    others = [f"losses.{each}=0" for each in ("cosine", "contrastive", "mixing") if each != name]
+    assert compute_losses(model, batch, apply_overrides(RECIPE, others), 10).keys() == {"classification", name, "total"}
+
+
+@pytest.mark.parametrize(("box", "boxes"), [("batch", 1), ("sample", 5)])
+def test_erased_images_are_mixed_as_others_are(box: str, boxes: int) -> None:
+    settings = ["augmentation.erasing=1", "cutmix.probability=1", "cutmix.alpha=50", f"cutmix.box={box}"]
+    found = mix_batch(
+        torch.full((6, 3, 32, 32), 9.0),
+        torch.arange(6),
+        apply_overrides(RECIPE, settings),
+        PatchGrid(8, 4),
+        random.Random(1),
+        classes=10,
+    )
+    assert found.partner_Bn.any(1).all()
+    assert len({tuple(mask.tolist()) for mask in found.partner_Bn}) == boxes
+    assert (found.images_B3SS != 9).any()
+    assert found.partner_labels_B.tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_what_was_mixed_stays_as_it_was(batch: MixedBatch) -> None:
+    for thing, field in ((batch, "labels_B"), (Box(0, 1, 2, 3), "top"), (PatchGrid(8, 4), "size")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, 0)
