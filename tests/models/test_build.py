@@ -75,14 +75,15 @@ def test_a_runs_network_has_averaged_weights_where_there_are_any(tmp_path: Path,
         save_file(ema.state_dict(), tmp_path / "ema.safetensors")
     asked: list[str] = []
 
-    def checkpoint(which: str) -> tuple[Path, str]:
+    def checkpoint(which: str) -> tuple[Path, Any]:
         asked.append(which)
         return tmp_path, "its state"
 
     run: Any = SimpleNamespace(checkpoint=checkpoint, info=SimpleNamespace(model=SPEC))
     model, state = load_run_model(run, "last")
+    given: Any = state
     load_run_model(run)
-    assert (asked, state, model.training) == (["last", "best"], "its state", False)
+    assert (asked, given, model.training) == (["last", "best"], "its state", False)
     expected = (ema if averaged else raw).state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 

@@ -1,5 +1,6 @@
 """Published checkpoints: their keys, what does not fit, and files that are no checkpoints."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,22 @@ def test_a_report_is_a_line_a_key_and_plain_for_json() -> None:
         "unexpected": ("c",),
         "resized": {"pos_embed": ((1, 5, 24), (1, 17, 24))},
     }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.missing = ()  # type: ignore[misc]
+
+
+def test_tensors_alone_are_read_and_onto_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    path = tmp_path / "checkpoint.pth"
+    path.touch()
+
+    def load(file: Path, **options: Any) -> dict[str, torch.Tensor]:
+        given.update(file=file, **options)
+        return {"w": torch.ones(1)}
+
+    monkeypatch.setattr(torch, "load", load)
+    read_weights(path)
+    assert given == {"file": path, "map_location": "cpu", "weights_only": True}
 
 
 def test_the_classes_of_a_checkpoint_are_those_of_its_head(tmp_path: Path) -> None:

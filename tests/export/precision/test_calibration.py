@@ -8,7 +8,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from vitx.core.errors import CheckFailed
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.export.precision import calibration
 from vitx.export.precision.calibration import (
@@ -143,6 +143,17 @@ def test_a_range_of_few_bins_keeps_as_many_as_there_are_codes() -> None:
     assert found.threshold("max") == 16.0
 
 
+def test_the_last_value_may_decide_and_the_first_bin_alone_does_not() -> None:
+    counts = np.zeros(256, np.int64)
+    counts[:200], counts[255] = 10, 4000
+    best = min(range(16, 257, 8), key=lambda keep: slow_divergence(counts.tolist(), keep, 16))
+    assert _entropy_bins(counts, 16) == best == 256
+    counts[:] = 0
+    counts[0] = 9
+    assert _entropy_bins(counts, 16) == 16
+    assert calibration.METHODS == ("max", "percentile", "entropy")
+
+
 def graph() -> onnx.ModelProto:
     nodes = [
         helper.make_node("Cast", ["images"], ["pixels"], to=TensorProto.FLOAT, name="cast"),
@@ -219,3 +230,5 @@ def test_small_images_are_taken_in_larger_numbers(
     steps = np.diff(numbers)
     assert steps.max() - steps.min() <= 1, "evenly spaced"
     assert calibration.FEWEST == 512
+    with pytest.raises(InputError, match="319 images to calibrate on"):
+        sample_images(Numbered(319), Preprocessing(image_size=size))  # type: ignore[arg-type]

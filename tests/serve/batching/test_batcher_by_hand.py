@@ -259,6 +259,7 @@ def test_the_times_of_a_batch_are_exact() -> None:
         times: list[BatchTimes] = []
         batcher, instances = made({1: 0.1, 8: 0.8}, on_batch=times.append)
         ask = Asked(batcher)
+        await asyncio.sleep(3)  # moments are not durations
         ask("runs", 1)
         await asyncio.sleep(0.25)
         await instances.run(1, gather=0.5, lag=0.125)
@@ -270,6 +271,10 @@ def test_the_times_of_a_batch_are_exact() -> None:
         inference = batcher.statistics.as_json("m", "1")["inference_stats"]
         assert inference["success"] == {"count": 1, "ns": pytest.approx(1.875e9)}
         assert inference["queue"] == {"count": 1, "ns": pytest.approx(0.25e9)}
+        ask("fails", 2)
+        await instances.run(1, error=ValueError("unlucky"))
+        inference = batcher.statistics.as_json("m", "1")["inference_stats"]
+        assert inference["fail"] == {"count": 1, "ns": pytest.approx(1e9)}
 
     run(test)
 

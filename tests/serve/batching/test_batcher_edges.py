@@ -208,8 +208,12 @@ def allowed_for(planned: float) -> float:
 def test_a_batch_that_ends_exactly_at_the_deadline_is_whole() -> None:
     async def test() -> None:
         batcher, instances = made({1: 0.25, 2: 0.5, 4: 0.75})
-        Asked(batcher)("just", 1, 2, 3, 4, allowed=allowed_for(0.75))
+        ask = Asked(batcher)
+        ask("just", 1, 2, 3, 4, allowed=allowed_for(0.75))
         assert numbers(instances.batches[0]) == [1, 2, 3, 4]
+        await asyncio.sleep(0.01)  # it has an instance, which is about to start: nobody refuses it now
+        assert ask.replies == {}
+        assert await instances.run() == [1, 2, 3, 4]
 
     run(test)
 
@@ -244,5 +248,31 @@ def test_a_millisecond_before_the_deadline_is_not_after_it() -> None:
         text = "the deadline is in 1 ms, and the answer is expected in 1 ms; try again in 1 s"
         assert str(ask.replies.get("waits")) == text
         await running
+
+    run(test)
+
+
+def test_a_batch_that_stands_by_is_cut_for_what_runs_before_it() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.2, 2: 0.3, 4: 0.4}, max_batch=4)
+        ask = Asked(batcher)
+        ask("runs", 0)
+        ask("urgent", 1, allowed=0.55 / 0.95, priority=1)  # .2 s for what runs: .35 s are left, and two take .3 s
+        for number in range(2, 5):
+            ask(f"{number}", number)
+        assert [numbers(batch) for batch in instances.batches] == [[0], [1, 2]]
+
+    run(test)
+
+
+def test_a_batch_is_cut_to_whole_halves() -> None:
+    async def test() -> None:
+        batcher, instances = made({1: 0.2, 3: 0.5, 4: 0.8, 7: 0.9}, max_batch=7)
+        ask = Asked(batcher)
+        ask("runs", 0)
+        ask("urgent", 1, allowed=0.75 / 0.95, priority=1)  # .2 s for what runs: .55 s are left, and three take .5 s
+        for number in range(2, 8):
+            ask(f"{number}", number)
+        assert [numbers(batch) for batch in instances.batches] == [[0], [1, 2, 3]]
 
     run(test)

@@ -1,6 +1,7 @@
 """What may change when a run goes on, and which folders it may go on in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,21 +72,18 @@ def test_changed_settings_are_told_in_their_order() -> None:
 class Others(Processes):
     """Two processes of which the other one sees what `others` says."""
 
-    others: object = None
+    def others(self, mine: object) -> object:
+        return mine
 
-    def gather(self, value):  # type: ignore[no-untyped-def]
-        return [value, (self.others(value[0]), value[1])]  # type: ignore[operator]
+    def gather(self, value: Any) -> list[Any]:
+        return [value, (self.others(value[0]), value[1])]
 
 
 def test_processes_with_one_recipe_and_one_view_go_on(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     check_processes_agree(ALONE, run, recipe_of())
 
-    class Same(Others):
-        def others(self, mine: object) -> object:
-            return mine
-
-    check_processes_agree(Same(0, 2), run, recipe_of())
+    check_processes_agree(Others(0, 2), run, recipe_of())
 
 
 def test_processes_that_differ_are_told_in_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

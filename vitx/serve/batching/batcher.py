@@ -222,10 +222,7 @@ class Batcher:
             refusal = DeadlineMissed(now - part.arrived, None, self._retry_after())
         else:
             refusal = DeadlineMissed(left, max(left, self._last_batch_seconds(part.rows)), self._retry_after())
-        if batch is None:
-            self._queue.remove(part)
-        part.settle(error=refusal)
-        self._note_drained()
+        part.settle(error=refusal)  # which drops all parts of its request
 
     def _has_instance(self, batch: Batch) -> bool:
         """Whether a batch that was handed over runs or is about to; otherwise it stands by."""
