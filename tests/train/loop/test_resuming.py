@@ -84,6 +84,7 @@ def test_processes_with_one_recipe_and_one_view_go_on(tmp_path: Path) -> None:
     check_processes_agree(ALONE, run, recipe_of())
 
     check_processes_agree(Others(0, 2), run, recipe_of())
+    assert list(tmp_path.iterdir()) == [], "it only looks"
 
 
 def test_processes_that_differ_are_told_in_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
