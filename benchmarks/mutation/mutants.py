@@ -37,6 +37,8 @@ class _Places(cst.CSTVisitor):
             return False
         if isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING":
             return False
+        if isinstance(node, cst.Arg) and node.keyword is not None and node.keyword.value == "slots":
+            return False
         if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString | cst.ConcatenatedString):
             return False
         for kind, operator in OPERATORS:

@@ -4,6 +4,7 @@ The checkout itself is never changed, so that a run may be killed at any time.
 """
 
 import ctypes
+import gc
 import importlib
 import os
 import shutil
@@ -42,8 +43,8 @@ HEAVY = (
     ),
     *("torch", "timm", "onnx", "onnxscript", "onnxruntime", "pyarrow.parquet", "sklearn.datasets", "scipy.stats"),
 )
-# Without plugins that no test needs and that take seconds to import.
-PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:xdist", "--hypothesis-seed=0")
+# Of the installed plugins only hypothesis: the others take longer to import than most tests run.
+PYTEST = ("-q", "-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "--hypothesis-seed=0")
 QUIET = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # hypothesis, a plugin, is imported before pytest starts
 _PR_SET_CHILD_SUBREAPER = 36
 _NO_TESTS = 5
@@ -65,9 +66,11 @@ def copy_checkout(root: Path, copy: Path) -> None:
 
 
 def prepare(copy: Path) -> None:
-    """This process, and all that it starts, imports from `copy` and has one thread."""
+    """This process, and all that it starts, imports from `copy`, keeps byte code there and has one thread."""
     os.chdir(copy)
-    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     sys.path.insert(0, str(copy))
     if sys.platform == "linux":  # servers that a killed test leaves behind become children of this process
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -81,8 +84,9 @@ def write_source(file: Path, source: str) -> None:
 
 
 def import_heavy(names: Sequence[str]) -> None:
-    for name in names:
+    for name in [*names, "_hypothesis_pytestplugin"]:
         importlib.import_module(name)
+    gc.freeze()  # pytest collects garbage twice at its end: a child need not look at all that was imported
 
 
 def run_tests(tests: Sequence[str], seconds: float, log: Path) -> str:

@@ -58,6 +58,16 @@ def test_a_wrong_line_is_among_the_mutants(before: str, after: str) -> None:
     assert (before, after) in changes(f"{before}\n")
 
 
+def test_how_a_dataclass_is_stored_stays() -> None:
+    source = "@dataclass(frozen=True, slots=True)\nclass A: ...\n"
+    assert {after for _, after in changes(source)} == {"@dataclass(frozen=False, slots=True)", "@dataclass(slots=True)"}
+
+
+@pytest.mark.parametrize(("before", "after"), [("min(a, b)", "min(b, a)"), ("a.transpose(1, 2)", "a.transpose(2, 1)")])
+def test_arguments_whose_order_says_nothing_stay(before: str, after: str) -> None:
+    assert (before, after) not in changes(f"{before}\n")
+
+
 def mutant(file: str, line: int) -> Mutant:
     return Mutant(file, line, line, "number", "1", "2", "source")
 

@@ -1,5 +1,6 @@
 """Published checkpoints: their keys, what does not fit, and files that are no checkpoints."""
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from torch import nn
 
 from reference import randomize
 from vitx.core.errors import InputError
-from vitx.models import load_public_checkpoint
+from vitx.models import LoadReport, load_public_checkpoint
+from vitx.models.public_checkpoint import classes_in, read_weights, save_weights
 from vitx.models.recalibration import normalized_re_attentions
 
 SIZE: dict[str, Any] = {"embed_dim": 24, "num_heads": 3, "num_classes": 5}
@@ -142,3 +144,126 @@ def test_no_checkpoint_at_all(tmp_path: Path, content: bytes, suffix: str) -> No
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no checkpoint at"):
         load_public_checkpoint(network(), tmp_path / "none.pth")
+
+
+def test_averaged_weights_come_before_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    order = ("state_dict_ema", "model_ema", "model", "state_dict")
+    for first in range(len(order)):
+        torch.save(
+            {**{name: {"w": torch.tensor([float(order.index(name))])} for name in order[first:]}, "epoch": 3}, path
+        )
+        assert read_weights(path)["w"].item() == first
+    torch.save({"model": "deit", "w": torch.ones(2), "module.module.b": torch.zeros(1)}, path)
+    with pytest.raises(
+        InputError, match=r"holds no dictionary of tensors, nor one under state_dict_ema, model_ema, model"
+    ):
+        read_weights(path)
+    torch.save({"w": torch.ones(2), "module.module.b": torch.zeros(1), "a.module.c": torch.zeros(1)}, path)
+    assert set(read_weights(path)) == {"w", "module.b", "a.module.c"}
+
+
+@pytest.mark.parametrize("content", [{}, {"state_dict": {}}, {"w": torch.ones(1), "epoch": 3}, [torch.ones(1)]])
+def test_what_is_no_dictionary_of_tensors_is_refused(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "checkpoint.pth")
+    with pytest.raises(InputError, match=r"checkpoint\.pth' holds no dictionary of tensors, nor one under"):
+        read_weights(tmp_path / "checkpoint.pth")
+
+
+def test_each_kind_of_broken_file_has_its_text(tmp_path: Path) -> None:
+    texts = {
+        "a.safetensors": (b"no", r"a\.safetensors' is not a safetensors file: "),
+        "b.pth": (b"", r"b\.pth' is not a checkpoint: "),
+        "c.pth": (
+            b"no checkpoint",
+            r"c\.pth' cannot be read as tensors alone, and vitx runs no code of a file: [^\n]*$",
+        ),
+    }
+    for name, (content, text) in texts.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match=text):
+            read_weights(tmp_path / name)
+
+
+def test_a_report_is_a_line_a_key_and_plain_for_json() -> None:
+    report = LoadReport(("a", "b"), ("c",), {"pos_embed": ((1, 5, 24), (1, 17, 24))})
+    assert report.lines() == [
+        "missing     a: keeps its initial values",
+        "missing     b: keeps its initial values",
+        "unexpected  c: left out",
+        "resized     pos_embed: (1, 5, 24) to (1, 17, 24)",
+    ]
+    assert report.as_dict() == {
+        "missing": ("a", "b"),
+        "unexpected": ("c",),
+        "resized": {"pos_embed": ((1, 5, 24), (1, 17, 24))},
+    }
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.missing = ()  # type: ignore[misc]
+
+
+def test_tensors_alone_are_read_and_onto_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    path = tmp_path / "checkpoint.pth"
+    path.touch()
+
+    def load(file: Path, **options: Any) -> dict[str, torch.Tensor]:
+        given.update(file=file, **options)
+        return {"w": torch.ones(1)}
+
+    monkeypatch.setattr(torch, "load", load)
+    read_weights(path)
+    assert given == {"file": path, "map_location": "cpu", "weights_only": True}
+
+
+def test_the_classes_of_a_checkpoint_are_those_of_its_head(tmp_path: Path) -> None:
+    save_weights(network(num_classes=7), tmp_path / "w.safetensors")
+    assert classes_in(tmp_path / "w.safetensors") == 7
+    save_file({"w": torch.ones(2)}, tmp_path / "none.safetensors")
+    with pytest.raises(InputError, match=r"none\.safetensors' has no classifier: it has no tensor 'head\.weight'$"):
+        classes_in(tmp_path / "none.safetensors")
+
+
+def test_weights_are_saved_as_they_are_seen(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    model.weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+    save_weights(model, tmp_path / "w.safetensors")
+    assert read_weights(tmp_path / "w.safetensors")["weight"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_the_statistics_of_a_network_at_its_own_size_stay(tmp_path: Path) -> None:
+    source, target = randomize(network()), network()
+    save_weights(source, tmp_path / "w.safetensors")
+    load_public_checkpoint(target, tmp_path / "w.safetensors")
+    (_, ours), (_, theirs) = (normalized_re_attentions(each)[0] for each in (target, source))
+    assert ours.running_mean is not None
+    assert theirs.running_mean is not None
+    assert torch.equal(ours.running_mean, theirs.running_mean)
+
+
+def test_a_checkpoint_may_have_a_head_that_the_model_lacks(tmp_path: Path) -> None:
+    state = dict(network().state_dict())
+    state["head_dist.weight"] = torch.zeros(5, 24)
+    del state["patch_embed.bn1.num_batches_tracked"]
+    save_file(state, tmp_path / "w.safetensors")
+    report = load_public_checkpoint(network(), tmp_path / "w.safetensors")
+    assert (report.missing, report.unexpected, report.resized) == ((), ("head_dist.weight",), {})
+
+
+def test_several_entries_that_differ_are_counted(tmp_path: Path) -> None:
+    state = dict(network().state_dict())
+    state["cls_token"] = torch.zeros(1, 1, 20)
+    state["norm.bias"] = torch.tensor(0.5)
+    state["extra"] = torch.zeros(2, 3)
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(InputError) as error:
+        load_public_checkpoint(network(), tmp_path / "w.safetensors")
+    assert str(error.value) == (
+        f"'{tmp_path / 'w.safetensors'}' is of another architecture: 3 entries differ, the first is 'cls_token' "
+        "(1×1×20 in the file, 1×1×24 in the model); choose the model it was trained as"
+    )
+    del state["cls_token"], state["extra"]
+    state["cls_token"] = network().state_dict()["cls_token"]
+    save_file(state, tmp_path / "w.safetensors")
+    with pytest.raises(InputError, match=r"1 entries differ, the first is 'norm.bias' \(a scalar in the file, 24 in"):
+        load_public_checkpoint(network(), tmp_path / "w.safetensors")

@@ -98,8 +98,9 @@ def reference_logits(model: nn.Module) -> Tensor:
 EVERY = tuple(REWRITES)
 ALONE = [(name,) for name in EVERY]
 ALL_BUT_ONE = [tuple(n for n in EVERY if n != name) for name in EVERY]
-CASES = [
-    *[(name, rewrites) for name in NETWORKS for rewrites in [(), *ALONE, ALL, EVERY]],
+TOGETHER = [(name, rewrites) for name in NETWORKS for rewrites in [(), ALL, EVERY]]
+APART = [
+    *[(name, rewrites) for name in NETWORKS for rewrites in ALONE],
     *[(name, rewrites) for name in ("deepvit-s", "talking-heads-bias", "gap") for rewrites in ALL_BUT_ONE],
 ]
 
@@ -110,8 +111,17 @@ def subset_name(names: tuple[str, ...]) -> str:
     return {(): "none", ALL: "default", EVERY: "every"}.get(names, "+".join(names))
 
 
-@pytest.mark.parametrize(("name", "rewrites"), CASES, ids=lambda v: v if isinstance(v, str) else subset_name(v))
+@pytest.mark.parametrize(("name", "rewrites"), APART, ids=lambda v: v if isinstance(v, str) else subset_name(v))
 def test_each_rewrite_is_an_identity(name: str, rewrites: tuple[str, ...]) -> None:
+    require_identity(name, rewrites)
+
+
+@pytest.mark.parametrize(("name", "rewrites"), TOGETHER, ids=lambda v: v if isinstance(v, str) else subset_name(v))
+def test_all_rewrites_together_are_an_identity(name: str, rewrites: tuple[str, ...]) -> None:
+    require_identity(name, rewrites)
+
+
+def require_identity(name: str, rewrites: tuple[str, ...]) -> None:
     model = network(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     expected = reference_logits(model)

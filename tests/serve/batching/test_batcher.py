@@ -328,9 +328,7 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
         started = time.monotonic()
         standing_by, queued = await submitted(batcher, images(1), images(2))
         for task in (standing_by, queued):
-            with pytest.raises(
-                DeadlineMissed, match=r"^the deadline passed after \d+ ms in the queue; try again in 1 s$"
-            ):
+            with pytest.raises(DeadlineMissed, match=r"; try again in 1 s$"):  # its time: test_batcher_by_hand.py
                 await task
         assert 0.04 < time.monotonic() - started < 2
         assert batcher.queued == 0
@@ -338,22 +336,6 @@ def test_a_deadline_that_passes_in_the_queue_is_answered_then_and_never_runs() -
         assert await answer(first) == [0]  # it ran already, so it is answered, late
         await batcher.close()
         assert model.batches == [1]
-
-    run(test)
-
-
-def test_a_batch_leaves_early_enough_for_its_deadline() -> None:
-    async def test() -> None:
-        model = Model()
-        batcher = Batcher(model, ServeOptions(max_batch=8, max_delay_ms=15000).batching, curve=curve(0.001, 8))
-        first = await busy(model, batcher)
-        rest = await submitted(batcher, *(images(number) for number in range(1, 7)))
-        model.gate.set()
-        await asyncio.gather(first, *rest)  # seven were together: a lone request now waits for company, up to 15 s
-        started = time.monotonic()
-        assert await answer(batcher.submit(images(9), deadline=started + 0.5)) == [9]
-        assert time.monotonic() - started < 0.5
-        await batcher.close()
 
     run(test)
 
@@ -424,24 +406,6 @@ def test_idle_instances_share_what_is_queued() -> None:
         assert await answer(whole) == [1, 2, 3, 4, 5, 6]
         assert model.batches == [3, 3]
         await batcher.close()
-
-    run(test)
-
-
-def test_a_queued_request_is_refused_as_soon_as_it_cannot_meet_its_deadline() -> None:
-    async def test() -> None:
-        model = Model()
-        known = LatencyCurve({1: 0.1})
-        batcher = Batcher(model, ServeOptions(max_batch=1).batching, curve=known)
-        first = await busy(model, batcher)  # it was to take .1 s, and takes longer
-        started = time.monotonic()
-        with pytest.raises(DeadlineMissed, match=r"^the deadline is in \d+ ms, and the answer is expected in \d+ ms"):
-            await batcher.submit(images(1), deadline=started + 2)
-        assert time.monotonic() - started < 2
-        model.gate.set()
-        await first
-        await batcher.close()
-        assert model.batches == [1]
 
     run(test)
 

@@ -72,3 +72,20 @@ def test_a_size_is_worth_it_from_three_percent_on() -> None:
         return LatencyCurve({1: alone - 0.0002, 2: 2 * alone / gain - 0.0002}).best_size(8)
 
     assert (best(1.0299), best(1.0301)) == (1, 2)
+
+
+def test_a_batch_between_two_sizes_moves_these_two_most() -> None:
+    known = LatencyCurve({2: 0.2, 4: 0.3, 8: 0.5, 16: 0.9})
+    known.observe(7, 0.9)  # .45 s were expected: twice that; a quarter of the way from 8 to 4
+    moved = [known.seconds(rows) / before - 1 for rows, before in ((2, 0.2), (4, 0.3), (8, 0.5), (16, 0.9))]
+    assert moved == pytest.approx([0.025, 0.025, 0.0375, 0.025])
+    known = LatencyCurve({2: 0.2, 4: 0.3, 8: 0.5, 16: 0.9})
+    known.observe(5, 0.7)  # .35 s were expected
+    moved = [known.seconds(rows) / before - 1 for rows, before in ((2, 0.2), (4, 0.3), (8, 0.5), (16, 0.9))]
+    assert moved == pytest.approx([0.025, 0.0375, 0.025, 0.025])
+
+
+def test_a_preferred_size_may_be_the_largest() -> None:
+    known = LatencyCurve({1: 0.1, 8: 8.0})
+    assert known.best_size(8, preferred=(8,)) == 8
+    assert known.best_size(8) == 1

@@ -1,14 +1,18 @@
 """Which checkpoint a run goes on from, which epoch is best, and when training is done."""
 
+import errno
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
+from vitx.train.loop import checkpoint
 from vitx.train.loop.checkpoint import (
     TENSOR_FILES,
     CheckpointTensors,
@@ -18,8 +22,10 @@ from vitx.train.loop.checkpoint import (
     load_newest,
     newest_checkpoint,
     read_metrics,
+    remove_unfinished_writes,
     save_epoch,
     save_within_epoch,
+    switch_links,
 )
 from vitx.train.recipes.optimization_settings import Selection
 
@@ -173,3 +179,112 @@ def test_training_ends_after_its_epochs_or_its_patience(
 ) -> None:
     history = [row(epoch, top1=value) for epoch, value in enumerate(top1, 1)]
     assert is_finished(history, epochs, Selection(patience=patience)) is finished
+
+
+def test_a_step_keeps_the_best_of_the_epochs_before_it(run: RunFolder) -> None:
+    history = [row(1, nll=0.5), row(2, nll=0.7)]
+    save_within_epoch(run, tensors(1), history, 24, {}, {}, metric="nll")
+    found = newest_checkpoint(run)
+    assert found is not None
+    state = found[1]
+    assert (state.epoch, state.step, state.best_epoch, state.best_metric, state.metrics) == (
+        2,
+        24,
+        1,
+        0.5,
+        row(2, nll=0.7),
+    )
+
+
+def test_an_epoch_without_a_trainers_state_has_an_empty_one(run: RunFolder) -> None:
+    save_epoch(run, tensors(1), [row(1)], {})
+    found = newest_checkpoint(run)
+    assert found is not None
+    assert (found[1].trainer, found[1].rng) == ({}, {})
+
+
+def test_a_checkpoint_on_disk_holds_no_more_than_the_tensors(run: RunFolder) -> None:
+    """A view is written as what it shows, and a parameter without its graph."""
+    weight = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+    save_epoch(run, CheckpointTensors({"t": weight.t()}, {"t": weight * 2}, {}), [row(1)], {})
+    loaded = load_newest(run)
+    assert loaded is not None
+    assert loaded[0].model["t"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert loaded[0].ema["t"].tolist() == [[0, 2, 4], [6, 8, 10]]
+    assert loaded[0].optimizer == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Error: I/O error: No space left on device (os error 28)", errno.ENOSPC),
+        ("Error: I/O error: File too large (os error 27)", errno.EFBIG),
+        ("Error: something else", errno.EIO),
+    ],
+)
+def test_a_disk_error_of_safetensors_is_the_systems(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, text: str, number: int
+) -> None:
+    save_epoch(run, tensors(10), [row(1)], {})
+
+    def fails(tensors: object, path: object) -> None:
+        raise SafetensorError(text)
+
+    monkeypatch.setattr(checkpoint, "save_file", fails)
+    with pytest.raises(OSError) as error:  # noqa: PT011 # its number is looked at
+        save_epoch(run, tensors(20), [row(1), row(2)], {})
+    assert error.value.errno == number
+    assert str(error.value.filename).endswith("model.safetensors")
+    assert error.value.strerror
+    assert value_of(run) == 10
+    assert {path.name for path in (run.path / "checkpoints").iterdir()} == {"last", "best", "epoch-0001"}
+
+
+def test_what_killed_writers_left_goes_and_nothing_else(run: RunFolder) -> None:
+    save_epoch(run, tensors(10), [row(1)], {})
+    save_step(run, [row(1)], 14)
+    checkpoints = run.path / "checkpoints"
+    (run.path / ".metrics.jsonl.x1").touch()
+    for link in ("last", "best", "resume"):
+        (checkpoints / f".{link}.123").symlink_to("epoch-0009")
+    (run.path / ".notes").touch()
+    before = {path.name for path in checkpoints.iterdir()}
+    remove_unfinished_writes(run)
+    assert {path.name for path in run.path.iterdir()} == {".notes", "metrics.jsonl", "checkpoints"}
+    assert {path.name for path in checkpoints.iterdir()} == {name for name in before if not name.startswith(".")}
+    assert value_of(run) == 14
+
+
+def test_only_folders_without_a_link_are_removed(run: RunFolder) -> None:
+    save_epoch(run, tensors(10), [row(1)], {})
+    checkpoints = run.path / "checkpoints"
+    (checkpoints / "epoch-0007").mkdir()
+    (checkpoints / "epoch-0007" / "state.json").touch()
+    (checkpoints / "notes.txt").write_text("mine")
+    (checkpoints / "elsewhere").symlink_to(run.path, target_is_directory=True)
+    found = newest_checkpoint(run)
+    assert found is not None
+    switch_links(run, found[1])
+    assert {path.name for path in checkpoints.iterdir()} == {"last", "best", "epoch-0001", "notes.txt", "elsewhere"}
+
+
+def test_metrics_are_a_line_of_json_an_epoch_and_later_ones_are_left_out(run: RunFolder) -> None:
+    history = [row(1, top1=0.25), row(2), row(3)]
+    checkpoint.write_metrics(run, history)
+    assert run.metrics_path.read_text() == "".join(json.dumps(each) + "\n" for each in history)
+    assert read_metrics(run.metrics_path, 2) == history[:2]
+    assert read_metrics(run.path / "none.jsonl", 0) == []
+    with pytest.raises(
+        InputError, match=r"metrics\.jsonl does not hold the epochs 1 to 4 of its checkpoint: restore it"
+    ):
+        read_metrics(run.metrics_path, 4)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        checkpoint.write_metrics(run, [row(1, nll=float("nan"))])
+    assert read_metrics(run.metrics_path, 3) == history, "a file that is not whole never appears"
+
+
+@pytest.mark.parametrize("text", ["not json\n", "[]\n", '{"top1": 1}\n', '{"epoch": "1"}\n'])
+def test_a_line_that_is_no_epoch_is_named(run: RunFolder, text: str) -> None:
+    run.metrics_path.write_text(text)
+    with pytest.raises(InputError, match=r"metrics\.jsonl holds a line that is not an epoch's metrics: restore it, or"):
+        read_metrics(run.metrics_path, 1)

@@ -1,6 +1,8 @@
 """Mixing a batch, and its total loss against the sum of its parts computed by hand."""
 
+import dataclasses
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,15 +10,29 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import vitx.models  # noqa: F401  # registers deit_digits
 from vitx.core.errors import InputError
+from vitx.core.preprocess import Preprocessing
 from vitx.models import attention_maps
 from vitx.train.losses.attention_similarity import attention_similarity_loss
-from vitx.train.losses.cutmix import Box, MixedBatch, cutmix
-from vitx.train.losses.objective import PatchGrid, check_model, compute_losses, mix_batch, patch_grid, smooth_one_hot
+from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, unmixed
+from vitx.train.losses.distillation import Teacher
+from vitx.train.losses.objective import (
+    PatchGrid,
+    _sample_box,
+    check_model,
+    compute_losses,
+    image_targets,
+    mix_batch,
+    patch_grid,
+    smooth_one_hot,
+)
 from vitx.train.losses.patch_losses import patch_contrastive_loss, patch_cosine_loss, region_mixing_loss
+from vitx.train.randomness import seeded
+from vitx.train.recipes.image_and_loss_settings import CutMix
+from vitx.train.recipes.optimization_settings import Distillation
 from vitx.train.recipes.recipe import apply_overrides
 from vitx.train.recipes.registry import get_recipe
 
@@ -179,3 +195,159 @@ def test_networks_without_what_a_loss_needs_are_refused(model: Any) -> None:
     with pytest.raises(InputError, match=r"has no square patch grid for CutMix: set cutmix\.probability=0"):
         check_model(without, plain)
     check_model(apply_overrides(without, ["cutmix.probability=0"]), plain)
+
+
+class Scripted(random.Random):
+    """`random()` gives what was written down."""
+
+    def __init__(self, *values: float) -> None:
+        super().__init__(0)
+        self.values = list(values)
+
+    def random(self) -> float:
+        return self.values.pop(0) if self.values else super().random()
+
+
+@pytest.mark.parametrize(("drawn", "empty"), [(0.2999, False), (0.3, True), (0.9, True)])
+def test_a_box_is_drawn_below_its_probability(drawn: float, empty: bool) -> None:
+    box = _sample_box(CutMix(probability=0.3, alpha=50.0), 8, Scripted(drawn))
+    assert (box == Box(0, 0, 0, 0)) is empty
+    assert empty or 0 < box.area <= 48, "a share near a half"
+
+
+@pytest.mark.parametrize(
+    ("settings", "grid", "patches"),
+    [
+        (["cutmix.probability=0", "losses.mixing=0"], PatchGrid(8, 4), 64),
+        (["cutmix.probability=0", "losses.mixing=0"], None, 0),
+        (["cutmix.probability=1e-9"], PatchGrid(4, 8), 16),
+        (["losses.mixing=0", "cutmix.probability=0", "mixup.mixup=0.8"], PatchGrid(8, 4), 0),
+    ],
+)
+def test_without_a_box_every_patch_is_of_its_own_image(settings: list[str], grid: Any, patches: int) -> None:
+    recipe = apply_overrides(RECIPE, settings)
+    images, labels = torch.randn(4, 3, 32, 32), torch.tensor([3, 1, 2, 0])
+    found = mix_batch(images.clone(), labels, recipe, grid, random.Random(0), classes=10)
+    assert found.partner_Bn.shape == (4, patches)
+    assert not found.partner_Bn.any()
+    assert found.weight_B.tolist() == [0.0] * 4
+    assert found.labels_B.tolist() == found.partner_labels_B.tolist() == [3, 1, 2, 0]
+    assert (found.targets_BC is not None) is recipe.mixup.on
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+@pytest.mark.parametrize("seed", range(4))
+def test_mixup_has_each_of_the_recipes_settings(mode: str, seed: int) -> None:
+    settings = ["mixup=0.7", "cutmix=0.4", "probability=0.8", "switch_probability=0.3", f"mode={mode}"]
+    off = ["losses.mixing=0", "cutmix.probability=0"]
+    recipe = apply_overrides(RECIPE, [*off, *(f"mixup.{each}" for each in settings)])
+    images, labels = torch.randn(6, 3, 8, 8), torch.arange(6)
+    found = mix_batch(images.clone(), labels, recipe, None, random.Random(seed), classes=7)
+    timms: Any = timm.data.Mixup(0.7, 0.4, prob=0.8, switch_prob=0.3, mode=mode, label_smoothing=0.1, num_classes=7)  # type: ignore[no-untyped-call]
+    with seeded(random.Random(seed).getrandbits(63), images.device):
+        expected, targets = timms(images.clone(), labels)
+    assert torch.equal(found.images_B3SS, expected)
+    assert found.targets_BC is not None
+    assert torch.equal(found.targets_BC, targets)
+
+
+def test_labels_are_mixed_by_the_share_of_the_box() -> None:
+    images = torch.zeros(2, 3, 8, 8)
+    mixed = cutmix(images, torch.tensor([0, 2]), Box(0, 1, 0, 1), 4)
+    expected = [[0.75 * 0.8 + 0.05, 0.05, 0.25 * 0.8 + 0.05, 0.05], [0.25 * 0.8 + 0.05, 0.05, 0.75 * 0.8 + 0.05, 0.05]]
+    torch.testing.assert_close(image_targets(mixed, 4, 0.2), torch.tensor(expected))
+    given = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
+    assert image_targets(unmixed(images, torch.tensor([0, 1]), 4, given), 2, 0.2) is given
+
+
+def test_the_regulariser_compares_as_many_pairs_as_it_is_told(batch: MixedBatch) -> None:
+    torch.manual_seed(0)
+    model: Any = timm.create_model("deit_digits", depth=4).eval()
+    off = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0", "losses.attention=0.5"]
+    recipe = apply_overrides(RECIPE, [*off, "losses.attention_pairs=2", "losses.attention_over=rows"])
+    losses = compute_losses(model, batch, recipe, 10)
+    with attention_maps(model, of=lambda maps: maps) as maps:
+        model(batch.images_B3SS)
+    expected = attention_similarity_loss(maps.values(), over="rows", pairs=2)
+    torch.testing.assert_close(losses["attention"], expected)
+    assert losses.keys() == {"classification", "attention", "total"}
+    torch.testing.assert_close(losses["total"], losses["classification"] + 0.5 * expected)
+
+
+class TwoHeads(nn.Module):
+    """A network of DeiT's distilled form: two logits, of the mean pixel of each channel."""
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        means = images.mean((2, 3))
+        return means, 2 * means
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_teacher_takes_its_weight_from_the_labels(heads: int) -> None:
+    off = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0", "losses.label_smoothing=0"]
+    recipe = apply_overrides(RECIPE, off)
+    images, labels = torch.randn(2, 3, 4, 4), torch.tensor([0, 2])
+    plain = Preprocessing(image_size=4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    means = images.mean((2, 3))
+    network = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    teacher = Teacher(
+        nn.Sequential(network, nn.Softmax(1)),
+        Distillation(teacher="x", weight=0.3),
+        student=plain,
+        mean=(0.0, 0.0, 0.0),
+        std=(1.0, 1.0, 1.0),
+    )
+    model = TwoHeads() if heads == 2 else network
+    losses = compute_losses(model, unmixed(images, labels, 0), recipe, 3, teacher=teacher)
+    own = F.cross_entropy(means, labels)
+    taught = F.cross_entropy(heads * means, means.argmax(1))
+    torch.testing.assert_close(losses["classification"], own)
+    torch.testing.assert_close(losses["distillation"], taught)
+    torch.testing.assert_close(losses["total"], 0.7 * own + 0.3 * taught)
+
+
+def test_the_grid_is_that_of_a_square_embedding() -> None:
+    assert patch_grid(timm.create_model("deit_digits", depth=1, img_size=24)) == PatchGrid(6, 4)
+    oblong: Any = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=12, img_size=(32, 64))
+    assert patch_grid(oblong) is None
+    embedding = SimpleNamespace(grid_size=(8, 8), patch_size=(4, 6))
+    assert patch_grid(SimpleNamespace(patch_embed=embedding)) == PatchGrid(8, 4)  # type: ignore[arg-type]
+
+
+def test_a_network_without_attention_has_nothing_to_compare() -> None:
+    off = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0", "cutmix.probability=0"]
+    recipe = apply_overrides(RECIPE, [*off, "losses.attention=0.1"])
+    with pytest.raises(InputError, match="0 attention layers to compare"):
+        check_model(recipe, timm.create_model("resnet10t"))
+    check_model(recipe, timm.create_model("deit_digits", depth=2))
+    with pytest.raises(InputError, match="1 attention layers to compare"):
+        check_model(recipe, timm.create_model("deit_digits", depth=1))
+
+
+@pytest.mark.parametrize("name", ["cosine", "contrastive", "mixing"])
+def test_a_loss_without_weight_is_not_computed(model: Any, batch: MixedBatch, name: str) -> None:
+    others = [f"losses.{each}=0" for each in ("cosine", "contrastive", "mixing") if each != name]
+    assert compute_losses(model, batch, apply_overrides(RECIPE, others), 10).keys() == {"classification", name, "total"}
+
+
+@pytest.mark.parametrize(("box", "boxes"), [("batch", 1), ("sample", 5)])
+def test_erased_images_are_mixed_as_others_are(box: str, boxes: int) -> None:
+    settings = ["augmentation.erasing=1", "cutmix.probability=1", "cutmix.alpha=50", f"cutmix.box={box}"]
+    found = mix_batch(
+        torch.full((6, 3, 32, 32), 9.0),
+        torch.arange(6),
+        apply_overrides(RECIPE, settings),
+        PatchGrid(8, 4),
+        random.Random(1),
+        classes=10,
+    )
+    assert found.partner_Bn.any(1).all()
+    assert len({tuple(mask.tolist()) for mask in found.partner_Bn}) == boxes
+    assert (found.images_B3SS != 9).any()
+    assert found.partner_labels_B.tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_what_was_mixed_stays_as_it_was(batch: MixedBatch) -> None:
+    for thing, field in ((batch, "labels_B"), (Box(0, 1, 2, 3), "top"), (PatchGrid(8, 4), "size")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, 0)

@@ -161,6 +161,32 @@ def test_value_and_gradient_equal_the_slow_formula(
     assert torch.autograd.gradcheck(fast, (inputs.clone().requires_grad_(),))
 
 
+def test_two_patches_are_one_pair() -> None:
+    pair = torch.tensor([[[3.0, 4.0], [4.0, 3.0]], [[1.0, 0.0], [0.0, 2.0]]])
+    assert patch_cosine_loss(pair).item() == pytest.approx((24 / 25 + 0) / 2)
+    pair[1] *= -1
+    pair[0, 0] *= -1
+    assert patch_cosine_loss(pair).item() == pytest.approx(-12 / 25)
+    assert patch_cosine_loss(pair, absolute=True).item() == pytest.approx(12 / 25)
+
+
+@pytest.mark.parametrize("window", [3, 5, 7])
+def test_the_neighbourhood_has_the_windows_size(window: int) -> None:
+    found = patch_contrastive_loss(GRID_EARLY, GRID, variant="official", window=window)
+    torch.testing.assert_close(found, slow_official_contrastive(GRID_EARLY, GRID, window), rtol=0, atol=1e-12)
+
+
+def test_the_regions_are_weighted_in_float32_for_half_patches_too() -> None:
+    patches = GRID.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = region_mixing_loss(
+            patches, lambda pooled: classify(pooled.double()).float(), PARTNER, REST_LABELS, BOX_LABELS
+        )
+        assert patch_cosine_loss(patches).dtype == torch.float32
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(region_loss(GRID).item(), abs=0.01)
+
+
 def test_the_cosine_keeps_no_copy_of_the_tokens() -> None:
     """Saved for the gradient: the tokens themselves, one number a token, and one vector an image."""
     patches = torch.randn(4, 49, 64, requires_grad=True)
@@ -253,6 +279,13 @@ def test_losses_are_float32_inside_autocast_and_for_half_inputs() -> None:
             lambda: patch_contrastive_loss(GRID_EARLY, GRID, variant="official", window=4),
             "window 4 of the official contrastive loss: expected an odd number of at least 3",
         ),
+        (
+            lambda: patch_contrastive_loss(GRID_EARLY, GRID, variant="official", window=1),
+            "window 1 of the official contrastive loss",
+        ),
+        (lambda: region_loss(GRID[0]), r"expected patches \(B, n, D\), got a tensor of shape \(16, 6\)"),
+        (lambda: patch_contrastive_loss(EARLY[0], LATE[0]), r"expected late patches \(B, n, D\), got .* \(5, 4\)"),
+        (lambda: patch_mixing_loss(LATE[0], LABELS), r"expected patch logits \(B, n, C\), got .* \(5, 4\)"),
         (lambda: region_loss(GRID, PARTNER[:, :9]), r"partner_Bn must be \(2, 16\) like the patches, got \(2, 9\)"),
         (lambda: patch_mixing_loss(LATE, LABELS[:, :4]), r"targets of patch logits \(2, 5, 4\) must be \(2, 5\)"),
         (lambda: patch_mixing_loss(LATE, LATE[..., :3]), r"must be \(2, 5, 4\), got \(2, 5, 3\)"),

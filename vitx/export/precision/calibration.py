@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from vitx.data.image_set import ImageSet, evenly_spaced
 from vitx.export.graph.execution import run_with_outputs
 
 Method = Literal["max", "percentile", "entropy"]
-METHODS: tuple[Method, ...] = ("max", "percentile", "entropy")
+METHODS: tuple[Method, ...] = get_args(Method)
 
 # Ranges come from at least 256 images. Up to half of all images, and at least 64, are held out to judge them.
 MIN_CALIBRATION = 256

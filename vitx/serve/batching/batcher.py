@@ -145,7 +145,7 @@ class Batcher:
             self.statistics.add_failure(time.monotonic() - now)
             raise
         rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
-        pieces = [images] if rows <= step else [images[start : start + step] for start in range(0, rows, step)]
+        pieces = [images[start : start + step] for start in range(0, rows, step)]
         submission = Submission(self, on_logits, now)
         submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
         for part in submission.parts:
@@ -222,10 +222,7 @@ class Batcher:
             refusal = DeadlineMissed(now - part.arrived, None, self._retry_after())
         else:
             refusal = DeadlineMissed(left, max(left, self._last_batch_seconds(part.rows)), self._retry_after())
-        if batch is None:
-            self._queue.remove(part)
-        part.settle(error=refusal)
-        self._note_drained()
+        part.settle(error=refusal)  # which drops all parts of its request
 
     def _has_instance(self, batch: Batch) -> bool:
         """Whether a batch that was handed over runs or is about to; otherwise it stands by."""
@@ -324,14 +321,13 @@ class Batcher:
             _log.error("an instance ended with %r and was replaced", result.error)
             self._retry(result)
         elif result.logits is not None:
-            self._learn(result)
+            self._learn(len(result.logits), result.computed - result.gathered)
         self._send_due_batches()
         self._answer(result)
         result.batch.parts.clear()  # breaks the reference cycle: each part refers to its batch
         self._note_drained()
 
-    def _learn(self, result: BatchResult) -> None:
-        rows, seconds = len(result.logits) if result.logits is not None else 0, result.computed - result.gathered
+    def _learn(self, rows: int, seconds: float) -> None:
         self.curve.observe(rows, seconds)
         rate = rows / max(seconds, 1e-6) * self.batching.instances
         self._rows_per_second = rate if not self._rows_per_second else 0.9 * self._rows_per_second + 0.1 * rate

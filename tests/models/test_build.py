@@ -1,0 +1,136 @@
+"""A network from its specification, its weights from a file, its input from bytes, and the device it runs on."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.run import ModelSpec
+from vitx.models import Normalization, build_model, image_tensor, load_run_model, load_weights
+from vitx.models.device import choose_device
+
+SPEC = ModelSpec(name="deit_digits", num_classes=7, kwargs={"depth": 1})
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1, bias=False))
+
+
+def test_a_network_has_the_classes_and_arguments_of_its_specification() -> None:
+    model: Any = build_model(SPEC)
+    assert (model.num_classes, len(model.blocks)) == (7, 1)
+    with pytest.raises(InputError, match="unknown model 'deit_digit': did you mean deit_digits"):
+        build_model(SPEC.model_copy(update={"name": "deit_digit"}))
+    with pytest.raises(InputError, match=r"^model 'deit_digits' does not take these arguments: .*depht"):
+        build_model(SPEC.model_copy(update={"kwargs": {"depht": 1}}))
+
+
+def test_weights_are_loaded_whole(tmp_path: Path) -> None:
+    source, target = small(), small()
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    load_weights(target, tmp_path / "w.safetensors")
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"0.bias": torch.zeros(4)},
+            r"1 entries differ, the first is '0\.bias' \(\(4,\) in the file, \(3,\) in the model\)",
+        ),
+        ({"0.bias": None}, r"1 entries differ, the first is '0\.bias' \(absent in the file, \(3,\) in the model\)"),
+        ({"2.x": torch.zeros(1)}, r"1 entries differ, the first is '2\.x' \(\(1,\) in the file, absent in the model\)"),
+        ({"1.weight": None, "0.weight": None}, r"2 entries differ, the first is '0\.weight'"),
+    ],
+)
+def test_the_first_entry_that_differs_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    state = {**small().state_dict(), **changes}
+    path = tmp_path / "w.safetensors"
+    save_file({key: value for key, value in state.items() if value is not None}, path)
+    target = small()
+    before = {key: value.clone() for key, value in target.state_dict().items()}
+    with pytest.raises(InputError, match=rf"w\.safetensors belongs to another architecture: {message}"):
+        load_weights(target, path)
+    assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(b"something else")
+    with pytest.raises(InputError, match=r"w\.safetensors is not a safetensors file: "):
+        load_weights(small(), tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_runs_network_has_averaged_weights_where_there_are_any(tmp_path: Path, averaged: bool) -> None:
+    raw, ema = build_model(SPEC), build_model(SPEC)
+    save_file(raw.state_dict(), tmp_path / "model.safetensors")
+    if averaged:
+        save_file(ema.state_dict(), tmp_path / "ema.safetensors")
+    asked: list[str] = []
+
+    def checkpoint(which: str) -> tuple[Path, Any]:
+        asked.append(which)
+        return tmp_path, "its state"
+
+    run: Any = SimpleNamespace(checkpoint=checkpoint, info=SimpleNamespace(model=SPEC))
+    model, state = load_run_model(run, "last")
+    given: Any = state
+    load_run_model(run)
+    assert (asked, given, model.training) == (["last", "best"], "its state", False)
+    expected = (ema if averaged else raw).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_bytes_become_the_normalised_image(memory_format: torch.memory_format) -> None:
+    images = torch.tensor([[[[0, 51, 255], [102, 153, 204]]]], dtype=torch.uint8)  # one row of two pixels
+    mean, std = (0.2, 0.4, 0.5), (0.1, 0.5, 0.25)
+    found = Normalization(mean, std)(images, memory_format)
+    expected = [[[[-2.0, 2.0]], [[-0.4, 0.4]], [[2.0, 1.2]]]]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    assert found.is_contiguous(memory_format=memory_format)
+    assert torch.equal(image_tensor(images.numpy(), mean, std), found)
+    assert images.flatten().tolist() == [0, 51, 255, 102, 153, 204]
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "local_rank", "device"),
+    [
+        ("auto", False, None, "cpu"),
+        ("auto", True, None, "cuda"),
+        ("auto", True, "3", "cuda:3"),
+        ("auto", False, "3", "cpu"),
+        ("cpu", True, "3", "cpu"),
+        ("cuda", True, None, "cuda"),
+        ("cuda", True, "1", "cuda:1"),
+    ],
+)
+def test_a_process_of_torchrun_has_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpu: bool, local_rank: str | None, device: str
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert choose_device(name) == torch.device(device)
+    assert chosen == ([torch.device(device)] if ":" in device else [])
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device() == torch.device("cpu")
+    with pytest.raises(
+        EnvironmentMissing, match=r"^no CUDA device is available to torch: pass --device cpu, or install"
+    ):
+        choose_device("cuda")
+    with pytest.raises(InputError, match=r"^device 'tpu': expected auto, cpu or cuda$"):
+        choose_device("tpu")

@@ -1,0 +1,191 @@
+"""What a bundle states of its network: names, classes, preprocessing, digests; and weights that are refused."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import ModelSpec, RunFolder
+from vitx.models import build_model, source
+from vitx.models.public_checkpoint import save_weights
+from vitx.models.source import Source, SourceInfo, SourceRequest, preprocessing_of, untrained_norms
+
+RANDOM = SourceRequest("model:deit_digits", weights="random")
+
+
+@pytest.mark.parametrize(
+    ("target", "is_model", "network"),
+    [
+        ("model:deit_digits", True, "deit_digits"),
+        ("model:timm/resnet18", True, "resnet18"),
+        ("runs/mine", False, "runs/mine"),
+        ("mymodel:deit", False, "mymodel:deit"),
+    ],
+)
+def test_a_target_is_a_network_or_a_run(target: str, is_model: bool, network: str) -> None:
+    request = SourceRequest(target)
+    assert (request.is_model, request.network) == (is_model, network)
+    assert (request.which, request.weights, request.data) == ("best", "pretrained", None)
+    assert {request: "as a key"}[SourceRequest(target)] == "as a key"
+
+
+def test_an_unknown_name_and_a_folder_that_is_no_run_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    SourceRequest("model:timm/resnet18").require_known()
+    with pytest.raises(InputError, match="unknown model 'resnet19'"):
+        SourceRequest("model:timm/resnet19").require_known()
+    with pytest.raises(InputError, match="unknown model 'resnet19'"):
+        SourceRequest("model:timm/resnet19", weights="random").load()
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(InputError, match=r"no run at|is not a run: it has no run\.json"):
+            SourceRequest(str(folder)).require_known()
+        with pytest.raises(InputError, match=r"no run at|is not a run: it has no run\.json"):
+            SourceRequest(str(folder)).load()
+
+
+def test_a_random_network_is_the_same_in_every_process() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = RANDOM.load()
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        expected = build_model(ModelSpec(name="deit_digits", num_classes=10)).state_dict()
+    assert all(torch.equal(value, expected[key]) for key, value in first.model.state_dict().items())
+    digest = hashlib.sha256()
+    for key in sorted(expected):
+        digest.update(key.encode() + b"\0" + expected[key].numpy().tobytes())
+    assert first.checkpoint_sha256 == digest.hexdigest()
+    assert not first.model.training
+    assert (first.name, first.checkpoint, first.data, first.recipe) == ("model:deit_digits", "random", "", None)
+    assert (first.spec.name, first.spec.num_classes, first.metrics) == ("deit_digits", 10, {})
+    assert first.class_names == tuple("0123456789")
+    assert first.preprocessing == Preprocessing(image_size=32, crop_fraction=1.0)
+
+
+def test_the_classes_are_those_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[str, str]] = []
+
+    def open_images(name: str, split: str) -> Any:
+        opened.append((name, split))
+        return SimpleNamespace(class_names=["cat", "dog", "eel"])
+
+    monkeypatch.setattr(source, "open_images", open_images)
+    found = SourceRequest("model:deit_digits", weights="random", data="pets").load()
+    assert opened == [("pets", "val")]
+    model: Any = found.model
+    assert (found.class_names, found.data, found.spec.num_classes) == (("cat", "dog", "eel"), "pets", 3)
+    assert model.head.out_features == 3
+
+
+def test_weights_of_a_file_are_loaded(tmp_path: Path) -> None:
+    model = build_model(ModelSpec(name="deit_digits", num_classes=10))
+    save_weights(model, tmp_path / "w.safetensors")
+    found = SourceRequest("model:deit_digits", weights=str(tmp_path / "w.safetensors")).load()
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in found.model.state_dict().items())
+    assert found.checkpoint == str(tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_counted(tmp_path: Path, value: float) -> None:
+    model: Any = build_model(ModelSpec(name="deit_digits", num_classes=10))
+    with torch.no_grad():
+        model.head.bias[:3] = value
+    save_weights(model, tmp_path / "w.safetensors")
+    with pytest.raises(InputError) as error:
+        SourceRequest("model:deit_digits", weights=str(tmp_path / "w.safetensors")).load()
+    assert str(error.value) == (
+        "the weights of 'model:deit_digits' are not finite: 'head.bias' has 3 NaN or infinite of 10 values; take "
+        "another checkpoint"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "text"),
+    [
+        (RuntimeError("No pretrained weights\nexist"), InputError, "timm knows no published weights"),
+        (OSError("no network\nat all"), EnvironmentMissing, "published weights cannot be had here"),
+        (OSError(), EnvironmentMissing, "published weights cannot be had here"),
+    ],
+)
+def test_published_weights_that_cannot_be_had_have_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, raised: Exception, kind: type[Exception], text: str
+) -> None:
+    made: dict[str, Any] = {}
+
+    def create(name: str, **options: Any) -> nn.Module:
+        made.update(name=name, **options)
+        raise raised
+
+    monkeypatch.setattr(timm, "create_model", create)
+    with pytest.raises(kind) as error:
+        SourceRequest("model:deit_digits").load()
+    assert made == {"name": "deit_digits", "pretrained": True, "num_classes": 10}
+    reason = str(raised).splitlines()[0] if str(raised) else "OSError"
+    assert str(error.value) == (
+        f"{text}: give the weights of 'deit_digits' with --weights FILE, or say --weights random ({reason})"
+    )
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_a_run_is_stated_with_the_digest_of_the_weights_that_are_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, averaged: bool
+) -> None:
+    digests = {"model.safetensors": "raw", **({"ema.safetensors": "averaged"} if averaged else {})}
+    info = SimpleNamespace(
+        model=ModelSpec(name="deit_digits", num_classes=2),
+        class_names=("a", "b"),
+        preprocessing=Preprocessing(image_size=32),
+        data="pets",
+        recipe="mine",
+    )
+    run = SimpleNamespace(path=tmp_path, info=info)
+    loaded: list[Any] = []
+
+    def load(of: Any, which: str) -> Any:
+        loaded.append((of, which))
+        return nn.Linear(2, 2), SimpleNamespace(sha256=digests, metrics={"top1": 0.5})
+
+    monkeypatch.setattr(RunFolder, "open", lambda path: run)
+    monkeypatch.setattr(source, "load_run_model", load)
+    found = SourceRequest(str(tmp_path), which="last").load()
+    assert loaded == [(run, "last")]
+    stated = found.info()
+    assert type(stated) is SourceInfo
+    assert dataclasses.asdict(stated) == {
+        "name": str(tmp_path),
+        "spec": info.model,
+        "class_names": ("a", "b"),
+        "preprocessing": info.preprocessing,
+        "data": "pets",
+        "checkpoint": "last",
+        "checkpoint_sha256": "averaged" if averaged else "raw",
+        "recipe": "mine",
+        "metrics": {"top1": 0.5},
+    }
+    assert isinstance(found, Source)
+
+
+def test_timms_configuration_is_a_preprocessing() -> None:
+    config = SimpleNamespace(
+        input_size=(3, 48, 64), crop_pct=0.875, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+    )
+    expected = Preprocessing(
+        image_size=48, crop_fraction=0.875, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+    )
+    assert preprocessing_of(config) == expected
+    config.crop_pct = None
+    assert preprocessing_of(config).crop_fraction == 1.0
+
+
+def test_norms_that_never_saw_a_batch_are_named() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2, track_running_stats=False), nn.ReLU())
+    model[1](torch.rand(4, 2))
+    assert untrained_norms(model) == ["0"]

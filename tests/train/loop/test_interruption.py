@@ -1,0 +1,65 @@
+"""Signals while a network trains: the first asks it to stop, and a later one interrupts it."""
+
+import os
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from vitx.train.loop import interruption
+from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    found = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(interruption, "time", SimpleNamespace(monotonic=lambda: found.now))
+    return found
+
+
+def test_signals_within_a_second_are_one_request_and_a_later_one_interrupts(clock: SimpleNamespace) -> None:
+    request = StopRequest()
+    assert (request.signal, request.received_at) == (0, 0.0)
+    request.receive(signal.SIGINT, None)
+    assert (request.signal, request.received_at) == (signal.SIGINT, 100.0)
+    clock.now = 101.0
+    request.receive(signal.SIGTERM, None)
+    assert (request.signal, request.received_at) == (signal.SIGINT, 100.0), "the first counts"
+    clock.now = 101.01
+    with pytest.raises(KeyboardInterrupt):
+        request.receive(signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_recorded_inside_the_block_and_the_handlers_come_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        with stop_request() as request:
+            assert request.signal == 0
+            os.kill(os.getpid(), number)
+            assert request.signal == number
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        pass
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_another_thread_than_the_main_one_has_no_signals() -> None:
+    found: list[int] = []
+
+    def work() -> None:
+        with stop_request() as request:
+            found.append(request.signal)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [0]
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_the_error_says_by_what_training_was_stopped() -> None:
+    stopped = TrainingStopped(int(signal.SIGTERM))
+    assert (str(stopped), stopped.signal) == ("stopped by SIGTERM", signal.SIGTERM)

@@ -1,0 +1,109 @@
+"""What may change when a run goes on, and which folders it may go on in."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training_jobs import recipe_of
+from vitx.core.errors import InputError
+from vitx.core.files import write_json
+from vitx.core.run import RunFolder
+from vitx.train.loop.distributed.processes import ALONE, Processes
+from vitx.train.loop.resuming import changed_settings, check_processes_agree, check_run_folder
+
+
+def test_a_folder_that_is_not_there_or_empty_may_begin_a_run(tmp_path: Path) -> None:
+    for folder in (tmp_path / "new", tmp_path):
+        for resume in (False, True):
+            check_run_folder(RunFolder(folder), recipe_of(), resume=resume)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_what_is_there_is_not_written_over(tmp_path: Path, as_file: bool) -> None:
+    place = tmp_path / "run"
+    if as_file:
+        place.write_text("mine")
+    else:
+        place.mkdir()
+        (place / "notes").write_text("mine")
+    with pytest.raises(InputError, match=r"run' exists: pass --resume to go on with it, or another --out$"):
+        check_run_folder(RunFolder(place), recipe_of(), resume=False)
+    with pytest.raises(InputError):  # it holds no run
+        check_run_folder(RunFolder(place), recipe_of(), resume=True)
+
+
+def begun(folder: Path, *overrides: str) -> RunFolder:
+    """A run folder with what is read of it before training: its description and its recipe."""
+    run = RunFolder(folder)
+    write_json(folder / "recipe.json", recipe_of(*overrides))
+    (folder / "run.json").write_text("{}")
+    return run
+
+
+def test_only_settings_of_how_it_is_computed_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(tmp_path)
+    opened: list[Path] = []
+    monkeypatch.setattr(RunFolder, "open", lambda path: opened.append(path))
+    changed = recipe_of("workers=7", "execution.deterministic=true", "execution.grad_checkpointing=true")
+    check_run_folder(run, changed, resume=True)
+    assert opened == [tmp_path], "the folder's own files are checked first"
+    with pytest.raises(InputError) as error:
+        check_run_folder(run, recipe_of("optimizer.lr=0.125"), resume=True)
+    text = str(error.value)
+    assert text.startswith(f"cannot resume '{tmp_path}': ")
+    assert "optimizer.lr" in text
+    assert "0.125" in text
+    assert text.endswith("; leave it as it is, or pass another --out")
+
+
+def test_changed_settings_are_told_in_their_order() -> None:
+    before = recipe_of("workers=1", "execution.parallel=ddp", "optimizer.accumulate=1")
+    now = recipe_of("workers=3", "execution.parallel=fsdp", "optimizer.accumulate=2", "optimizer.lr=0.5")
+    assert list(changed_settings(before, now)) == [
+        "with execution.parallel=fsdp, begun with ddp",
+        "with optimizer.accumulate=2, begun with 1",
+        "with workers=3, begun with 1",
+    ]
+    assert list(changed_settings(now, now)) == []
+
+
+class Others(Processes):
+    """Two processes of which the other one sees what `others` says."""
+
+    def others(self, mine: object) -> object:
+        return mine
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, (self.others(value[0]), value[1])]
+
+
+def test_processes_with_one_recipe_and_one_view_go_on(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    check_processes_agree(ALONE, run, recipe_of())
+
+    check_processes_agree(Others(0, 2), run, recipe_of())
+    assert list(tmp_path.iterdir()) == [], "it only looks"
+
+
+def test_processes_that_differ_are_told_in_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitx.train.loop.resuming.VISIBILITY_TIMEOUT", -1.0)
+    run = RunFolder(tmp_path)
+
+    class OtherRecipe(Others):
+        def others(self, mine: object) -> object:
+            return "another"
+
+    with pytest.raises(InputError, match=r"^the processes were started with different recipes: give each node"):
+        check_processes_agree(OtherRecipe(0, 2), run, recipe_of())
+
+    class OtherView(Others):
+        def others(self, mine: object) -> object:
+            return (True, None) if isinstance(mine, tuple) else mine
+
+    with pytest.raises(InputError) as error:
+        check_processes_agree(OtherView(0, 2), run, recipe_of())
+    assert str(error.value) == (
+        f"the processes do not see the same checkpoints in '{tmp_path}': --out must be on storage that all nodes share"
+    )
