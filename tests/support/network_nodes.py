@@ -18,7 +18,7 @@ ADDRESSES = ("10.213.57.1", "10.213.57.2")
 DEVICE, PORT = "vitx0", 29400
 # Seconds that a new group waits for more nodes (torchrun's default: 30), seconds between a node's signs of life (5),
 # and how many of those may be missed (3).
-RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class NotPermitted(Exception):

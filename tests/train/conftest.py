@@ -1,31 +1,27 @@
 """`vitx` in a separate process, and a folder of images on which a network trains in a second."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from training_jobs import VitxProcess
+
 
 @pytest.fixture
-def start_vitx(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start `vitx` in a separate process with one thread and no GPU; its working directory is `tmp_path`."""
+def start_vitx(tmp_path: Path) -> Iterator[Callable[..., VitxProcess]]:
+    """Start `vitx` in a separate process; its working directory is `tmp_path`."""
+    started: list[VitxProcess] = []
 
-    def start(*arguments: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", "from vitx.cli import main; main()", *map(str, arguments)],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    def start(*arguments: object) -> VitxProcess:
+        started.append(VitxProcess(tmp_path, tuple(map(str, arguments)), tmp_path / f"errors-{len(started)}"))
+        return started[-1]
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
 
 
 @pytest.fixture
