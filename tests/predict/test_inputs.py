@@ -264,7 +264,7 @@ def test_order_is_that_of_sorted_paths_across_runs(tmp_path: Path, monkeypatch: 
 
 
 def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing_module, "RUN_SIZE", 20_000)
+    monkeypatch.setattr(listing_module, "RUN_SIZE", 10_000)
 
     def peak(count: int) -> int:
         tracemalloc.start()
@@ -276,7 +276,7 @@ def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypat
         tracemalloc.stop()
         return most
 
-    small, large = peak(40_000), peak(120_000)
+    small, large = peak(20_000), peak(60_000)
     assert large < 1.1 * small
 
 

@@ -26,13 +26,24 @@ def start_vitx(tmp_path: Path) -> Iterator[Callable[..., VitxProcess]]:
 
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
-    """A data folder with three classes that differ in brightness: six images each to train, two to evaluate."""
+    """Three classes of six images each to train, two to evaluate."""
+    return write_images(tmp_path / "images", 6, 2)
+
+
+@pytest.fixture(scope="module")
+def larger_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of forty images each to train, eight to evaluate."""
+    return write_images(tmp_path_factory.mktemp("larger") / "images", 40, 8)
+
+
+def write_images(images: Path, to_train: int, to_evaluate: int) -> Path:
+    """A data folder with three classes that differ in brightness."""
     rng = np.random.default_rng(0)
-    for split, count in (("train", 6), ("val", 2)):
+    for split, count in (("train", to_train), ("val", to_evaluate)):
         for label in range(3):
-            folder = tmp_path / "images" / split / f"class-{label}"
+            folder = images / split / f"class-{label}"
             folder.mkdir(parents=True)
             for number in range(count):
                 pixels = rng.integers(0, 60, (24, 30, 3)) + 80 * label
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
-    return tmp_path / "images"
+    return images

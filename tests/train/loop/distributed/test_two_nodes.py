@@ -9,7 +9,7 @@ from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
 
 EPOCHS = 20  # of two steps: enough for a kill in the midst of them
-SETTINGS = (*TINY, f"epochs={EPOCHS}", "batch_size=8", "checkpoint_steps=2", "workers=0")
+SETTINGS = (*TINY, f"epochs={EPOCHS}", "batch_size=8", "checkpoint_steps=1", "workers=0")
 
 
 def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(tmp_path: Path, image_folder: Path) -> None:
