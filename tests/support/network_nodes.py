@@ -18,7 +18,7 @@ ADDRESSES = ("10.213.57.1", "10.213.57.2")
 DEVICE, PORT = "vitx0", 29400
 # Seconds that a new group waits for more nodes (torchrun's default: 30), seconds between a node's signs of life (5),
 # and how many of those may be missed (3).
-RENDEZVOUS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 class NotPermitted(Exception):
@@ -56,13 +56,20 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
 class Node:
     """One node's torchrun, with one process, in a namespace of `two_namespaces`; both write to the file `log`."""
 
-    def __init__(self, namespaces: tuple[str, str], index: int, arguments: tuple[str, ...], log: Path) -> None:
+    def __init__(
+        self,
+        namespaces: tuple[str, str],
+        index: int,
+        arguments: tuple[str, ...],
+        log: Path,
+        rendezvous: str = RENDEZVOUS,
+    ) -> None:
         self.namespace, self.log = namespaces[index], log
         command = [
             *("ip", "netns", "exec", self.namespace, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", ADDRESSES[index]),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", "run"),
-            *("--rdzv-conf", f"is_host={index == 0},{RENDEZVOUS}"),
+            *("--rdzv-conf", f"is_host={index == 0},{rendezvous}"),
             *("-m", "vitx", *arguments),
         ]
         environment = os.environ | {

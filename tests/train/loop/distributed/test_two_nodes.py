@@ -8,6 +8,7 @@ from network_nodes import Node, NotPermitted, two_namespaces, wait_for
 from train_fixture import TINY, metrics_of
 from training_jobs import recipe_of, train_one
 
+QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"  # less waiting than the benchmark
 EPOCHS = 20  # of two steps: enough for a kill in the midst of them
 SETTINGS = (*TINY, f"epochs={EPOCHS}", "batch_size=8", "checkpoint_steps=1", "workers=0")
 
@@ -29,8 +30,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_last_checkpoint(tmp_path: Pa
     try:
         with (
             two_namespaces() as names,
-            Node(names, 0, arguments, tmp_path / "first.log") as first,
-            Node(names, 1, arguments, tmp_path / "second.log") as second,
+            Node(names, 0, arguments, tmp_path / "first.log", QUICK) as first,
+            Node(names, 1, arguments, tmp_path / "second.log", QUICK) as second,
         ):
             wait_for(run, first, lambda step, epoch, count: epoch > 1 and count == 2)
             second.kill()
