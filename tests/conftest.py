@@ -7,7 +7,7 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
 
-pytest_plugins = ["serving_fixtures"]
+pytest_plugins = ["ray_fixtures", "serving_fixtures"]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,13 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 
 from bundle_fixture import colour_image, png
 from cli_fixture import Vitx
+from ray_fixtures import processes
 from server_process import wait_until
+from support.process_tree import family
 from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
@@ -44,28 +46,14 @@ pytest.importorskip("ray")
 # Ray Data reads the deprecated names of its own settings.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 BAD = 7  # every so many images is unreadable
-IMAGES, SHARD = 3000, 20
+IMAGES, SHARD = 840, 10
+BEGUN = 3  # shards
 ACTOR = b"ray::MapWorker(MapBatches(PredictionActor))"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a cluster of two nodes with a CPU each."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    from ray.cluster_utils import Cluster
-
-    node: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
-    two = Cluster(initialize_head=True, head_node_args=node)
-    try:
-        two.add_node(**node)
-        yield two.address
-    finally:
-        two.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it so
-
-
-@pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A list of 3,000 paths to 28 files, four of them unreadable."""
+    """A list of 840 paths to 28 files, four of them unreadable."""
     folder = tmp_path_factory.mktemp("paths")
     rng = np.random.default_rng(3)
     names = [f"ö {index:02d}.png" for index in range(4 * BAD)]
@@ -92,8 +80,10 @@ def local(certified_original: Bundle, paths: Path, tmp_path_factory: pytest.Temp
     return out
 
 
-def on_ray(bundle: Bundle, source: Path, out: Path, address: str, **options: Any) -> PredictionSummary:
-    pool = RayPool(bundle, address, device="cpu", threads=1, decode_threads=1)
+def on_ray(
+    bundle: Bundle, source: Path, out: Path, address: str, actors: tuple[int, int] | None = None, **options: Any
+) -> PredictionSummary:
+    pool = RayPool(bundle, address, actors=actors, device="cpu", threads=1, decode_threads=1)
     return predict(bundle, pool, source, out, PredictOptions(shard_size=SHARD, batch_size=8, **options), quiet=True)
 
 
@@ -121,22 +111,14 @@ def wait_for_shards(out: Path, count: int) -> None:
     wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count, 60)
 
 
-def processes(title: bytes, parent: int | None = None) -> list[int]:
-    """Ids of the processes with `title` in their command line; of those of one parent, if it is given."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if title in (folder / "cmdline").read_bytes() and parent in (None, its_parent):
-                found.append(int(folder.name))
-    return found
-
-
 def test_rows_are_those_without_ray(
-    certified_original: Bundle, paths: Path, local: Path, cluster: str, tmp_path: Path
+    certified_original: Bundle, paths: Path, local: Path, ray_cluster: str, tmp_path: Path
 ) -> None:
-    """Although an actor is killed, the files are the same to the byte."""
+    """Although the run was begun without Ray and an actor is killed, the files are the same to the byte."""
     out = tmp_path / "out"
+    shutil.copytree(local, out)
+    for path in sorted((out / PREDICTIONS).iterdir())[BEGUN:]:
+        path.unlink()
     killed: list[int] = []
 
     def kill_one() -> None:
@@ -157,13 +139,13 @@ def test_rows_are_those_without_ray(
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    summary = on_ray(certified_original, paths, out, cluster)
+    summary = on_ray(certified_original, paths, out, ray_cluster)
     killer.join()
     assert parts(out) == parts(local)
     assert counts(out) == counts(local)
     assert summary.images == IMAGES
     assert summary.errors == len(range(0, IMAGES, BAD))
-    assert summary.images_here == IMAGES
+    assert summary.images_here == IMAGES - BEGUN * SHARD
     assert summary.runtime["nodes"] == 2
     assert summary.runtime["actors"] == 3  # one was killed and replaced
     assert summary.runtime["provider"] == "CPUExecutionProvider"
@@ -173,23 +155,19 @@ def test_rows_are_those_without_ray(
 
 
 def test_run_that_was_killed_is_finished_locally(
-    certified_original: Bundle, paths: Path, local: Path, cluster: str, tmp_path: Path
+    certified_original: Bundle, paths: Path, local: Path, ray_cluster: str, tmp_path: Path
 ) -> None:
-    """And a run that was begun locally is finished on Ray."""
     out = tmp_path / "out"
-    driver = subprocess.Popen(command(certified_original, paths, out, "--ray", cluster), stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(
+        command(certified_original, paths, out, "--ray", ray_cluster, "--ray-actors", "1"), stderr=subprocess.DEVNULL
+    )
     wait_for_shards(out, 3)
     driver.kill()
     driver.wait()
     done = IMAGES // SHARD - unfinished(out)
     assert 2 <= done < IMAGES // SHARD  # the third file may be renamed but not recorded yet
     wait_until(lambda: not processes(ACTOR), 60)  # they end with their driver
-    session = load_session(certified_original, device="cpu", threads=1)
-    options = PredictOptions(shard_size=SHARD, batch_size=8, lease_seconds=1.0)
-    assert predict(certified_original, session, paths, out, options, quiet=True).images_here == IMAGES - done * SHARD
-    assert parts(out) == parts(local)
-    (out / PREDICTIONS / "part-00000002.parquet").unlink()
-    assert on_ray(certified_original, paths, out, cluster).images_here == SHARD
+    assert finish_locally(certified_original, paths, out).images_here == IMAGES - done * SHARD
     assert parts(out) == parts(local)
 
 
@@ -199,11 +177,14 @@ def test_interrupted_run_gives_its_shards_back(
     """Without an address the command starts a cluster of its own and ends it."""
     out = tmp_path / "out"
     driver = subprocess.Popen(
-        command(certified_original, paths, out, "--ray"), stderr=subprocess.PIPE, text=True, start_new_session=True
+        command(certified_original, paths, out, "--ray", "--ray-actors", "1"),
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait_for_shards(out, 3)
-    assert processes(b"raylet", parent=driver.pid)
-    cluster = [*processes(b"raylet", driver.pid), *processes(b"gcs_server", driver.pid), *processes(ACTOR)]
+    assert processes(b"/raylet/raylet", driver.pid)
+    cluster = [pid for pid in family(driver.pid) if pid != driver.pid]
     os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
     _, errors = driver.communicate(timeout=60)
     assert driver.returncode == 130, errors
@@ -211,16 +192,22 @@ def test_interrupted_run_gives_its_shards_back(
     assert not unfinished(out, "AND lease > 0")
     assert not list((out / PREDICTIONS).glob(".part-*"))
     wait_until(lambda: not any(Path(f"/proc/{one}").exists() for one in cluster), 20)
-    finished = subprocess.run(command(certified_original, paths, out), capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    finish_locally(certified_original, paths, out)
     assert parts(out) == parts(local)
 
 
+def finish_locally(bundle: Bundle, source: Path, out: Path) -> PredictionSummary:
+    session = load_session(bundle, device="cpu", threads=1)
+    return predict(
+        bundle, session, source, out, PredictOptions(shard_size=SHARD, batch_size=8, lease_seconds=1.0), quiet=True
+    )
+
+
 def test_strict_stops_with_the_first_unreadable_image(
-    certified_original: Bundle, paths: Path, cluster: str, tmp_path: Path
+    certified_original: Bundle, paths: Path, ray_cluster: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckFailed, match=r"^unreadable image ö \d+\.png: not an image: empty; without --strict"):
-        on_ray(certified_original, paths, tmp_path / "out", cluster, strict=True)
+        on_ray(certified_original, paths, tmp_path / "out", ray_cluster, (1, 1), strict=True)
     assert not any((tmp_path / "out" / PREDICTIONS).glob(".part-*"))
     assert not unfinished(tmp_path / "out", "AND lease > 0")
 
@@ -331,11 +318,13 @@ def test_address_where_nothing_listens(certified_original: Bundle, paths: Path, 
     assert not unfinished(tmp_path / "out", "AND lease > 0")
 
 
-def test_too_large_actors_are_refused(certified_original: Bundle, paths: Path, cluster: str, tmp_path: Path) -> None:
-    pool = RayPool(certified_original, cluster, device="cpu", threads=64)
+def test_too_large_actors_are_refused(
+    certified_original: Bundle, paths: Path, ray_cluster: str, tmp_path: Path
+) -> None:
+    pool = RayPool(certified_original, ray_cluster, device="cpu", threads=64)
     with pytest.raises(EnvironmentMissing, match="an actor needs 64 CPUs, and the largest node of the cluster has 1"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
-    pool = RayPool(certified_original, cluster, device="cuda")
+    pool = RayPool(certified_original, ray_cluster, device="cuda")
     with pytest.raises(EnvironmentMissing, match="needs 1 CPUs and a GPU"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
 

@@ -56,13 +56,20 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
 class Node:
     """One node's torchrun, with one process, in a namespace of `two_namespaces`; both write to the file `log`."""
 
-    def __init__(self, namespaces: tuple[str, str], index: int, arguments: tuple[str, ...], log: Path) -> None:
+    def __init__(
+        self,
+        namespaces: tuple[str, str],
+        index: int,
+        arguments: tuple[str, ...],
+        log: Path,
+        rendezvous: str = RENDEZVOUS,
+    ) -> None:
         self.namespace, self.log = namespaces[index], log
         command = [
             *("ip", "netns", "exec", self.namespace, sys.executable, "-m", "torch.distributed.run"),
             *("--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "3", "--local-addr", ADDRESSES[index]),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:{PORT}", "--rdzv-id", "run"),
-            *("--rdzv-conf", f"is_host={index == 0},{RENDEZVOUS}"),
+            *("--rdzv-conf", f"is_host={index == 0},{rendezvous}"),
             *("-m", "vitx", *arguments),
         ]
         environment = os.environ | {

@@ -85,6 +85,48 @@ def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume:
     train(recipe, out, resume=resume, device="cpu", quiet=True)
 
 
+def vitx_in(folder: Path, arguments: tuple[str, ...], errors: Path) -> None:
+    """Run the command line in this process, with one thread and no GPU; what it prints goes to `errors`."""
+    import torch
+
+    from vitx.cli import main
+
+    torch.set_num_threads(1)
+    multiprocessing.set_start_method("fork", force=True)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.chdir(folder)
+    with errors.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["vitx", *arguments]
+    main()
+
+
+class VitxProcess:
+    """`vitx ARGUMENTS` in a process that was forked with torch in memory."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], errors: Path) -> None:
+        self._errors = errors
+        self._process = context().Process(target=vitx_in, args=(folder, arguments, errors))
+        self._process.start()
+
+    def require_running(self) -> None:
+        assert self._process.is_alive(), self._errors.read_text()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, seconds: float = TIMEOUT) -> tuple[int | None, str]:
+        """The exit code and all that was printed."""
+        self._process.join(seconds)
+        return self._process.exitcode, self._errors.read_text()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 def train_in_a_group(recipe: Recipe, out: Path, resume: bool) -> None:
     """Train in this process, as the head of a process group: a signal to the group reaches its workers too."""
     os.setpgid(0, 0)

@@ -32,6 +32,7 @@ from vitx.serve.models.offer import Offer
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
+from vitx.serve.process.node_bundles import require_same
 from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.worker_metrics import merge
 from vitx.serve.protocol.shared_memory import SharedMemory
@@ -251,14 +252,6 @@ class Replica:
         except TimeoutError:
             answers = [await self.exposition()]
         return merge(dict(answers), label="replica").encode()
-
-
-def require_same(path: Path, digest: str) -> None:
-    """Raise InputError unless the bundle is here, and the one that the application was built with."""
-    if not (path / MANIFEST).is_file():
-        raise InputError(f"no bundle at '{path}': every node needs it there, in a shared folder or as a copy")
-    if sha256_file(path / MANIFEST) != digest:
-        raise InputError(f"the bundle at '{path}' is not the one that was deployed: deploy the application again")
 
 
 @dataclass

@@ -142,7 +142,7 @@ def test_the_best_classes_are_those_of_a_whole_sort() -> None:
 def test_an_image_whose_client_hangs_up_while_it_is_decoded_is_not_computed(server: ServerProcess) -> None:
     gone, images = 'vitx_rejections_total{reason="disconnected"}', "vitx_images_total"
     classify(server, png(np.asarray(picture(0))))  # its head is cached from here on
-    large = saved(picture(1, size=4000), "PNG")
+    large = saved(picture(1, size=1600), "PNG")
     before = server.metric(gone), server.metric(images)
     for more in ({}, PARSED):
         for _ in range(3):

@@ -16,8 +16,8 @@ from vitx.core.bundle import Bundle
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
-REQUESTS = 2000
-CALLS = 2000
+REQUESTS = 1200
+CALLS = 1200
 EXAMPLES = 3  # of each operation
 
 
@@ -41,7 +41,7 @@ def assert_nothing_stays(server: ServerProcess, before: dict[str, float]) -> Non
 
 def test_no_malformed_request_crashes_hangs_or_leaks(server: ServerProcess) -> None:
     address = (server.host, server.port)
-    fuzz_over_http(address, range(400), seed=1, model="tiny")  # allocations that happen once
+    fuzz_over_http(address, range(300), seed=1, model="tiny")  # allocations that happen once
     before = held_by(server.process.pid)
     outcome = fuzz_over_http(address, range(REQUESTS), seed=0, model="tiny")
     assert outcome.wrong == []
@@ -50,7 +50,7 @@ def test_no_malformed_request_crashes_hangs_or_leaks(server: ServerProcess) -> N
 
 
 def test_no_malformed_call_crashes_hangs_or_leaks(server: ServerProcess) -> None:
-    fuzz_over_grpc(grpc_address(server), range(400), seed=1, model="tiny")
+    fuzz_over_grpc(grpc_address(server), range(300), seed=1, model="tiny")
     before = held_by(server.process.pid)
     outcome = fuzz_over_grpc(grpc_address(server), range(CALLS), seed=0, model="tiny")
     assert outcome.wrong == []

@@ -17,6 +17,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.files import replace_folder
 
 TOKEN = "a-token-of-management"
+RELOADS = 8
 
 
 @pytest.fixture
@@ -46,13 +47,13 @@ def logits(server: ServerProcess) -> list[float]:
 
 
 def test_reloads_under_load_lose_no_request(tiny_bundle: Bundle, managed: list[str]) -> None:
-    with running_server(tiny_bundle.path, *managed) as server, load_on(server) as answered:
-        wait_until(lambda: answered() > 100)
-        for _ in range(20):
+    with running_server(tiny_bundle.path, *managed) as server, load_on(server, 4) as answered:
+        wait_until(lambda: answered() > 50)
+        for _ in range(RELOADS):
             before = answered()
             assert manage(server, "models/tiny/load") == (200, None)
             wait_until(lambda before=before: answered() > before)
-        assert server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 20
+        assert server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == RELOADS
         assert server.metric("vitx_rejections_total") == 0
 
 

@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from bundle_fixture import IMAGE_SIZE, LABELS, colour_image, write_bundle
 from cli_fixture import Vitx
+from ray_fixtures import command_line, processes
 from server_process import INFER_BODY, ServerProcess, end_under_load, http_client, running_server, wait_until
 from support.process_tree import family
 
@@ -35,7 +36,6 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
     import tritonclient.http as triton
     from ray import serve
     from ray._common.utils import import_attr
-    from ray.cluster_utils import Cluster
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
     from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
@@ -46,7 +46,6 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
         _require_free_name,
         _require_room,
         _until_running,
-        problem_on_node,
         proxy_options,
     )
     from vitx.serve.ray_app import ServeArgs, Share, share_of
@@ -64,6 +63,7 @@ from vitx.serve.http.decode import Decoder
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
+from vitx.serve.process.node_bundles import problem_on_node
 from vitx.serve.process.port import claim_port
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -71,37 +71,27 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 NO_RAY = "import sys; sys.modules['ray'] = None; from vitx.cli import main; main()"  # importing it now raises
 
 
-def replica_processes(root: int) -> list[int]:
-    """The replicas among the descendants of a process."""
-    return [pid for pid in family(root) if b"ServeReplica:vitx" in command_line(pid)]
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+REPLICA = b"ServeReplica:vitx"
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[str]:
-    """The address of a cluster that runs, to which this process is connected as well."""
+def cluster(ray_cluster: str) -> Iterator[str]:
+    """The address of a cluster on which Ray Serve runs, to which this process is connected as well."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        started = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        ray.init(started.address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(ray_cluster, log_to_driver=False, logging_level=logging.ERROR)
         with claim_port("127.0.0.1", 0) as free:
             port = free.getsockname()[1]
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        yield started.address
-        serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates these two not
+        # One proxy: the nodes share the machine's ports.
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        yield ray_cluster
+        serve.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it not
         ray.shutdown()
-        started.shutdown()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="module")
 def server(cluster: str, certified_original: Bundle) -> Iterator[ServerProcess]:
-    """Two replicas on that cluster, or three under load."""
+    """Two replicas on that cluster, or three under load if it grows."""
     bundle = certified_original.path
     with running_server(
         bundle, "--ray", cluster, "--replicas", "2:3", "--threads", "1", "--max-batch", "16"
@@ -154,17 +144,17 @@ def test_the_settings_reach_ray(server: ServerProcess) -> None:
 
 def test_a_killed_replica_is_replaced_and_requests_go_on(server: ServerProcess) -> None:
     ask = http_client(server)
-    before = replica_processes(os.getpid())
+    before = processes(REPLICA)
     assert len(before) == 2
     os.kill(before[0], signal.SIGKILL)
     wait_until(lambda: ask() == "200")  # the first one may still be sent to the dead
-    answered = 0
-    while len(replica_processes(os.getpid())) < 2 or answered < 20:
-        assert ask() == "200"
-        answered += 1
+    replaced = False
+    while not replaced:
+        assert [ask() for _ in range(20)] == ["200"] * 20
+        replaced = len(processes(REPLICA)) == 2
     states = serve.status().applications["vitx"].deployments["Replica"].replica_states
     wait_until(lambda: serve.status().applications["vitx"].deployments["Replica"].replica_states == {"RUNNING": 2})
-    assert len(set(replica_processes(os.getpid())) - set(before)) == 1, states
+    assert len(set(processes(REPLICA)) - set(before)) == 1, states
 
 
 def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
@@ -172,7 +162,7 @@ def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
         _require_free_name()
     assert server.stop() == 0
     assert serve.status().applications == {}
-    assert replica_processes(os.getpid()) == []
+    assert processes(REPLICA) == []
 
 
 def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix(
@@ -205,10 +195,10 @@ def status_of(port: int, method: str, path: str, body: bytes | None = None) -> i
 
 def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--ray") as server:
-        processes = family(server.process.pid)
-        assert len(replica_processes(server.process.pid)) == 1
+        started = family(server.process.pid)
+        assert len(processes(REPLICA, server.process.pid)) == 1
         end_under_load(server, signal.SIGTERM, lambda: http_client(server), refused="404", clients=8)
-    wait_until(lambda: not any(b"ray" in command_line(pid) for pid in processes))
+    wait_until(lambda: not any(b"ray" in command_line(pid) for pid in started))
 
 
 # Without a cluster.

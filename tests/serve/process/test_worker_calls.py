@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,38 @@ def workers_of(server: ServerProcess) -> list[int]:
     return [int(pid) for pid in children.split()]
 
 
+@contextmanager
+def two_workers(folder: Path) -> Iterator[ServerProcess]:
+    """A server over a repository with tiny and other."""
+    for name in ("tiny", "other"):
+        write_bundle(folder / "models" / f"{name}.vitx", name=name)
+    (folder / "token").write_text(TOKEN)
+    managed = ("--management", "--management-token-file", folder / "token")
+    workers = ("--workers", "2", "--threads", "1", "--grpc-port", "0", "--allow-uncertified")
+    with running_server("--repository", folder / "models", *workers, *managed) as started:
+        yield started
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    """Two workers over a repository with tiny and other."""
-    for name in ("tiny", "other"):
-        write_bundle(tmp_path / "models" / f"{name}.vitx", name=name)
-    (tmp_path / "token").write_text(TOKEN)
-    managed = ("--management", "--management-token-file", tmp_path / "token")
-    workers = ("--workers", "2", "--threads", "1", "--grpc-port", "0", "--allow-uncertified")
-    with running_server("--repository", tmp_path / "models", *workers, *managed) as started:
+    """For a test that ends it, or changes which models it has."""
+    with two_workers(tmp_path) as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """For tests that leave it as it was."""
+    with two_workers(tmp_path_factory.mktemp("shared")) as started:
+        yield started
+
+
+def loads_of(server: ServerProcess) -> float:
+    return server.metric('vitx_model_loads_total{worker="')
+
+
+def calls_of(server: ServerProcess) -> list[float]:
+    return [server.metric(f'vitx_requests_total{{worker="{index}",route="grpc.ModelInfer"') for index in (0, 1)]
 
 
 def grpc_client(server: ServerProcess, opened: ExitStack) -> Callable[[], str]:
@@ -70,14 +92,15 @@ def grpc_client(server: ServerProcess, opened: ExitStack) -> Callable[[], str]:
     return ask
 
 
-def test_calls_reach_every_worker_and_the_port_is_theirs_alone(server: ServerProcess) -> None:
+def test_calls_reach_every_worker_and_the_port_is_theirs_alone(shared: ServerProcess) -> None:
+    before = calls_of(shared)
     with ExitStack() as opened:
-        asked = [grpc_client(server, opened)() for _ in range(24)]  # each on a connection of its own
+        asked = [grpc_client(shared, opened)() for _ in range(24)]  # each on a connection of its own
     assert asked == ["OK"] * 24
-    by_worker = [server.metric(f'vitx_requests_total{{worker="{index}",route="grpc.ModelInfer"') for index in (0, 1)]
+    by_worker = [now - once for now, once in zip(calls_of(shared), before, strict=True)]
     assert sum(by_worker) == 24
     assert min(by_worker) > 0  # with 24 connections a worker is left out once in eight million
-    port = int(grpc_address(server).rpartition(":")[2])
+    port = int(grpc_address(shared).rpartition(":")[2])
     taken = ("--allow-uncertified", "--port", "0", "--grpc-port", str(port))
     with socket.socket() as thief:
         thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -89,25 +112,26 @@ def test_calls_reach_every_worker_and_the_port_is_theirs_alone(server: ServerPro
     assert "choose another with --grpc-port" in refused.stderr
 
 
-def test_hangup_loads_in_place_and_loses_no_call(server: ServerProcess) -> None:
-    before, outcomes, stop = set(workers_of(server)), Counter[str](), list[bool]()
+def test_hangup_loads_in_place_and_loses_no_call(shared: ServerProcess) -> None:
+    before, loads = set(workers_of(shared)), loads_of(shared)
+    outcomes, stop = Counter[str](), list[bool]()
     with ExitStack() as opened, ThreadPoolExecutor(4) as pool:
 
         def load(ask: Callable[[], str]) -> None:
             while not stop:
                 outcomes[ask()] += 1
 
-        jobs = [pool.submit(load, grpc_client(server, opened)) for _ in range(4)]
+        jobs = [pool.submit(load, grpc_client(shared, opened)) for _ in range(4)]
         wait_until(lambda: outcomes["OK"] > 50)
-        server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: server.metric('vitx_model_loads_total{worker="') == 4)  # two models, two workers
+        shared.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: loads_of(shared) == loads + 4)  # two models, two workers
         at = outcomes["OK"]
         wait_until(lambda: outcomes["OK"] > at + 50)
         stop.append(True)
         for job in jobs:
             job.result(20)
     assert outcomes.keys() == {"OK"}
-    assert set(workers_of(server)) == before
+    assert set(workers_of(shared)) == before
 
 
 def test_a_signal_loses_no_accepted_call(server: ServerProcess) -> None:
@@ -135,7 +159,7 @@ def test_loads_and_unloads_apply_to_every_worker(server: ServerProcess, tmp_path
         write_bundle(tmp_path / "models" / "third.vitx", name="third")
         assert manage(server, "models/third/load") == (200, None)
         assert statuses(server, "third") == {200}
-        assert server.metric('vitx_model_loads_total{worker="') == 4
+        assert loads_of(server) == 4
     assert manage(server, "models/none/load")[0] == 404
     damaged = write_bundle(tmp_path / "damaged", name="tiny", fault="nan").path
     replace_folder(damaged, tmp_path / "models" / "tiny.vitx")
@@ -146,14 +170,15 @@ def test_loads_and_unloads_apply_to_every_worker(server: ServerProcess, tmp_path
         entries = {entry["name"]: entry for entry in manage(server, "index")[1]}
         assert (entries["tiny"]["state"], "not finite" in entries["tiny"]["reason"]) == ("READY", True)
         assert entries["third"]["reason"] == ""
-    assert server.metric('vitx_model_loads_total{worker="') == 5
+    assert loads_of(server) == 5
 
 
-def test_concurrent_loads_and_unloads_run_one_after_another(server: ServerProcess) -> None:
+def test_concurrent_loads_and_unloads_run_one_after_another(shared: ServerProcess) -> None:
     asked = ["models/tiny/load", "models/other/load"] * 8  # more than a worker has threads
-    with load_on(server, 2), ThreadPoolExecutor(len(asked)) as pool:
-        assert list(pool.map(lambda path: manage(server, path), asked)) == [(200, None)] * len(asked)
-    assert server.metric('vitx_model_loads_total{worker="') == 2 * len(asked)
+    loads = loads_of(shared)
+    with load_on(shared, 2), ThreadPoolExecutor(len(asked)) as pool:
+        assert list(pool.map(lambda path: manage(shared, path), asked)) == [(200, None)] * len(asked)
+    assert loads_of(shared) == loads + 2 * len(asked)
 
 
 def test_a_worker_that_starts_later_skips_unloaded_models(server: ServerProcess) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from cli_fixture import Vitx
 from train_fixture import TINY, TINY_SETTINGS, metrics_of
-from training_jobs import recipe_of, train_one
+from training_jobs import VitxProcess, recipe_of, train_one
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import best_row, load_newest
@@ -140,28 +139,24 @@ def test_the_best_epoch_is_that_of_the_metric() -> None:
 
 
 def test_sigterm_saves_the_step_and_resuming_ends_in_the_same_bits(
-    start_vitx: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start_vitx: Callable[..., VitxProcess], tmp_path: Path
 ) -> None:
-    run = ("train", "digits-deepvit", "--set", "epochs=1", *TINY_SETTINGS)
-    stopped = start_vitx(*run, "--out", "stopped", "--set", "checkpoint_steps=2")
+    run = ("train", "digits-deepvit", "--set", "epochs=1", *TINY_SETTINGS, "--set", "checkpoint_steps=2")
+    stopped = start_vitx(*run, "--out", "stopped")
     resume = tmp_path / "stopped" / "checkpoints" / "resume"
     while not resume.is_symlink():
-        assert stopped.poll() is None, stopped.communicate()[1]
+        stopped.require_running()
         time.sleep(0.01)
     stopped.send_signal(signal.SIGTERM)
-    _, err = stopped.communicate(timeout=60)
-    assert stopped.returncode == 0, err
+    code, err = stopped.wait()
+    assert code == 0, err
     assert "stopped by SIGTERM, all is saved: resume with `vitx train digits-deepvit --out stopped --resume`" in err
     state = json.loads((resume / "state.json").read_text())
     assert 0 < state["step"] < 11
     assert state["rng"] == {"seed": 0, "next_epoch": 1, "next_batch": state["step"]}
-    both = [
-        start_vitx(*run, "--out", "alone", "--set", "checkpoint_steps=2"),
-        start_vitx(*run, "--out", "stopped", "--resume"),
-    ]
-    for process in both:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
+    for process in (start_vitx(*run, "--out", "alone"), start_vitx(*run, "--out", "stopped", "--resume")):
+        code, err = process.wait()
+        assert code == 0, err
     last = Path("checkpoints") / "last" / "ema.safetensors"
     assert (tmp_path / "alone" / last).read_bytes() == (tmp_path / "stopped" / last).read_bytes()
     assert not resume.exists()

@@ -30,8 +30,9 @@ from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.models.loading import open_offers
 from vitx.serve.models.offer import Offer
 from vitx.serve.options import ServeOptions
+from vitx.serve.process.node_bundles import problem_on_node
 from vitx.serve.process.port import hold_shared_port
-from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, require_same, share_of
+from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, share_of
 
 APPLICATION = "vitx"
 _START_POLL_SECONDS = 0.2  # between two checks of an application that starts
@@ -131,16 +132,6 @@ def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
             problem = f"vitx does not run there: {str(error).strip().splitlines()[-1]}"
         if problem is not None:
             raise InputError(f"node {address} of the cluster: {problem}")
-
-
-def problem_on_node(paths: Sequence[Path], digests: Sequence[str]) -> str | None:
-    """What is wrong with the bundles on this node, if anything."""
-    try:
-        for path, digest in zip(paths, digests, strict=True):
-            require_same(path, digest)
-    except InputError as error:
-        return str(error)
-    return None
 
 
 def _start_serve(host: str, port: int) -> None:

@@ -1,5 +1,7 @@
 """Two processes that train one network compute what one process does with the whole batch."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,12 @@ def losses(count: int, folder: Path, *overrides: str) -> Tensor:
     return torch.stack([torch.load(folder / f"{rank}.pt") for rank in range(count)]).mean(dim=0)
 
 
+@pytest.fixture(scope="module")
+def losses_of_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tensor]:
+    """The loss of ten steps of one process, computed once for the same overrides."""
+    return functools.cache(lambda *overrides: losses(1, tmp_path_factory.mktemp("alone") / "one", *overrides))
+
+
 # Re-Attention with CutMix, every token loss and clipping; whole passes and accumulated ones.
 @pytest.mark.parametrize(
     "overrides",
@@ -30,9 +38,11 @@ def losses(count: int, folder: Path, *overrides: str) -> Tensor:
     ],
     ids=["ddp", "accumulated", "fsdp"],
 )
-def test_ten_steps_of_two_processes_are_those_of_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_ten_steps_of_two_processes_are_those_of_one(
+    tmp_path: Path, losses_of_one: Callable[..., Tensor], overrides: tuple[str, ...]
+) -> None:
     alone = [text for text in overrides if not text.startswith(("execution", "optimizer"))]
-    expected = losses(1, tmp_path / "one", *alone)
+    expected = losses_of_one(*alone)
     found = losses(2, tmp_path / "two", *overrides)
     assert expected[0] != expected[9]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,50 @@
+"""One Ray cluster for all tests of a process, and the processes of its actors."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.process_tree import family
+
+# Of a node: little memory, and none of the processes that show a dashboard, scale the cluster or forward logs.
+NODE: dict[str, Any] = {
+    "num_cpus": 1,
+    "object_store_memory": 100 << 20,
+    "include_dashboard": False,
+    "dashboard_agent_listen_port": None,  # any free one, not the one of another cluster on this machine
+    "include_log_monitor": False,
+    "no_monitor": True,
+}
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[str]:
+    """The address of a cluster of two nodes with a CPU each, whose processes descend from this one."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from ray.cluster_utils import Cluster
+
+        two = Cluster(initialize_head=True, head_node_args=NODE)
+        try:
+            two.add_node(**NODE)
+            yield two.address
+        finally:
+            two.shutdown()  # type: ignore[no-untyped-call]  # Ray annotates it so
+
+
+def processes(title: bytes, root: int | None = None) -> list[int]:
+    """Ids of the processes with `title` in their command line among the descendants of `root`, by default this one."""
+    return [pid for pid in family(root or os.getpid()) if title in command_line(pid)]
+
+
+def command_line(pid: int) -> bytes:
+    """Empty for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
