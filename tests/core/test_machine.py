@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,11 @@ def test_what_the_driver_answers(monkeypatch: pytest.MonkeyPatch, platform_name:
     opened: list[str] = []
 
     def found(driver: Driver) -> tuple[Gpu, ...]:
-        monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: (opened.append(name), driver)[1])
+        def library(name: str) -> Driver:
+            opened.append(name)
+            return driver
+
+        monkeypatch.setattr("ctypes.CDLL", library)
         return local_gpus.__wrapped__()
 
     monkeypatch.setattr(sys, "platform", platform_name)
@@ -126,7 +131,7 @@ def test_what_the_driver_answers(monkeypatch: pytest.MonkeyPatch, platform_name:
     def missing(name: str) -> None:
         raise OSError(name)
 
-    monkeypatch.setattr(machine.ctypes, "CDLL", missing)
+    monkeypatch.setattr("ctypes.CDLL", missing)
     assert local_gpus.__wrapped__() == ()
 
 
@@ -172,10 +177,10 @@ def test_memory_is_in_whole_gib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_versions_are_asked_for_by_the_names_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name == "timm":
-            raise machine.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return f"{name} 1"
 
-    monkeypatch.setattr(machine.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     names = ["vitx", "torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow"]
     assert installed_versions() == {name: f"{name} 1" for name in names}
 

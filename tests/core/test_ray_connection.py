@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from vitx.core import ray_connection
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.ray_connection import cluster_nodes, joined
 
@@ -36,7 +35,7 @@ class Ray:
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
-    monkeypatch.setitem(sys.modules, "ray", made)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray", made)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
     return made
@@ -98,7 +97,7 @@ def test_nothing_that_listens_and_no_port_say_so_at_once(ray: Ray, monkeypatch: 
     def refused(where: tuple[str, int], seconds: float) -> None:
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(ray_connection.socket, "create_connection", refused)
+    monkeypatch.setattr(socket, "create_connection", refused)
     with pytest.raises(EnvironmentMissing) as caught, joined("head:6379"):
         pass
     assert str(caught.value) == "no Ray cluster at 'head:6379': [Errno 111] Connection refused"

@@ -1,5 +1,6 @@
 """What a plan's sidecar allows, without any TensorRT."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -147,10 +148,10 @@ def test_the_distributions_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None
     def version(name: str) -> str:
         asked.append(name)
         if name not in installed:
-            raise plans.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(plans.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     for flavor, module in (("tensorrt", "tensorrt"), ("tensorrt-rtx", "tensorrt_rtx")):
         assert plans.MODULES[flavor] == module  # type: ignore[index]
         assert plans.installed_library(module) is None

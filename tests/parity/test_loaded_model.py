@@ -26,6 +26,12 @@ from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 SESSION = TableSession([[0.0]])
 
 
+def note(seen: list[Any], what: Any, result: Any) -> Any:
+    """Note what was asked for; return what was prepared."""
+    seen.append(what)
+    return result
+
+
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
     return write_bundle(tmp_path / "tiny.vitx", data="the data")
@@ -152,7 +158,7 @@ def test_a_run_says_what_it_is(
     assert asked == [(run.path, "last", {"device": "cpu", "threads": 2, "compiled": compiled})]
     assert (found.name, found.session, found.preprocessing) == ("a run, checkpoint last", session, PIXEL)
     assert (found.labels, found.data, found.sha256) == (("a", "b"), "numbers", "9" * 64)
-    assert (found.network, found.renormalized, found.bundle) == ("network", "normalised", None)
+    assert (str(found.network), str(found.renormalized), found.bundle) == ("network", "normalised", None)
     assert (found.precision, found.run.path if found.run else None) == ("fp32", run.path)
     open_model(run.path)
     assert asked[1][1:] == ("best", {"device": "auto", "threads": None, "compiled": False})
@@ -174,7 +180,7 @@ IMAGES = numbered_images([0, 1] * 200, ("a", "b"))
 
 def test_the_images_of_an_export_are_counted_before_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(exported, "open_images", lambda data, split: (asked.append((data, split)), IMAGES)[1])
+    monkeypatch.setattr(exported, "open_images", lambda data, split: note(asked, (data, split), IMAGES))
     plan = sampling_plan(SourceRequest(str(run.path)), None, 0.02)
     assert (plan.images, plan.flips) == (400, 3)  # the bound on three of 400 is 0.019269
     assert sampling_plan(SourceRequest(str(run.path)), "other", 0.01).flips == 0
@@ -200,9 +206,13 @@ class Exporting:
         self.bundle = bundle
         self.calls: dict[str, Any] = {}
         monkeypatch.setattr(exported, "export_bundle", self.export_bundle)
-        monkeypatch.setattr(exported, "sampling_plan", lambda *asked: self.calls.update(plan=asked) or "the plan")  # type: ignore[func-returns-value]
+        monkeypatch.setattr(exported, "sampling_plan", self.sampling_plan)
         monkeypatch.setattr(exported, "certify_export", lambda *a, **o: self.calls.update(certify=(a, o)))
         monkeypatch.setattr(exported, "triton_repository", lambda *a, **o: self.calls.update(triton=(a, o)))
+
+    def sampling_plan(self, *asked: Any) -> str:
+        self.calls["plan"] = asked
+        return "the plan"
 
     def export_bundle(self, request: Any, out: Path, options: Any, *, plan: Any, quiet: bool, accept: Any) -> Bundle:
         self.calls["export"] = (request.target, out, options, plan, quiet)
@@ -270,9 +280,9 @@ def test_the_certificate_of_an_export(
         assert quiet
         return "measured"
 
-    monkeypatch.setattr(exported, "model_from_source", lambda *a: (asked.append(a), sides[0])[1])
-    monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: (asked.append((a, o)), sides[1])[1])
-    monkeypatch.setattr(exported, "open_images", lambda *a: (asked.append(a), IMAGES)[1])
+    monkeypatch.setattr(exported, "model_from_source", lambda *a: note(asked, a, sides[0]))
+    monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: note(asked, (a, o), sides[1]))
+    monkeypatch.setattr(exported, "open_images", lambda *a: note(asked, a, IMAGES))
     monkeypatch.setattr(exported, "certify_models", certify_models)
     monkeypatch.setattr(exported, "measure_token_similarity", measured)
     monkeypatch.setattr(exported, "failure_notes", lambda *a, **o: (str(a[3].verdict), f"{a[4] is request} {o}"))
@@ -305,20 +315,16 @@ def test_the_certificate_of_an_export(
 def test_a_source_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     session: Any = SimpleNamespace(network="network", with_normalization="normalised")
     asked: list[Any] = []
-    monkeypatch.setattr(exported, "TorchSession", lambda *a, **o: (asked.append((a, o)), session)[1])
+    monkeypatch.setattr(exported, "TorchSession", lambda *a, **o: note(asked, (a, o), session))
     monkeypatch.setattr(exported, "device_name", {"auto": "cpu:0"}.__getitem__)
     source: Any = SimpleNamespace(
         model="m", preprocessing=PIXEL, name="n", checkpoint="c", class_names=LABELS, data="d", checkpoint_sha256="s"
     )
     found = model_from_source(source, "auto")
     assert asked == [(("m", PIXEL), {"device": "cpu:0"})]
-    assert found == LoadedModel(
-        "n, checkpoint c",
-        session,
-        PIXEL,
-        LABELS,
-        "d",
-        "s",
-        network="network",
-        renormalized="normalised",  # type: ignore[arg-type]
+    normalised: Any = "normalised"
+    network: Any = "network"
+    expected = LoadedModel(
+        "n, checkpoint c", session, PIXEL, LABELS, "d", "s", network=network, renormalized=normalised
     )
+    assert found == expected

@@ -40,7 +40,8 @@ class Linear(Session):
 
     def _infer(self, images: UInt8Array) -> Float32Array:
         self.batches.append(len(images))
-        return logits_of(images, self.mean, self.std)
+        logits: Float32Array = logits_of(images, self.mean, self.std)
+        return logits
 
     def describe(self) -> dict[str, Any]:
         return {}
