@@ -10,7 +10,7 @@ from vitx.core import console
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError, missing_package, unknown_name
 from vitx.core.lazy import lazy_names
 from vitx.core.page import page, picture, section, table
-from vitx.core.panels import panels, png
+from vitx.core.panels import LINES, panels, png
 
 
 def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,3 +156,35 @@ def test_at_most_three_names_that_are_half_alike_are_suggested() -> None:
     )
     assert str(unknown_name("size", "zzz", ["b", "a"])) == "unknown size 'zzz': known: a, b"
     assert str(unknown_name("size", "ab", ["ac"])) == "unknown size 'ab': did you mean ac? known: ac"
+
+
+def test_the_whole_of_a_page() -> None:
+    found = page("T", ["<p>a</p>", table([("k", 1), ("l", "v")]), section("i", "S", "x", "y")], style="css{}")
+    assert found == (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width"><title>T</title><style>css{}</style></head>'
+        '<body><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
+        '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></body></html>\n'
+    )
+    assert "<style>\nbody{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;" in page("T", [])
+
+
+def test_lines_differ_in_more_than_their_grey() -> None:
+    assert LINES == (
+        {"color": "black", "linestyle": "-", "marker": "o"},
+        {"color": "0.45", "linestyle": "--", "marker": "s"},
+        {"color": "0.25", "linestyle": ":", "marker": "^"},
+    )
+
+
+def test_a_panel_is_4_2_by_3_2_inches_and_a_png_whatever_matplotlib_is_told() -> None:
+    import matplotlib
+
+    figure, axes = panels(2)
+    assert figure.get_size_inches().tolist() == [8.4, 3.2]
+    assert figure.get_layout_engine() is not None
+    assert [ax.get_subplotspec().colspan.start for ax in axes] == [0, 1]
+    assert {ax.get_subplotspec().rowspan.stop for ax in axes} == {1}
+    with matplotlib.rc_context({"savefig.format": "svg", "savefig.dpi": 50}):
+        picture = Image.open(io.BytesIO(png(figure)))
+    assert (picture.format, picture.size) == ("PNG", (924, 352))
