@@ -28,6 +28,11 @@ def test_sealing_twice_changes_nothing() -> None:
     assert once.sha256 != certificate(verdict="fail").sealed().sha256
 
 
+def test_what_json_cannot_hold_is_not_sealed() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        certificate(mcnemar_p=float("nan")).sealed()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

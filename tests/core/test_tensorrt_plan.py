@@ -171,7 +171,9 @@ def test_names_that_other_tools_read() -> None:
     assert plans.EXTRAS == {"tensorrt": "trt", "tensorrt-rtx": "trt-rtx"}
     assert plans.FLAVORS == ("tensorrt", "tensorrt-rtx")
     assert str(plans.Profile(minimum=1, optimum=8, maximum=32)) == "1..32 (best at 8)"
-    info = plan_info(options=OPTIONS.model_copy(update={"plugin": "flash"}))
+    info = plan_info(options=OPTIONS.model_dump() | {"plugin": "flash"})
+    with pytest.raises(ValueError, match="plugin"):
+        plan_info(options=OPTIONS.model_dump() | {"plugin": "other"})
     assert (info.format_version, info.options.plugin, info.warnings) == (1, "flash", ())
     assert (info.timing_cache_in_sha256, plan_info().options.plugin) == (None, None)
     assert runs_on(plan_info(architectures=("sm80", "sm89")), "sm89")
