@@ -28,6 +28,11 @@ def test_sealing_twice_changes_nothing() -> None:
     assert once.sha256 != certificate(verdict="fail").sealed().sha256
 
 
+def test_what_json_cannot_hold_is_not_sealed() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        certificate(mcnemar_p=float("nan")).sealed()
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -72,9 +77,10 @@ def test_the_worst_layer_is_that_of_the_largest_difference_either_way() -> None:
         similarity.model_copy(update={"candidate": (0.9, 0.8)}).worst()
 
 
-def test_a_certificate_of_few_fields_claims_the_least() -> None:
+def test_a_certificate_of_few_fields_claims_the_least(tmp_path: Path) -> None:
     """Fields that older files lack: no probe image, and so no bound below one."""
-    found = certificate()
+    write_json(tmp_path / "certificate.json", certificate().sealed())
+    found = read_certificate(tmp_path / "certificate.json").model_copy(update={"sha256": ""})
     assert (found.format_version, found.batch_size, found.probe_images, found.probe_flips) == (1, 0, 0, 0)
     assert (found.probe_flip_rate_bound, found.max_position_error) == (1.0, 0.0)
     assert (found.min_cosine, found.mean_cosine, found.ece_reference, found.ece_candidate) == (1.0, 1.0, 0.0, 0.0)

@@ -7,10 +7,10 @@ import pytest
 from PIL import Image
 
 from vitx.core import console
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError, missing_package
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError, missing_package, unknown_name
 from vitx.core.lazy import lazy_names
 from vitx.core.page import page, picture, section, table
-from vitx.core.panels import panels, png
+from vitx.core.panels import LINES, panels, png
 
 
 def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,3 +84,107 @@ def test_lazy_names_come_from_their_modules() -> None:
     assert get("BytesIO") is io.BytesIO
     with pytest.raises(AttributeError, match="module 'pack' has no attribute 'loads'"):
         get("loads")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm")
+    with console.progress("train", 30) as bar:
+        bar.update(7, "loss 0.25")
+    shown = terminal.getvalue()
+    assert "train" in shown
+    assert " 7/30" in shown
+    assert "loss 0.25" in shown
+    assert shown.endswith("\x1b[1A\x1b[2K")  # the bar goes when it ends
+    quiet = Terminal()
+    monkeypatch.setattr("sys.stderr", quiet)
+    with console.progress("train", 30, quiet=True) as silent:
+        silent.update(7, "loss 0.25")
+    assert quiet.getvalue() == ""
+
+
+def test_a_table_on_a_terminal_is_as_wide_as_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "x" * 150
+    console.print_table("T", ("a",), [(long,)])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 120
+    assert sum(line.count("x") for line in lines) == 150  # folded, not cut
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    console.print_table("T", ("a",), [(long,)])
+    assert terminal.getvalue().count("x" * 56) == 2
+
+
+def test_fields_are_two_columns_without_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_fields("Title", {"images": 5, "name": "x"})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0].startswith("Title")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert cells == [["images", "5"], ["name", "x"]]
+    heading = next(line for line in lines if line.startswith("┃"))
+    assert heading.replace("┃", "").strip() == ""
+
+
+def test_a_column_of_texts_and_an_empty_one_are_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_table("T", ("number or text", "whole"), [("a", 1), (2, 22)])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1] for row in rows] == [" a              ", " 2              "]
+    assert [row.split("│")[2] for row in rows] == ["     1 ", "    22 "]
+    console.print_table("T", ("wide",), [])
+    assert "┃ wide ┃" in capsys.readouterr().out
+
+
+def test_json_is_indented_by_two(capsys: pytest.CaptureFixture[str]) -> None:
+    console.print_json({"a": [1]})
+    assert capsys.readouterr().out == '{\n  "a": [\n    1\n  ]\n}\n'
+
+
+def test_at_most_three_names_that_are_half_alike_are_suggested() -> None:
+    error = unknown_name("size", "abcd", ["abcx", "abxy", "axyz", "abcde", "xbcd", "abce"])
+    assert str(error) == (
+        "unknown size 'abcd': did you mean abcde or xbcd or abcx? known: abcde, abce, abcx, abxy, axyz, xbcd"
+    )
+    assert str(unknown_name("size", "zzz", ["b", "a"])) == "unknown size 'zzz': known: a, b"
+    assert str(unknown_name("size", "ab", ["ac"])) == "unknown size 'ab': did you mean ac? known: ac"
+
+
+def test_the_whole_of_a_page() -> None:
+    found = page("T", ["<p>a</p>", table([("k", 1), ("l", "v")]), section("i", "S", "x", "y")], style="css{}")
+    assert found == (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
+        '<meta name="viewport" content="width=device-width"><title>T</title><style>css{}</style></head>'
+        '<body><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
+        '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></body></html>\n'
+    )
+    assert "<style>\nbody{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;" in page("T", [])
+
+
+def test_lines_differ_in_more_than_their_grey() -> None:
+    assert LINES == (
+        {"color": "black", "linestyle": "-", "marker": "o"},
+        {"color": "0.45", "linestyle": "--", "marker": "s"},
+        {"color": "0.25", "linestyle": ":", "marker": "^"},
+    )
+
+
+def test_a_panel_is_4_2_by_3_2_inches_and_a_png_whatever_matplotlib_is_told() -> None:
+    import matplotlib
+
+    figure, axes = panels(2)
+    assert figure.get_size_inches().tolist() == [8.4, 3.2]
+    assert figure.get_layout_engine() is not None
+    places = [place for ax in axes if (place := ax.get_subplotspec()) is not None]
+    assert [(place.colspan.start, place.rowspan.stop) for place in places] == [(0, 1), (1, 1)]
+    with matplotlib.rc_context({"savefig.format": "svg", "savefig.dpi": 50}):
+        picture = Image.open(io.BytesIO(png(figure)))
+    assert (picture.format, picture.size) == ("PNG", (924, 352))

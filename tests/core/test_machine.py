@@ -4,12 +4,15 @@ import os
 import platform
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gpu_fixture import build_driver
+from vitx.core import machine
 from vitx.core.machine import (
     PACKAGES,
     Gpu,
@@ -83,3 +86,112 @@ def test_versions_are_of_what_is_installed() -> None:
     assert found["numpy"] == np.__version__
     assert set(found) <= set(PACKAGES)
     assert all(found.values())
+
+
+class Driver:
+    """Stands for libcuda: GPU i is called "GPU i é" in bytes, of compute capability (8, 6 + i)."""
+
+    def __init__(self, count: int = 2, *, init: int = 0, counted: int = 0) -> None:
+        self.count, self.results = count, (init, counted)
+
+    def cuInit(self, flags: int) -> int:
+        assert flags == 0
+        return self.results[0]
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.count
+        return self.results[1]
+
+    def cuDeviceGetName(self, name: Any, size: int, index: int) -> None:
+        assert size == len(name) == 256
+        name.value = f"GPU {index} é".encode("latin-1" if index else "utf-8")
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, index: int) -> None:
+        value._obj.value = {75: 8, 76: 6 + index}[attribute]
+
+
+@pytest.mark.parametrize(("platform_name", "library"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
+def test_what_the_driver_answers(monkeypatch: pytest.MonkeyPatch, platform_name: str, library: str) -> None:
+    opened: list[str] = []
+
+    def found(driver: Driver) -> tuple[Gpu, ...]:
+        def library(name: str) -> Driver:
+            opened.append(name)
+            return driver
+
+        monkeypatch.setattr("ctypes.CDLL", library)
+        return local_gpus.__wrapped__()
+
+    monkeypatch.setattr(sys, "platform", platform_name)
+    # A name that is not UTF-8 has a replacement character in the place of what is not.
+    assert found(Driver()) == (Gpu("GPU 0 é", "sm86"), Gpu("GPU 1 \ufffd", "sm87"))
+    assert found(Driver(0)) == found(Driver(init=100)) == found(Driver(counted=3)) == ()
+    assert set(opened) == {library}
+
+    def missing(name: str) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert local_gpus.__wrapped__() == ()
+
+
+def test_gpus_are_listed_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "local_gpus", lambda: (Gpu("A", "sm89"), Gpu("B", "sm120")))
+    assert describe_machine()["gpu"] == "A (sm89), B (sm120)"
+    assert local_architectures() == ("sm89", "sm120")
+    monkeypatch.setattr(machine, "local_gpus", tuple)
+    assert "gpu" not in describe_machine()
+
+
+def test_the_processor_is_the_one_that_linux_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    monkeypatch.setattr(machine, "Path", lambda place: cpuinfo if place == "/proc/cpuinfo" else Path(place))
+    monkeypatch.setattr(platform, "processor", lambda: "a word")
+    monkeypatch.setattr(platform, "machine", lambda: "arm9")
+    cpuinfo.write_text("vendor_id\t: X\nmodel\t: 7\nmodel name\t:  Chip: fast  \nmodel name\t: other\n")
+    assert machine._processor() == "Chip: fast"
+    cpuinfo.write_text("vendor_id\t: X\n")
+    assert machine._processor() == "a word"
+    cpuinfo.unlink()
+    assert machine._processor() == "a word"
+    monkeypatch.setattr(platform, "processor", lambda: "")
+    assert machine._processor() == "arm9"
+
+
+def test_a_system_that_does_not_say_its_memory_or_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sysconf")
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    found = describe_machine()
+    assert (found["memory_gib"], found["cores"]) == (0, 6)
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert machine.usable_cores() == 1
+
+
+def test_memory_is_in_whole_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pages, gib in ((2**18 * 8 - 9000, 8), (2**17 * 3 + 1000, 2), (2**18, 1)):
+        monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.__getitem__)
+        assert describe_machine()["memory_gib"] == gib
+
+
+def test_versions_are_asked_for_by_the_names_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "timm":
+            raise metadata.PackageNotFoundError(name)
+        return f"{name} 1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    names = ["vitx", "torch", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow"]
+    assert installed_versions() == {name: f"{name} 1" for name in names}
+
+
+def test_flags_are_those_of_the_first_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    for name, known in (("x86_64", False), ("AMD64", False), ("riscv64", True)):
+        monkeypatch.setattr(platform, "machine", lambda name=name: name)
+        path.write_text("processor: 0\n")
+        assert sums_int8_exactly.__wrapped__(path) is known
+        path.write_text("flags: a b:avx_vnni\nflags: avx_vnni\n")
+        assert sums_int8_exactly.__wrapped__(path) is known
+        path.write_text("flags: a:b avx_vnni\n")
+        assert sums_int8_exactly.__wrapped__(path)

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 
-from vitx.core.options import Options, comma_separated, number_range, option, parse_batch_sizes
+from vitx.core.options import (
+    CheckpointOption,
+    DeviceOption,
+    MaxFlipRate,
+    Options,
+    Threads,
+    comma_separated,
+    number_range,
+    option,
+    parse_batch_sizes,
+)
 
 
 def test_comma_separated_texts() -> None:
@@ -41,3 +51,53 @@ def test_bounds_include_their_ends() -> None:
         with pytest.raises(ValueError, match="trays"):
             Oven(trays=wrong)
     assert Oven().trays == 2
+
+
+class Common(Options):
+    """The options that several verbs have."""
+
+    device: DeviceOption = "auto"
+    checkpoint: CheckpointOption = "best"
+    threads: Threads = None
+    max_flip_rate: MaxFlipRate = 0.5
+
+
+def test_what_the_options_of_several_verbs_take() -> None:
+    allowed: dict[str, tuple[Any, ...]] = {
+        "device": ("auto", "cpu", "cuda"),
+        "checkpoint": ("best", "last"),
+        "threads": (None, 1, 64),
+        "max_flip_rate": (0, 1, 0.01),
+    }
+    refused: dict[str, tuple[Any, ...]] = {
+        "device": ("gpu", ""),
+        "checkpoint": ("first", None),
+        "threads": (0, -1),
+        "max_flip_rate": (-0.001, 1.001),
+    }
+    for name, values in allowed.items():
+        assert [getattr(Common(**{name: value}), name) for value in values] == [*values]
+    for name, values in refused.items():
+        for value in values:
+            with pytest.raises(ValueError, match=name):
+                Common(**{name: value})
+    with pytest.raises(ValueError, match="Extra inputs"):
+        Common.model_validate({"other": 1})
+
+
+def test_what_an_option_says_of_itself() -> None:
+    class Oven(Options):
+        trays: int = option(2, "Trays.", flag="--plates", metavar="N", text=True, argument=True, ge=1, le=9)
+        plain: str = option("x", "Plain.")
+
+    trays, plain = Oven.model_fields["trays"], Oven.model_fields["plain"]
+    assert (trays.description, trays.default) == ("Trays.", 2)
+    assert trays.json_schema_extra == {"flag": "--plates", "metavar": "N", "text": True, "argument": True}
+    assert plain.json_schema_extra == {"flag": None, "metavar": None, "text": False, "argument": False}
+    assert (plain.description, plain.default, plain.metadata) == ("Plain.", "x", [])
+
+
+def test_the_least_of_a_range_is_a_number_too() -> None:
+    assert number_range("1:10") == (1, 10)
+    assert number_range(None) is None
+    assert parse_batch_sizes("2") == (2,)

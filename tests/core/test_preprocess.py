@@ -160,6 +160,16 @@ def test_a_draft_resizes_the_same_square_alone() -> None:
     assert int(whole.max()) - int(whole.min()) > 40
 
 
+@pytest.mark.parametrize("name", ["nearest", "bilinear", "bicubic", "lanczos"])
+def test_a_draft_is_pillows_resize_of_the_square(name: str) -> None:
+    """60 × 40 to a shorter side of 20: scaled 30 × 20, of which the square of 10 from (10, 5); in the source from
+    (20, 10) to (40, 30)."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8))
+    preprocessing = Preprocessing(image_size=10, crop_fraction=0.5, interpolation=name)  # type: ignore[arg-type]
+    expected = image.resize((10, 10), Image.Resampling[name.upper()], box=(20, 10, 40, 30))
+    np.testing.assert_array_equal(preprocessing.apply(image, draft=True), np.asarray(expected))
+
+
 @pytest.mark.parametrize(
     ("size", "shorter_side", "decoded"),
     [

@@ -1,14 +1,20 @@
 """Conversions in a process of their own: results, errors, and every way to die."""
 
 import errno
+import math
 import multiprocessing
 import os
 import signal
 import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from sandbox_jobs import add, divide_by_zero, exit_at_once, fill_memory, kill_self, raise_disk_full, raise_input_error
+from vitx.core import sandbox
 from vitx.core.errors import InputError
 from vitx.core.sandbox import ConversionCrashed, resident_gib, run_limited
 
@@ -67,3 +73,89 @@ def test_a_hang_is_ended() -> None:
 def test_a_memory_hog_is_ended() -> None:
     with pytest.raises(ConversionCrashed, match=r"more than its limit of 0\.5, and was ended"):
         run_limited("converting", fill_memory, memory_gib=0.5, seconds=60)
+
+
+class Ended:
+    """A process as `_wait` sees it: gone, with an exit code."""
+
+    pid = 2**30
+
+    def __init__(self, exitcode: int | None = None) -> None:
+        self.exitcode = exitcode
+        self.joined = 0
+
+    def join(self) -> None:
+        self.joined += 1
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (0, "with exit code 0"),
+        (1, "with exit code 1"),
+        (None, "with exit code None"),
+        (-11, "of SIGSEGV"),
+        (-1, "of SIGHUP"),
+        (-999, "of signal 999"),
+    ],
+)
+def test_how_a_process_died(code: int | None, text: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.close()
+    process = Ended(code)
+    with pytest.raises(ConversionCrashed) as caught:
+        sandbox._wait("converting", process, ours, time.monotonic() + 60, math.inf, 60)
+    assert (str(caught.value), caught.value.exit_code, process.joined) == (f"converting died {text}", 1, 1)
+
+
+def test_an_answer_is_taken_though_the_time_is_over() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    theirs.send(("result", 5))
+    process = Ended(0)
+    assert sandbox._wait("converting", process, ours, time.monotonic() - 1, math.inf, 1) == ("result", 5)
+    assert process.joined == 1
+
+
+@pytest.mark.parametrize(("held", "ended"), [(2.0, False), (2.04, True), (3.16, True)])
+def test_the_limit_of_memory_is_allowed(monkeypatch: pytest.MonkeyPatch, held: float, ended: bool) -> None:
+    monkeypatch.setattr(sandbox, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(sandbox, "resident_gib", lambda pid: {Ended.pid: held}[pid])
+    text = f"held {held:.1f} GiB, more than its limit of 2," if ended else "took longer than its limit of 0.01 s"
+    ours, theirs = multiprocessing.Pipe()
+    with theirs, pytest.raises(ConversionCrashed) as caught:
+        sandbox._wait("converting", Ended(), ours, time.monotonic() + 0.01, 2.0, 0.01)
+    assert str(caught.value) == f"converting {text} and was ended"
+
+
+def child_answers(function: Callable[..., object], *arguments: object) -> tuple[str, object]:
+    ours, theirs = multiprocessing.Pipe()
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        sandbox._child(theirs, function, arguments)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert theirs.closed
+    answer: tuple[str, object] = ours.recv()
+    return answer
+
+
+def test_what_a_child_sends() -> None:
+    with warnings.catch_warnings():
+        assert child_answers(divmod, 17, 5) == ("result", (3, 2))
+        assert warnings.filters[0][:3] == ("ignore", None, Image.DecompressionBombWarning)
+        kind, error = child_answers(raise_input_error)
+        assert (kind, type(error), str(error)) == ("error", InputError, "the graph has no input")
+        kind, error = child_answers(raise_disk_full)
+        assert (kind, type(error)) == ("error", OSError)
+        kind, text = child_answers(divide_by_zero)
+    assert kind == "error"
+    assert str(text).startswith("Traceback (most recent call last):")
+    assert str(text).endswith("ZeroDivisionError: a bug")
+
+
+def test_resident_memory_is_the_second_number_of_statm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "statm").write_text("9000000 786432 5 1 0 7 0\n")
+    monkeypatch.setattr(sandbox, "Path", lambda place: tmp_path / "statm" if place == "/proc/7/statm" else Path(place))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096}.__getitem__)
+    assert resident_gib(7) == 3.0

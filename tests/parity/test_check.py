@@ -18,6 +18,7 @@ from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.parity import check
 from vitx.parity.check import ParityResult, check_parity, sample_images
+from vitx.parity.divergence import LayerError, NodeError, Trace
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.options import ParityOptions
 from vitx.parity.served import ServedComparison
@@ -268,3 +269,21 @@ def test_a_trace_adds_its_notes_and_repairs_what_failed(
     assert json.loads(json.dumps(result.as_json()))["notes"] == list(result.notes)
     checked(BUNDLE, BUNDLE, trace=True)
     assert asked[1][2] is None
+
+
+def test_the_report_of_a_trace_lists_nodes_layers_and_notes(
+    models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nodes = (NodeError("n<1>", "t", 0.5, 1 / 3), NodeError("m", "u", 0.5, 0.25))
+    layers = Trace(8, (LayerError("blocks.0", 0.5, 0.25),), "blocks.0")
+    monkeypatch.setattr(check, "trace", lambda *_, **__: TraceResult(layers, nodes, ("a node adds most",)))
+    report = tmp_path / "report.html"
+    checked(trace=True, report=report)
+    page = report.read_text()
+    assert "<ul><li>a node adds most</li></ul>" in page
+    assert (
+        '<h2>Nodes that add most error</h2><table><tr><th scope="row">n&lt;1&gt; (t)</th><td class="n">0.333333</td>'
+        '</tr><tr><th scope="row">m (u)</th><td class="n">0.25</td></tr></table>'
+    ) in page
+    assert page.count("<figure>") == 1  # CosSim has no values
+    assert "<h2>Relative error by layer</h2>" in page

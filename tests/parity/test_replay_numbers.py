@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 
 from bundle_fixture import LABELS, write_bundle
+from gpu_fixture import add_plan
 from table_session import PIXEL, TableSession, numbered_images
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import Certificate, TokenSimilarity
 from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import write_json
+from vitx.core.latency import Latency
+from vitx.core.machine import describe_machine
 from vitx.parity import replay as replaying
 from vitx.parity.certification import AcceptanceCriteria, certify
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.options import ParityOptions
-from vitx.parity.replay import Replay, ReplayedNumber, certified_images, replay
+from vitx.parity.replay import Replay, ReplayedNumber, certified_images, replay, verify_certificate, verify_files
 
 IMAGES = numbered_images([index % 4 for index in range(40)], LABELS)
 REFERENCE = np.random.default_rng(1).integers(-8, 8, (40, 4)).astype(np.float32)
@@ -240,3 +244,93 @@ def test_the_reference_is_the_run_given_or_the_one_that_was_exported(
     there.clear()
     assert found() is None
     assert len(opened) == count
+
+
+def test_files_that_the_manifest_does_not_name_are_refused(tmp_path: Path) -> None:
+    """The first in the order of their paths; folders, the certificate and the latencies are no strangers."""
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    good = certified().model_copy(update={"subject": bundle.subject()}).sealed()
+    write_json(bundle.path / CERTIFICATE, good)
+    (bundle.path / "engines" / "empty").mkdir(parents=True)
+    bundle.record_latency(Latency(runtime={}, machine=describe_machine(), points=(), created="now"))
+    assert verify_files(bundle) == good
+    strangers = ("engines/empty/b.plan", "z.bin")
+    for name in strangers:
+        (bundle.path / name).write_bytes(b"")
+    for name in strangers:
+        with pytest.raises(CheckFailed) as caught:
+            verify_files(bundle)
+        assert str(caught.value) == f"'{bundle.path}' holds '{name}', which its manifest does not name: remove it"
+        (bundle.path / name).unlink()
+    latencies = bundle.path / "latency.json"
+    latencies.write_text(latencies.read_text().replace("now", "new"))
+    with pytest.raises(CheckFailed, match="its own digest differs"):
+        verify_files(bundle)
+    latencies.unlink()
+    assert verify_files(bundle) == good
+    (bundle.path / CERTIFICATE).unlink()
+    with pytest.raises(CheckFailed, match="has no certificate"):
+        verify_files(bundle)
+
+
+def test_a_stale_engine_is_refused(tmp_path: Path) -> None:
+    bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt", onnx_sha256="f" * 64)
+    write_json(bundle.path / CERTIFICATE, certified().model_copy(update={"subject": bundle.subject()}).sealed())
+    with pytest.raises(CheckFailed, match="stale engine"):
+        verify_files(bundle)
+
+
+@pytest.fixture
+def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Any], list[TableSession]]:
+    """A certified bundle; what was opened for it, and the sessions of the reference and of the candidate."""
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    write_json(bundle.path / CERTIFICATE, certified().model_copy(update={"subject": bundle.subject()}).sealed())
+    asked: list[Any] = []
+    sessions = [TableSession(REFERENCE), candidate_session()]
+
+    def opened_reference(bundle: Bundle, certificate: Certificate, run: Path | None, options: ParityOptions) -> Any:
+        asked.append(("reference", bundle.path, certificate.images, run, options.device))
+        return None if run is None else reference_model(session=sessions[0])
+
+    def opened_candidate(bundle: Bundle, **options: Any) -> LoadedModel:
+        asked.append(("candidate", bundle.path, options))
+        sessions[1] = candidate_session()
+        return reference_model(name="candidate", session=sessions[1], bundle=bundle)
+
+    monkeypatch.setattr(replaying, "open_images", lambda data, split: IMAGES)
+    monkeypatch.setattr(replaying, "_certified_reference", opened_reference)
+    monkeypatch.setattr(replaying, "model_from_bundle", opened_candidate)
+    return bundle.path, asked, sessions
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_bundle_and_run_are_given_in_either_order(
+    verified: tuple[Path, list[Any], list[TableSession]], capsys: pytest.CaptureFixture[str], swapped: bool
+) -> None:
+    path, asked, sessions = verified
+    run = path.parent / "run"
+    pair = (run, path) if swapped else (path, run)
+    found = verify_certificate(*pair, ParityOptions(device="cpu"))
+    assert asked == [
+        ("reference", path, 40, run, "cpu"),
+        ("candidate", path, {"device": "cpu", "use_twin": True}),
+    ]
+    assert (found.bundle.path, len(found.numbers), all(number.agrees for number in found.numbers)) == (path, 9, True)
+    assert [session.was_freed for session in sessions] == [True, True]
+    assert capsys.readouterr().err.startswith("verify: against a run\n")
+
+
+def test_a_bundle_alone_is_verified(
+    verified: tuple[Path, list[Any], list[TableSession]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, asked, sessions = verified
+    found = verify_certificate(path, None, ParityOptions())
+    assert (asked[0], len(found.numbers)) == (("reference", path, 40, None, "auto"), 3)
+    assert [session.was_freed for session in sessions] == [False, True]
+    assert capsys.readouterr().err == "verify: no run at hand: the candidate alone\n"
+    verify_certificate(path, None, ParityOptions(), quiet=True)
+    assert capsys.readouterr().err == ""
+    with pytest.raises(CheckFailed, match="fallback: device cuda was asked for and candidate runs on cpu"):
+        verify_certificate(path, None, ParityOptions(device="cuda"), quiet=True)
+    with pytest.raises(InputError, match="is not a bundle"):
+        verify_certificate(path.parent, None, ParityOptions(), quiet=True)

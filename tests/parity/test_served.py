@@ -23,7 +23,9 @@ CLASSES = ("a", "b", "c")
 
 
 @contextmanager
-def server(scores: list[dict[int, float]], refused: int = -1) -> Iterator[tuple[str, list[str]]]:
+def server(
+    scores: list[dict[int, float]], refused: int = -1, refusal: object = None
+) -> Iterator[tuple[str, list[str]]]:
     """Answers image i with scores[i], best first; refuses one. Yields its URL and the paths of all requests."""
     paths: list[str] = []
     images = numbered_images([0] * len(scores), CLASSES)
@@ -36,10 +38,8 @@ def server(scores: list[dict[int, float]], refused: int = -1) -> Iterator[tuple[
             number = numbers[self.rfile.read(int(self.headers["Content-Length"]))]
             paths.append(f"{self.path} {self.headers['Content-Type']}")
             best = sorted(scores[number].items(), key=lambda pair: -pair[1])
-            answer: dict[str, object] = {"predictions": [{"index": index, "score": score} for index, score in best]}
-            if number == refused:
-                answer = {"error": "no such image"}
-            body = json.dumps(answer).encode()
+            answer = {"predictions": [{"index": index, "score": score} for index, score in best]}
+            body = json.dumps(refusal if number == refused else answer).encode()
             self.send_response(400 if number == refused else 200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -106,10 +106,12 @@ def test_answers_are_in_the_order_of_the_images() -> None:
     assert np.exp(found).sum(axis=1).tolist() == pytest.approx([1] * 11)
 
 
-def test_a_refused_image_is_named_with_the_server_s_words() -> None:
-    with server([{0: 1.0}] * 9, refused=8) as (url, _), pytest.raises(CheckFailed) as caught:
+@pytest.mark.parametrize(("refusal", "words"), [({"error": "no such image"}, "no such image"), ({}, "")])
+def test_a_refused_image_is_named_with_the_server_s_words(refusal: object, words: str) -> None:
+    refusing = server([{0: 1.0}] * 9, refused=8, refusal=refusal)
+    with refusing as (url, _), pytest.raises(CheckFailed) as caught:
         classify_all(url, numbered_images([0] * 9, CLASSES), quiet=True)
-    assert str(caught.value) == "the server refused image 8: 400 no such image"
+    assert str(caught.value) == f"the server refused image 8: 400 {words}"
 
 
 def test_failures_at_the_limits_and_one_float_beyond() -> None:

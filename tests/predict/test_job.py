@@ -3,8 +3,11 @@
 import json
 import signal
 import sqlite3
-from contextlib import closing
+import tarfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -205,3 +208,32 @@ def test_sigterm_interrupts_within_the_block_alone() -> None:
         assert mine == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_bundle_without_a_certificate_is_refused_unless_that_is_allowed(
+    uncertified_bundle: Bundle, images: Path, tmp_path: Path
+) -> None:
+    spy = Spy()
+    with pytest.raises(CheckFailed, match="has no certificate"):
+        run(uncertified_bundle, spy, images, tmp_path / "out")
+    assert (spy.jobs, (tmp_path / "out").exists()) == ([], False)
+    assert not run(uncertified_bundle, Spy(), images, tmp_path / "out", allow_uncertified=True).certified
+
+
+def test_progress_is_of_images_where_they_are_counted_and_of_shards_elsewhere(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    @contextmanager
+    def progress(title: str, total: int, *, quiet: bool) -> Iterator[Any]:
+        asked.append((title, total, quiet))
+        yield SimpleNamespace(update=lambda done, note="": None)
+
+    monkeypatch.setattr("vitx.predict.job.progress", progress)
+    run(tiny_bundle, Spy(), images, tmp_path / "out")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for path in sorted(images.iterdir()):
+            archive.add(path, path.name)
+    assert run(tiny_bundle, Spy(), tmp_path / "a.tar", tmp_path / "tar").images == 6
+    assert asked == [("predict", 6, True), ("predict", 1, True)]

@@ -173,3 +173,14 @@ def test_overwriting_removes_the_summary_before_the_rest(tmp_path: Path, monkeyp
     with opened(tmp_path, overwrite=True):
         pass
     assert there == [False, False]
+
+
+def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in (f"{STATE}/images-1", f"{PREDICTIONS}/part", SUMMARY, "notes.txt", "more/notes.txt"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(name)
+    with opened(out, overwrite=True):
+        there = {path.relative_to(out).as_posix() for path in out.rglob("*") if STATE not in path.parts}
+        assert there == {"notes.txt", "more", "more/notes.txt"}
+        assert lists(out) == []

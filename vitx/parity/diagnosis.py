@@ -75,10 +75,7 @@ def diagnose(
         return Diagnosis(text, error, error_alone)
     # From here on an image's logits alone: what is left of the error is not of the batch.
     mistakes = _ReferenceWithMistakes(reference, sample, preprocessing, pixels, expected, renormalized)
-    remaining, cause = min(
-        ((float(difference(logits, alone).max()), cause) for cause, logits in mistakes.all()),
-        default=(error_alone, ""),
-    )
+    remaining, cause = min((float(difference(logits, alone).max()), cause) for cause, logits in mistakes.all())
     if remaining <= min(allowed, EXPLAINED * error_alone):
         return Diagnosis(cause, error, remaining)
     return _systematic(expected, alone, error)

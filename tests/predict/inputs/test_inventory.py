@@ -219,3 +219,23 @@ def test_a_row_group_that_is_damaged_ends_with_the_reason(tmp_path: Path) -> Non
     assert listed[:40] == [(f"a.parquet/{row:07d}", rows[row]) for row in range(40)]
     assert [key for key, _ in listed[40:]] == ["a.parquet/group-1"]
     assert listed[40][1].startswith("cannot read row group 1 of the Parquet file beyond row 0: ")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_listed(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    touch(folder, "1.png", "2.tar")
+    found = inventory(folder, tmp_path)
+    listed = f"{hashlib.sha256(b'1.png' + bytes(1)).hexdigest()} {tmp_path}/\\udcff []"
+    assert found.digest == hashlib.sha256(listed.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", ["X", "X/", "X//"])
+def test_a_remote_folder_without_images_gives_its_containers(tmp_path: Path, name: str) -> None:
+    import fsspec
+
+    memory = fsspec.filesystem("memory")
+    folder = f"/{tmp_path.name}/{name.rstrip('/')}"
+    for file in ("b.tar", "A.TGZ", "deep/c.tar", "notes.txt"):
+        memory.pipe(f"{folder}/{file}", b"")
+    found = inventory(f"memory:/{folder}{name[len(name.rstrip('/')) :]}", tmp_path)
+    assert found.shards == (Shard("tar", "A.TGZ"), Shard("tar", "b.tar"))

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import itertools
+import os
 import tarfile
 import zlib
 from collections.abc import Generator, Iterable, Iterator
@@ -98,10 +99,10 @@ def _list_input(source: str, scratch: Path) -> tuple[str, list[str], Iterable[st
         first = next(images, None)
         if first is not None:
             return source, [], itertools.chain([first], images)
-        prefix = len(source.rstrip("/")) + 1
         escaped = source.rstrip("/") if is_url(source) else glob.escape(source.rstrip("/"))
         found = (path for path in expand(f"{escaped}/*") if _is_container(path))
-        return source, sorted(path[prefix:] for path in found), ()
+        # The last part of each: a store may write the folder's URL otherwise than it was given.
+        return source, sorted(os.path.basename(path) for path in found), ()
     if not exists(source):
         if glob.has_magic(source):
             # Two passes over the matches, so that the images need not be kept in memory.

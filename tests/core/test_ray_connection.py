@@ -1,0 +1,110 @@
+"""Joining a cluster, with a module that stands for Ray."""
+
+import logging
+import os
+import socket
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vitx.core.errors import EnvironmentMissing
+from vitx.core.ray_connection import cluster_nodes, joined
+
+
+class Ray:
+    """Notes what was asked of it; `fails` is raised by init."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.fails: Exception | None = None
+
+    def init(self, address: str, **options: Any) -> None:
+        self.calls.append((address, options, os.environ.get("RAY_USAGE_STATS_ENABLED")))
+        if self.fails is not None:
+            raise self.fails
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": 2}}, {"Alive": False}, {"Alive": True, "Resources": {}}]
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray()
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "")
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED")
+    return made
+
+
+def test_a_local_cluster_ends_with_the_block(ray: Ray) -> None:
+    with joined("local", num_cpus=3):
+        options = {"log_to_driver": True, "logging_level": logging.ERROR, "include_dashboard": False, "num_cpus": 3}
+        assert ray.calls == [("local", options, "0")]
+    assert ray.calls[1:] == ["shutdown"]
+    with pytest.raises(KeyError), joined("local", log_to_driver=False):
+        raise KeyError
+    assert ray.calls[2][1]["log_to_driver"] is False
+    assert ray.calls[3:] == ["shutdown"]
+
+
+def test_another_cluster_gets_no_options_of_a_local_one(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    with joined("auto", num_cpus=3):
+        assert ray.calls == [("auto", {"log_to_driver": True, "logging_level": logging.ERROR}, "1")]
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), RuntimeError("gone"), ValueError("gone")])
+def test_a_cluster_that_cannot_be_joined_is_named(ray: Ray, error: Exception) -> None:
+    ray.fails = error
+    with pytest.raises(EnvironmentMissing) as caught, joined("auto"):
+        pass
+    assert str(caught.value) == "no Ray cluster at 'auto': gone"
+    assert "shutdown" not in ray.calls
+
+
+@pytest.mark.parametrize(
+    ("address", "place"),
+    [
+        ("auto", None),
+        ("local", None),
+        ("head:6379", ("head", 6379)),
+        ("ray://head:10001", ("head", 10001)),
+        ("[::1]:6379", ("::1", 6379)),
+        ("ray://[fe80::1]:10001", ("fe80::1", 10001)),
+    ],
+)
+def test_where_an_answer_is_asked_for(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch, address: str, place: tuple[str, int] | None
+) -> None:
+    asked: list[Any] = []
+
+    def create_connection(where: tuple[str, int], seconds: float) -> SimpleNamespace:
+        asked.append((where, seconds))
+        return SimpleNamespace(close=lambda: asked.append("closed"))
+
+    monkeypatch.setattr(socket, "create_connection", create_connection)
+    with joined(address):
+        assert ray.calls[0][0] == address
+    assert asked == ([] if place is None else [(place, 5.0), "closed"])
+
+
+def test_nothing_that_listens_and_no_port_say_so_at_once(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(where: tuple[str, int], seconds: float) -> None:
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    with pytest.raises(EnvironmentMissing) as caught, joined("head:6379"):
+        pass
+    assert str(caught.value) == "no Ray cluster at 'head:6379': [Errno 111] Connection refused"
+    with pytest.raises(EnvironmentMissing, match="no Ray cluster at 'head:x': invalid literal"), joined("head:x"):
+        pass
+    assert ray.calls == []
+
+
+def test_nodes_that_are_gone_are_not_listed(ray: Ray) -> None:
+    assert cluster_nodes() == [{"Alive": True, "Resources": {"CPU": 2}}, {"Alive": True, "Resources": {}}]

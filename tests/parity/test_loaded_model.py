@@ -1,0 +1,330 @@
+"""What is opened for a path, in which runtime, and how an export is certified: without a network."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import onnx
+import pytest
+
+import vitx.export.precision.half
+import vitx.runtimes.onnxruntime
+import vitx.runtimes.torch
+from bundle_fixture import LABELS, PREPROCESSING, write_bundle
+from certificate_fixture import certificate
+from table_session import PIXEL, TableSession, numbered_images
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import sha256_file, write_json
+from vitx.core.run import ModelSpec, RunFolder, RunInfo
+from vitx.export import ExportOptions, SourceRequest
+from vitx.parity import exported, loaded_model
+from vitx.parity.exported import certify_export, export_certified, model_from_source, sampling_plan, source_request
+from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
+
+SESSION = TableSession([[0.0]])
+
+
+def note(seen: list[Any], what: Any, result: Any) -> Any:
+    """Note what was asked for; return what was prepared."""
+    seen.append(what)
+    return result
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "tiny.vitx", data="the data")
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `load_session` was asked for."""
+    asked: list[Any] = []
+
+    def load_session(bundle: Bundle, runtime: str, **options: Any) -> TableSession:
+        asked.append((bundle.path, runtime, options))
+        return SESSION
+
+    monkeypatch.setattr(loaded_model, "load_session", load_session)
+    return asked
+
+
+def test_a_bundle_says_what_it_is(bundle: Bundle, loaded: list[Any]) -> None:
+    found = model_from_bundle(bundle)
+    expected = {
+        "name": f"{bundle.path} in onnxruntime",
+        "session": SESSION,
+        "preprocessing": PREPROCESSING,
+        "labels": LABELS,
+        "data": "the data",
+        "sha256": sha256_file(bundle.path / MANIFEST),
+        "precision": "fp32",
+        "run": None,
+        "bundle": bundle,
+        "network": None,
+        "renormalized": None,
+    }
+    assert {field.name: getattr(found, field.name) for field in fields(LoadedModel)} == expected
+    assert loaded == [(bundle.path, "onnxruntime", {"device": "auto", "threads": None})]
+    other = open_model(bundle.path, runtime="openvino", device="cpu", threads=3, use_twin=True)
+    assert (other.name, other.session) == (f"{bundle.path} in openvino", SESSION)
+    assert loaded[1:] == [(bundle.path, "openvino", {"device": "cpu", "threads": 3})]
+
+
+def test_a_model_is_closed_at_the_end_of_its_block() -> None:
+    session = TableSession([[0.0]])
+    with LoadedModel("x", session, PIXEL, LABELS, "", "") as model:
+        assert not session.was_freed
+    assert (model.session, session.was_freed) == (session, True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "gpus", "runtime", "use_twin", "twin"),
+    [
+        ("fp16", "cpu", (), None, True, True),
+        ("bf16", "auto", (), None, True, True),
+        ("fp16", "cpu", ("GPU",), None, True, True),
+        ("fp16", "auto", ("GPU",), None, True, False),
+        ("fp16", "cuda", (), None, True, False),
+        ("int8", "cpu", (), None, True, False),
+        ("fp32", "cpu", (), None, True, False),
+        ("fp16", "cpu", (), "onnxruntime", True, False),
+        ("fp16", "cpu", (), None, False, False),
+    ],
+)
+def test_a_half_graph_has_a_twin_on_a_processor(
+    bundle: Bundle,
+    loaded: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    precision: str,
+    device: str,
+    gpus: tuple[str, ...],
+    runtime: str | None,
+    use_twin: bool,
+    twin: bool,
+) -> None:
+    graphs: list[onnx.ModelProto] = []
+
+    def twin_of(graph: onnx.ModelProto) -> onnx.ModelProto:
+        changed = onnx.ModelProto()
+        changed.CopyFrom(graph)
+        changed.producer_name = "twin"
+        return changed
+
+    def session(bundle: Bundle, *, device: str, graph: Path) -> TableSession:
+        graphs.append(onnx.load(str(graph)))
+        assert device == "cpu"
+        return TableSession([[1.0]])
+
+    monkeypatch.setattr("vitx.core.machine.local_gpus", lambda: gpus)
+    monkeypatch.setattr(vitx.export.precision.half, "cpu_twin", twin_of)
+    monkeypatch.setattr(vitx.runtimes.onnxruntime, "OnnxRuntimeSession", session)
+    half = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": precision}))
+    found = model_from_bundle(half, runtime=runtime, device=device, use_twin=use_twin)
+    assert (found.session is SESSION, found.precision) == (not twin, precision)
+    assert [graph.producer_name for graph in graphs] == ["twin"] * twin
+    assert len(loaded) == (not twin)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    info = RunInfo(
+        name="a run",
+        recipe="tests",
+        model=ModelSpec(name="tiny", num_classes=2),
+        class_names=("a", "b"),
+        preprocessing=PIXEL,
+        data="numbers",
+        seed=3,
+    )
+    write_json(tmp_path / "run" / "run.json", info)
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("runtime", "compiled"), [(None, False), ("torch", False), ("torch-compile", True)])
+def test_a_run_says_what_it_is(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, runtime: str | None, compiled: bool
+) -> None:
+    asked: list[Any] = []
+    session: Any = SimpleNamespace(network="network", with_normalization="normalised")
+
+    def load_run(folder: RunFolder, which: str, **options: Any) -> Any:
+        asked.append((folder.path, which, options))
+        return session, "9" * 64
+
+    monkeypatch.setattr(vitx.runtimes.torch, "load_run", load_run)
+    found = open_model(run.path, runtime=runtime, which="last", device="cpu", threads=2)
+    assert asked == [(run.path, "last", {"device": "cpu", "threads": 2, "compiled": compiled})]
+    assert (found.name, found.session, found.preprocessing) == ("a run, checkpoint last", session, PIXEL)
+    assert (found.labels, found.data, found.sha256) == (("a", "b"), "numbers", "9" * 64)
+    assert (str(found.network), str(found.renormalized), found.bundle) == ("network", "normalised", None)
+    assert (found.precision, found.run.path if found.run else None) == ("fp32", run.path)
+    open_model(run.path)
+    assert asked[1][1:] == ("best", {"device": "auto", "threads": None, "compiled": False})
+
+
+def test_what_is_neither_run_nor_bundle_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        open_model(tmp_path)
+    assert str(caught.value) == f"'{tmp_path}' is neither a run nor a bundle: it has no run.json and no manifest.json"
+    with pytest.raises(InputError, match="no run at "):
+        open_model(tmp_path / "none")
+    with pytest.raises(InputError) as caught:
+        open_model(run.path, runtime="openvino")
+    assert str(caught.value) == ("runtime openvino: a run's checkpoint runs in torch; export it to a bundle for others")
+
+
+IMAGES = numbered_images([0, 1] * 200, ("a", "b"))
+
+
+def test_the_images_of_an_export_are_counted_before_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(exported, "open_images", lambda data, split: note(asked, (data, split), IMAGES))
+    plan = sampling_plan(SourceRequest(str(run.path)), None, 0.02)
+    assert (plan.images, plan.flips) == (400, 3)  # the bound on three of 400 is 0.019269
+    assert sampling_plan(SourceRequest(str(run.path)), "other", 0.01).flips == 0
+    assert asked == [("numbers", "val"), ("other", "val")]
+    with pytest.raises(InputError, match=r"400 images cannot prove a flip rate of at most 0\.001"):
+        sampling_plan(SourceRequest(str(run.path)), None, 0.001)
+    with pytest.raises(InputError):
+        sampling_plan(SourceRequest("model:no_such_network"), "other", 0.01)
+
+
+def test_data_names_the_classes_of_a_model_and_is_the_images_of_a_run() -> None:
+    options = ExportOptions(data="images", checkpoint="last")
+    assert source_request("model:deit", options, "w") == SourceRequest(
+        "model:deit", which="last", weights="w", data="images"
+    )
+    assert source_request("runs/x", options, "w") == SourceRequest("runs/x", which="last", weights="w", data=None)
+
+
+class Exporting:
+    """Stands for export, certificate and Triton's repository: what each was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.calls: dict[str, Any] = {}
+        monkeypatch.setattr(exported, "export_bundle", self.export_bundle)
+        monkeypatch.setattr(exported, "sampling_plan", self.sampling_plan)
+        monkeypatch.setattr(exported, "certify_export", lambda *a, **o: self.calls.update(certify=(a, o)))
+        monkeypatch.setattr(exported, "triton_repository", lambda *a, **o: self.calls.update(triton=(a, o)))
+
+    def sampling_plan(self, *asked: Any) -> str:
+        self.calls["plan"] = asked
+        return "the plan"
+
+    def export_bundle(self, request: Any, out: Path, options: Any, *, plan: Any, quiet: bool, accept: Any) -> Bundle:
+        self.calls["export"] = (request.target, out, options, plan, quiet)
+        accept(self.bundle)
+        return self.bundle
+
+
+def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exporting = Exporting(monkeypatch, bundle)
+    assert export_certified("runs/x", quiet=True) is bundle
+    request = SourceRequest("runs/x", which="best", weights="pretrained", data=None)
+    options = ExportOptions()
+    limits = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": True}
+    assert exporting.calls == {
+        "plan": (request, None, options.max_flip_rate),
+        "export": ("runs/x", Path("runs/x.vitx"), options, "the plan", True),
+        "certify": ((bundle, request, None), limits),
+    }
+    assert capsys.readouterr().err == ""
+    options = ExportOptions(data="d", max_flip_rate=0.05, device="cpu", triton=Path("repository"))
+    export_certified("model:deit_tiny", Path("o.vitx"), options, weights="random")
+    request = SourceRequest("model:deit_tiny", which="best", weights="random", data="d")
+    assert exporting.calls["certify"] == (
+        (bundle, request, "d"),
+        {"max_flip_rate": 0.05, "device": "cpu", "quiet": False},
+    )
+    assert exporting.calls["plan"] == (request, "d", 0.05)
+    assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), {"allow_uncertified": False})
+    assert capsys.readouterr().err == "export: model:deit_tiny to o.vitx\n"
+
+
+def test_an_uncertified_export_looks_at_no_images(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    exporting = Exporting(monkeypatch, bundle)
+    options = ExportOptions(uncertified=True, triton=Path("repository"))
+    export_certified("model:deit_tiny", options=options, quiet=True)
+    assert set(exporting.calls) == {"export", "triton"}
+    assert exporting.calls["export"] == ("model:deit_tiny", Path("deit_tiny.vitx"), options, None, True)
+    assert exporting.calls["triton"][1] == {"allow_uncertified": True}
+    with pytest.raises(InputError) as caught:
+        export_certified("model:deit_tiny", quiet=True)
+    assert str(caught.value) == ("'model:deit_tiny' brings no images to certify on: give --data, or say --uncertified")
+
+
+@pytest.mark.parametrize(("precision", "tokens"), [("fp32", False), ("int8", True)])
+@pytest.mark.parametrize("verdict", ["pass", "fail"])
+def test_the_certificate_of_an_export(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, precision: str, tokens: bool, verdict: str
+) -> None:
+    asked: list[Any] = []
+    sides = [
+        LoadedModel(name, TableSession([[0.0]]), PIXEL, LABELS, "its data", "") for name in ("reference", "candidate")
+    ]
+    bundle = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": precision}))
+    request: Any = SimpleNamespace(load=lambda: "the source")
+
+    def certify_models(*models: Any, token_similarity: Any, **options: Any) -> Any:
+        asked.append((models, options))
+        assert token_similarity() == ("measured" if tokens else None)
+        return certificate(verdict=verdict, reasons=("one", "two"))
+
+    def measured(*models: Any, quiet: bool) -> str:
+        assert models == (*sides, IMAGES)
+        assert quiet
+        return "measured"
+
+    monkeypatch.setattr(exported, "model_from_source", lambda *a: note(asked, a, sides[0]))
+    monkeypatch.setattr(exported, "model_from_bundle", lambda *a, **o: note(asked, (a, o), sides[1]))
+    monkeypatch.setattr(exported, "open_images", lambda *a: note(asked, a, IMAGES))
+    monkeypatch.setattr(exported, "certify_models", certify_models)
+    monkeypatch.setattr(exported, "measure_token_similarity", measured)
+    monkeypatch.setattr(exported, "failure_notes", lambda *a, **o: (str(a[3].verdict), f"{a[4] is request} {o}"))
+    for data, opened in (("other", "other"), (None, "its data")):
+        asked.clear()
+        for side in range(2):
+            sides[side] = replace(sides[side], session=TableSession([[0.0]]))
+
+        def certified(data: str | None = data) -> None:
+            certify_export(bundle, request, data, max_flip_rate=0.25, device="cpu", quiet=True)
+
+        if verdict == "pass":
+            certified()
+        else:
+            with pytest.raises(CheckFailed) as caught:
+                certified()
+            assert str(caught.value) == (
+                "the graph is not the checkpoint's equal, no bundle written: one; two; fail; True {'quiet': True}"
+            )
+        options = {"device": "cpu", "max_flip_rate": 0.25, "write": True, "quiet": True}
+        assert asked == [
+            ("the source", "cpu"),
+            ((bundle,), {"device": "cpu", "use_twin": True}),
+            (opened, "val"),
+            ((*sides, IMAGES), options),
+        ]
+        assert all(side.session.was_freed for side in sides)  # type: ignore[attr-defined]
+
+
+def test_a_source_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = SimpleNamespace(network="network", with_normalization="normalised")
+    asked: list[Any] = []
+    monkeypatch.setattr(exported, "TorchSession", lambda *a, **o: note(asked, (a, o), session))
+    monkeypatch.setattr(exported, "device_name", {"auto": "cpu:0"}.__getitem__)
+    source: Any = SimpleNamespace(
+        model="m", preprocessing=PIXEL, name="n", checkpoint="c", class_names=LABELS, data="d", checkpoint_sha256="s"
+    )
+    found = model_from_source(source, "auto")
+    assert asked == [(("m", PIXEL), {"device": "cpu:0"})]
+    normalised: Any = "normalised"
+    network: Any = "network"
+    expected = LoadedModel(
+        "n, checkpoint c", session, PIXEL, LABELS, "d", "s", network=network, renormalized=normalised
+    )
+    assert found == expected

@@ -1,0 +1,73 @@
+"""What runs the bundle: a session here, or Ray's pool; with which options."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
+from vitx.predict import launch as launching
+from vitx.predict.launch import launch
+from vitx.predict.options import PredictOptions
+from vitx.predict.ray import pool
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was made for the prediction, and what it was called with."""
+    seen: list[Any] = []
+
+    def session(*arguments: Any, **options: Any) -> Any:
+        seen.append((arguments, options))
+        return nullcontext("a session")
+
+    def ray_pool(*arguments: Any, **options: Any) -> str:
+        seen.append((arguments, options))
+        return "a pool"
+
+    def predict(*arguments: Any, **options: Any) -> str:
+        seen.append((arguments, options))
+        return "the summary"
+
+    monkeypatch.setattr(launching, "load_session", session)
+    monkeypatch.setattr(pool, "RayPool", ray_pool)
+    monkeypatch.setattr(launching, "predict", predict)
+    return seen
+
+
+@pytest.mark.parametrize("embeddings", [False, True])
+def test_a_session_here(tiny_bundle: Bundle, asked: list[Any], embeddings: bool) -> None:
+    options = PredictOptions(runtime="openvino", device="cpu", threads=3, decode_threads=2, embeddings=embeddings)
+    assert launch(tiny_bundle.path, "images", Path("out"), options, quiet=True) == "the summary"  # type: ignore[comparison-overlap]
+    (made, settings), ((bundle, *rest), called) = asked
+    assert (made[0].path, made[1]) == (tiny_bundle.path, "openvino")
+    assert settings == {"device": "cpu", "threads": 3, "features": embeddings}
+    assert (bundle.path, rest, called) == (
+        tiny_bundle.path,
+        ["a session", "images", Path("out"), options],
+        {"quiet": True},
+    )
+
+
+def test_a_pool_of_ray(tiny_bundle: Bundle, asked: list[Any]) -> None:
+    options = PredictOptions(
+        ray="auto", ray_actors=(2, 4), runtime="openvino", device="cpu", threads=3, decode_threads=2
+    )
+    launch(tiny_bundle.path, "images", Path("out"), options)
+    (made, settings), ((_, *rest), called) = asked
+    assert (made[0].path, made[1]) == (tiny_bundle.path, "auto")
+    common = {"runtime": "openvino", "device": "cpu", "threads": 3, "decode_threads": 2}
+    assert settings == {"actors": (2, 4), **common}
+    assert (rest, called) == (["a pool", "images", Path("out"), options], {"quiet": False})
+
+
+@pytest.mark.parametrize(("actors", "said"), [((2, 4), "2:4"), ((3, 3), "3")])
+def test_actors_without_ray_are_refused(
+    tiny_bundle: Bundle, asked: list[Any], actors: tuple[int, int], said: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        launch(tiny_bundle.path, "images", Path("out"), PredictOptions(ray_actors=actors))
+    assert str(caught.value) == f"--ray-actors {said} is for --ray: pass that too, or leave it out"
+    assert asked == []
