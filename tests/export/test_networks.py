@@ -89,7 +89,7 @@ LABELS = tuple("0123456789")
 
 def create(name: str, **options: Any) -> nn.Module:
     """A network for 10 classes and the images of PREPROCESSING; AlterNet takes images of any size."""
-    size = {} if name == "alternet_18" else {"img_size": PREPROCESSING.image_size}
+    size: dict[str, Any] = {} if name == "alternet_18" else {"img_size": PREPROCESSING.image_size}
     model: nn.Module = timm.create_model(name, num_classes=10, **size, **options).eval()
     return model
 

@@ -27,15 +27,20 @@ def open_digits(split: Split) -> ImageSet:
 
 @lru_cache(maxsize=1)
 def _digits_png() -> tuple[list[bytes], npt.NDArray[np.int64]]:
-    table = np.loadtxt(_file_of_digits(), delimiter=",")  # (1797, 65): 64 pixels in rows, then the digit
+    table = _table()
     grey = np.rint(table[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)  # the set counts grey from 0 to 16
     return [encode_png(image) for image in grey], table[:, -1].astype(np.int64)
 
 
-def _file_of_digits() -> Path:
-    """The file that `sklearn.datasets.load_digits` reads; to import that takes seconds, most of them for scipy."""
+def _table() -> npt.NDArray[np.float64]:
+    """(1797, 65): an image's 64 pixels in rows, then its digit."""
     found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found else None
-    if file is None or not file.is_file():
+    if found is None:
         raise missing_package("scikit-learn", "train")
-    return file
+    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():  # what load_digits reads; to import that takes seconds, most of them for scipy
+        return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target])

@@ -1,6 +1,7 @@
 """Ranges of activations by hand and by slow formulas: histograms, percentiles, entropy, what is not finite."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_the_percentile_is_the_first_bin_that_holds_its_share() -> None:
     assert Activations(8.0, 0.1, 0.0, 0, counts).threshold("percentile") == 0.1, "no more than the largest value"
 
 
-def slow_divergence(counts: list[float], keep: int, levels: int) -> float:
+def slow_divergence(counts: Sequence[float], keep: int, levels: int) -> float:
     """KL(P ‖ Q), bin by bin."""
     p = [float(each) for each in counts[:keep]]
     p[-1] += sum(counts[keep:])
