@@ -91,11 +91,12 @@ def covering_tests(room: str, tests: list[str], copy: Path, kept: Path, *, fresh
 
 
 def tests_of(mutant: Mutant, covering: dict[str, Any]) -> list[str]:
-    """Those that reach one of its lines; all of its file for a line that runs on import or in another process."""
+    """Those that reach one of its lines. All for a line that runs on import or in another process, its file's first."""
     lines: dict[str, list[str]] = covering["lines"].get(mutant.file, {})
     reached = {test for line in range(mutant.line, mutant.last_line + 1) for test in lines.get(str(line), ())}
-    reached = reached or {test for tests in lines.values() for test in tests} or set(covering["seconds"])
-    return sorted(reached, key=lambda test: (covering["seconds"][test], test))
+    near = {test for tests in lines.values() for test in tests}
+    asked = reached or set(covering["seconds"])
+    return sorted(asked, key=lambda test: (test not in near, covering["seconds"][test], test))
 
 
 def run_room(mutants: list[Mutant], covering: dict[str, Any], copy: Path, kept: Path, *, fresh: bool) -> dict[str, str]:

@@ -78,11 +78,12 @@ def test_the_tests_that_reach_the_line_are_asked_fastest_first_else_those_of_the
         "seconds": {"slow": 2.0, "fast": 0.5, "other": 1.0, "elsewhere": 0.1},
     }
     assert mutate.tests_of(mutant("vitx/a.py", 3), covering) == ["fast", "slow"]
-    assert mutate.tests_of(mutant("vitx/a.py", 1), covering) == ["fast", "other", "slow"]
+    assert mutate.tests_of(mutant("vitx/a.py", 1), covering) == ["fast", "other", "slow", "elsewhere"]
     assert mutate.tests_of(mutant("vitx/b.py", 1), covering) == ["elsewhere", "fast", "other", "slow"]
 
 
 def test_a_room_without_an_entry_has_the_floor_above_it_and_the_tests_of_its_name() -> None:
     assert mutate.room_settings("train/losses") == (90.0, ["tests/train/losses"])
     assert mutate.room_settings("parity/statistics.py") == (90.0, ["tests/parity/test_statistics.py"])
-    assert mutate.room_settings("parity/options.py") == (90.0, ["tests/parity"])
+    assert mutate.room_settings("bench/options.py") == (90.0, ["tests/bench"])
+    assert mutate.room_settings("parity/options.py") == mutate.room_settings("parity")
