@@ -21,8 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from network_nodes import RENDEZVOUS, Node, two_namespaces, wait_for
 from support.targets import command_line, report_header, write_report
-from train_fixture import TINY, metrics_of
-from training_jobs import recipe_of, train_one
+from training_jobs import TINY, metrics_of, recipe_of, train_one
 
 SETTINGS = (*TINY, "batch_size=48", "checkpoint_steps=4")
 EPOCHS, DIES_IN = 40, 3

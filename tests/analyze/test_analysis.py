@@ -13,7 +13,7 @@ from PIL import Image
 
 from browser import PROGRAM, Browser, running_browser
 from cli_fixture import Vitx
-from train_fixture import TINY_SETTINGS
+from training_jobs import TINY_SETTINGS
 from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chosen_metrics, compare_representations
 from vitx.analyze.analysis_report import draw
 from vitx.analyze.images import open_analysis_images

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bundle_fixture import add_files, write_bundle
-from certificate_fixture import certificate
+from bundle_fixture import add_files, certificate, write_bundle
 from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, Bundle, FileEntry, Manifest, timestamp
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, write_json

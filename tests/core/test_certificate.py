@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from certificate_fixture import certificate
+from bundle_fixture import certificate
 from vitx.core.certificate import TokenSimilarity, read_certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes, write_json

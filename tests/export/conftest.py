@@ -36,7 +36,7 @@ def exported_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shared = shared.parent
     out = shared / "exported_bundle" / "net.vitx"
     out.parent.mkdir(exist_ok=True)
-    with out.with_suffix(".lock").open("w") as lock:
+    with (shared / "exported_bundle.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():  # it appears whole
             export(out)

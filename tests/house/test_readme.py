@@ -22,7 +22,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from cli_fixture import run_in_process
-from train_fixture import TINY_SETTINGS
+from training_jobs import TINY_SETTINGS
 from vitx.data.open import open_images
 
 ROOT = Path(__file__).parents[2]

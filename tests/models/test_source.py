@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.models import PretrainedCfg
 from torch import nn
 
 from vitx.core.errors import EnvironmentMissing, InputError
@@ -174,15 +175,15 @@ def test_a_run_is_stated_with_the_digest_of_the_weights_that_are_used(
 
 
 def test_timms_configuration_is_a_preprocessing() -> None:
-    config = SimpleNamespace(
-        input_size=(3, 48, 64), crop_pct=0.875, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+    config = PretrainedCfg(
+        input_size=(3, 48, 48), crop_pct=0.8, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
     )
     expected = Preprocessing(
-        image_size=48, crop_fraction=0.875, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+        image_size=48, crop_fraction=0.8, interpolation="bilinear", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
     )
     assert preprocessing_of(config) == expected
-    config.crop_pct = None
-    assert preprocessing_of(config).crop_fraction == 1.0
+    unnamed = dataclasses.replace(config, crop_pct=0, crop_mode="squash")
+    assert preprocessing_of(unnamed) == expected.model_copy(update={"crop_fraction": 0.875, "crop_mode": "squash"})
 
 
 def test_norms_that_never_saw_a_batch_are_named() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from certificate_fixture import certificate
+from bundle_fixture import certificate
 from table_session import PIXEL, numbered_images
 from vitx.core.certificate import Flip, TokenSimilarity
 from vitx.core.preprocess import Preprocessing

@@ -11,8 +11,7 @@ import pytest
 import vitx.export.precision.half
 import vitx.runtimes.onnxruntime
 import vitx.runtimes.torch
-from bundle_fixture import LABELS, PREPROCESSING, write_bundle
-from certificate_fixture import certificate
+from bundle_fixture import LABELS, PREPROCESSING, certificate, write_bundle
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError

@@ -9,8 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 from torch import nn
 
-from bundle_fixture import write_bundle
-from certificate_fixture import certificate
+from bundle_fixture import certificate, write_bundle
 from table_session import PIXEL, TableSession, numbered_images
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import TokenSimilarity

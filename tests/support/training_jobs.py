@@ -1,5 +1,6 @@
 """Training in separate processes, forked from a server that has imported torch already."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,21 @@ from vitx.train.recipes.recipe import Recipe, apply_overrides
 from vitx.train.recipes.registry import get_recipe
 
 TIMEOUT = 60.0
+# Settings of a network that trains in a second.
+TINY = (
+    "model.kwargs.embed_dim=16",
+    "model.kwargs.depth=2",
+    "model.kwargs.num_heads=2",
+    'model.kwargs.attention=["plain","re-attention"]',
+    "batch_size=128",
+)
+TINY_SETTINGS = tuple(part for setting in TINY for part in ("--set", setting))
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without the seconds, which differ between runs."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def context() -> ForkServerContext:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cli_fixture import Vitx
-from train_fixture import TINY_SETTINGS, metrics_of
+from training_jobs import TINY_SETTINGS, metrics_of
 from vitx.core.panels import png
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from cli_fixture import Vitx
-from train_fixture import TINY, TINY_SETTINGS, metrics_of
-from training_jobs import recipe_of
+from training_jobs import TINY, TINY_SETTINGS, metrics_of, recipe_of
 from vitx.core.errors import InputError
 from vitx.train import train
 from vitx.train.loop.determinism import FIXED, WORKSPACE, deterministic_algorithms, fix_cublas_workspace

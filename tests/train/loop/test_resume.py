@@ -14,8 +14,16 @@ import pytest
 import torch
 
 from cli_fixture import Vitx
-from train_fixture import TINY, TINY_SETTINGS, metrics_of
-from training_jobs import VitxProcess, context, recipe_of, stop_in_a_group, train_in_a_group
+from training_jobs import (
+    TINY,
+    TINY_SETTINGS,
+    VitxProcess,
+    context,
+    metrics_of,
+    recipe_of,
+    stop_in_a_group,
+    train_in_a_group,
+)
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cli_fixture import Vitx
-from train_fixture import TINY_SETTINGS, metrics_of
+from training_jobs import TINY_SETTINGS, metrics_of
 from vitx.core.files import read_record, write_json
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images

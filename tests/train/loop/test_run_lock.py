@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train_fixture import TINY
-from training_jobs import context, hold_run, recipe_of, train_one
+from training_jobs import TINY, context, hold_run, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop.run_lock import RunLock

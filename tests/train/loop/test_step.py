@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from train_fixture import TINY
-from training_jobs import recipe_of
+from training_jobs import TINY, recipe_of
 from vitx.core.run import RunFolder
 from vitx.train.loop.distributed.processes import ALONE
 from vitx.train.loop.step import EpochLog, mean_losses, resumed_sums

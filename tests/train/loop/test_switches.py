@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cli_fixture import Vitx
-from train_fixture import TINY, TINY_SETTINGS, metrics_of
-from training_jobs import VitxProcess, recipe_of, train_one
+from training_jobs import TINY, TINY_SETTINGS, VitxProcess, metrics_of, recipe_of, train_one
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import best_row, load_newest

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from reference import seq
-from train_fixture import TINY, metrics_of
-from training_jobs import recipe_of, train_one
+from training_jobs import TINY, metrics_of, recipe_of, train_one
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import RunFolder

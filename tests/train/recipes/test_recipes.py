@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import vitx.models  # noqa: F401  # registers our networks with timm
-from train_fixture import metrics_of
+from training_jobs import metrics_of
 from vitx.core.run import RunFolder
 from vitx.train import apply_overrides, train
 from vitx.train.loop.network import build_network, model_spec

@@ -16,7 +16,7 @@ import pytest
 
 import training_jobs
 from cli_fixture import Vitx
-from train_fixture import metrics_of
+from training_jobs import metrics_of
 from vitx.core.errors import InputError
 from vitx.core.panels import png
 from vitx.train import train

@@ -8,8 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from train_fixture import TINY, metrics_of
-from training_jobs import free_port, losses_of_ten_steps, recipe_of, start_all, train_one, train_one_of
+from training_jobs import (
+    TINY,
+    free_port,
+    losses_of_ten_steps,
+    metrics_of,
+    recipe_of,
+    start_all,
+    train_one,
+    train_one_of,
+)
 from vitx.core.errors import InputError
 
 SMALL = (*TINY, "epochs=1", "batch_size=32")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from train_fixture import TINY, metrics_of
 from training_jobs import (
+    TINY,
     die_at,
     exit_codes,
     free_port,
+    metrics_of,
     recipe_of,
     refused_among_others,
     restored_state,

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from network_nodes import Node, NotPermitted, two_namespaces, wait_for
-from train_fixture import TINY, metrics_of
-from training_jobs import recipe_of, train_one
+from training_jobs import TINY, metrics_of, recipe_of, train_one
 
 QUICK = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"  # less waiting than the benchmark
 EPOCHS = 20  # of two steps: enough for a kill in the midst of them
