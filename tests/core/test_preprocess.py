@@ -234,6 +234,8 @@ def test_other_formats_of_pillow_are_refused(kind: str) -> None:
 def test_what_a_preprocessing_may_be() -> None:
     plain = Preprocessing(image_size=8)
     assert (plain.crop_fraction, plain.interpolation) == (1.0, "bicubic")
+    assert "crop_mode" not in plain.model_dump(mode="json")  # readers refuse fields they do not know (docs/bundle.md)
+    assert plain.model_copy(update={"crop_mode": "squash"}).model_dump(mode="json")["crop_mode"] == "squash"
     assert plain.mean == plain.std == (0.5, 0.5, 0.5)
     assert IMAGENET_MEAN == (0.485, 0.456, 0.406)
     assert IMAGENET_STD == (0.229, 0.224, 0.225)

@@ -140,7 +140,8 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     """Raise InputError unless `listed` has the graph and every other file of the folder, and nothing outside it."""
     if MODEL not in listed:
         raise InputError(f"{folder / MANIFEST} does not list {MODEL}: nothing says that it is the graph of this bundle")
-    twins = [name for name in listed if Counter(map(str.casefold, listed))[name.casefold()] > 1]
+    spellings = Counter(map(str.casefold, listed))
+    twins = [name for name in listed if spellings[name.casefold()] > 1]
     if twins:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
     for name in (*listed, MANIFEST, CERTIFICATE, LATENCY):
