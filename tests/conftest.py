@@ -15,5 +15,6 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Where pytest's workers leave for each other what is expensive to make."""
     folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VITX_CACHE", str(folder / "cache"))
         patch.setenv("VITX_TESTS_SHARED_FOLDER", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
         yield

@@ -81,7 +81,7 @@ def test_a_certificate_of_few_fields_claims_the_least(tmp_path: Path) -> None:
     """Fields that older files lack: no probe image, and so no bound below one."""
     write_json(tmp_path / "certificate.json", certificate().sealed())
     found = read_certificate(tmp_path / "certificate.json").model_copy(update={"sha256": ""})
-    assert (found.format_version, found.batch_size, found.probe_images, found.probe_flips) == (1, 0, 0, 0)
+    assert (found.format_version, found.batch_size, found.probe_images, found.probe_flips) == (2, 0, 0, 0)
     assert (found.probe_flip_rate_bound, found.max_position_error) == (1.0, 0.0)
     assert (found.min_cosine, found.mean_cosine, found.ece_reference, found.ece_candidate) == (1.0, 1.0, 0.0, 0.0)
     assert (found.token_similarity, found.classes_sha256, found.sha256) == (None, "", "")

@@ -1,6 +1,7 @@
 """A kill or a power cut after any call leaves the old state or the new one, of everything that must last."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from bundle_fixture import LABELS, PREPROCESSING, Fault, NumpySession, colour_images, tiny_graph, write_bundle
+from bundle_fixture import (
+    LABELS,
+    PREPROCESSING,
+    Fault,
+    NumpySession,
+    certificate,
+    colour_images,
+    tiny_graph,
+    write_bundle,
+)
 from faulty_disk import assert_old_or_new, faulty_disk
 from vitx.core.bundle import Bundle
 from vitx.core.files import make_folder
@@ -17,9 +27,11 @@ from vitx.core.run import ModelSpec, RunFolder
 from vitx.export import bundling
 from vitx.models.source import SourceInfo, SourceRequest
 from vitx.parity import certify_models
+from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.loaded_model import LoadedModel
 from vitx.predict.inputs.listing import write_list
 from vitx.predict.outputs.parts import PartWriter, Rows, part_path
+from vitx.runtimes.session import executable_of
 from vitx.train.loop.checkpoint import (
     TENSOR_FILES,
     CheckpointTensors,
@@ -158,6 +170,29 @@ def test_a_certificate_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
         "replace certificate.json",
         "fsync graph.vitx",
     ]
+
+
+def test_a_verdict_of_this_machine_is_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bundle(tmp_path / "graph.vitx")
+    bundle = Bundle.open(tmp_path / "graph.vitx")
+    verdict = certificate().as_verdict(executable_of(bundle.subject(), NumpySession()))
+
+    def keep(images: int) -> Callable[[Path], None]:
+        def change(folder: Path) -> None:
+            monkeypatch.setenv("VITX_CACHE", str(folder))
+            keep_verdict(bundle, verdict.model_copy(update={"images": images}))
+
+        return change
+
+    def read(folder: Path) -> int | None:
+        monkeypatch.setenv("VITX_CACHE", str(folder))
+        found = cached_verdict(bundle, verdict.executable)
+        return None if found is None else found.images
+
+    calls = assert_old_or_new(tmp_path / "cache", keep(1), keep(2), read)
+    assert [call.split()[0] for call in calls] == ["fsync", "chmod", "replace", "fsync"]
 
 
 def test_an_exported_bundle_is_the_old_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -15,6 +16,8 @@ from vitx.core.run import ModelSpec
 from vitx.export import ALL, SourceRequest
 from vitx.export.rewrite.rewrites import select_rewrites
 from vitx.models import build_model
+from vitx.parity.executables.witness import read_witness
+from vitx.runtimes import load_session
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -32,8 +35,25 @@ def test_the_bundle_is_whole(exported_bundle: Path) -> None:
         "certificate.json",
         "manifest.json",
         "model.onnx",
+        "witness.safetensors",
     ]
     assert [path.name for path in exported_bundle.parent.iterdir()] == ["net.vitx"], "something was left behind"
+
+
+def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> None:
+    """As many of the 360 images as add a tenth, and logits in float64 that float32 comes near to, but not nearer."""
+    bundle = Bundle.open(exported_bundle)
+    witness = read_witness(bundle)
+    assert witness is not None
+    others = sum(entry.size for name, entry in bundle.manifest.files.items() if name != "witness.safetensors")
+    assert 0.08 * others < bundle.manifest.files["witness.safetensors"].size < 0.101 * others + 4000
+    assert (witness.info.population, witness.info.census) == (360, len(witness) // 4)
+    assert witness.info.reference_sha256 == bundle.manifest.provenance.checkpoint_sha256
+    with load_session(bundle, device="cpu", threads=1) as session:
+        error = np.abs(session.infer(witness.pixels) - witness.logits).max()
+    assert 1e-9 < error < 1e-5
+    verdicts = {each.evidence for each in bundle.require_certificate().executables}
+    assert verdicts == {"evaluation split"}
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_steps_of_the_readme(
     port = free_port()
     steps = [step.replace("8000", str(port)) for step in commands()]
     assert [step.split()[1] for step in steps if step.startswith("vitx")] == [
-        *("train", "eval", "analyze", "export", "parity", "parity", "bench", "serve", "predict")
+        *("train", "eval", "analyze", "export", "parity", "parity", "parity", "bench", "serve", "predict")
     ]
     serve = next(step for step in steps if step.startswith("vitx serve"))
     before, after = steps[: steps.index(serve)], steps[steps.index(serve) + 1 :]

@@ -55,7 +55,16 @@ def test_every_measurement_of_the_certificate_is_of_the_comparison() -> None:
     """`certify` copies what has the same name; the other fields it writes itself."""
     written = {
         *("format_version", "verdict", "reasons", "subject", "reference", "reference_sha256", "candidate", "runtime"),
-        *("data", "data_sha256", "max_flip_rate", "max_logit_error_allowed", "created", "token_similarity", "sha256"),
+        *(
+            "data",
+            "data_sha256",
+            "max_flip_rate",
+            "max_logit_error_allowed",
+            "created",
+            "token_similarity",
+            "sha256",
+            "executables",
+        ),
     }
     measured = {*dir(Comparison), *Comparison.__dataclass_fields__}
     assert measured & set(Certificate.model_fields) == set(Certificate.model_fields) - written

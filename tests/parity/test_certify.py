@@ -18,6 +18,7 @@ from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.certificate import Certificate, TokenSimilarity, read_certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
+from vitx.core.machine import cpu_architecture, describe_machine
 from vitx.core.tensorrt_plan import Profile
 from vitx.data.image_set import ImageSet
 from vitx.parity import certification
@@ -80,7 +81,7 @@ def test_every_field_of_the_certificate_of_four_images(monkeypatch: pytest.Monke
     flips = (("image 1", 0, 0, 1, 2.0, 4), ("image 2", 1, 1, 0, 1.5, 2), ("image 3", 1, 0, 1, 1.0, 2))
     bound = 0.95**0.25  # P(X ≤ 3 | 4, p) = 1 − p⁴ is 0.05
     expected = {
-        "format_version": 1,
+        "format_version": 2,
         "verdict": "fail",
         "reasons": [
             "3 of 4 images flipped, the clearest with a reference margin of 2: "
@@ -122,6 +123,25 @@ def test_every_field_of_the_certificate_of_four_images(monkeypatch: pytest.Monke
         "token_similarity": TOKENS.model_dump(mode="json"),
         "classes_sha256": sha256(struct.pack("<4i", 0, 1, 1, 0)).hexdigest(),
     }
+    copied = ("verdict", "reasons", "images", "flip_rate_bound", "max_flip_rate", "max_logit_error", "created")
+    of_candidate = {
+        **{name: expected[name] for name in (*copied, "max_logit_error_allowed")},
+        "evidence": "evaluation split",
+        "population": 4,
+        "flips": 3,
+        "images_per_second": None,
+        "machine": describe_machine(),
+        "executable": {
+            "runtime": "table",
+            "version": "",
+            "provider": "second",
+            "architecture": cpu_architecture(),
+            "driver": "",
+            "precision": "",
+            "artefacts": {},
+        },
+    }
+    expected["executables"] = [of_candidate]
     certificate = four_images()
     written = certificate.model_dump(mode="json")
     assert written.pop("sha256") == certificate.digest()

@@ -123,9 +123,14 @@ def test_every_field_of_the_comparison_of_eight_images() -> None:
         "not_finite": 0,
         "logit_std": pytest.approx(logit_std, abs=1e-12),
         "classes_sha256": sha256(struct.pack("<8i", 0, 2, 2, 0, 1, 1, 1, 0)).hexdigest(),
+        "margins": [max(row) - sorted(row)[-2] for row in REFERENCE],
     }
     assert set(expected) == {field.name for field in fields(Comparison)}
-    assert {**asdict(found), "flips": tuple(flip.model_dump() for flip in found.flips)} == expected
+    assert {
+        **asdict(found),
+        "flips": tuple(flip.model_dump() for flip in found.flips),
+        "margins": [*found.margins],
+    } == expected
     # The numbers that the formulas above stand for.
     assert (min(cosines), sum(cosines) / 8) == pytest.approx((0.8395701572, 0.9684291381))
     assert (found.ece_reference, found.ece_candidate) == pytest.approx((0.3259893965, 0.2497582135))

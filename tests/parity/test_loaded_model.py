@@ -19,6 +19,7 @@ from vitx.core.files import sha256_file, write_json
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.export import ExportOptions, SourceRequest
 from vitx.parity import exported, loaded_model
+from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT
 from vitx.parity.exported import certify_export, export_certified, model_from_source, sampling_plan, source_request
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 
@@ -63,6 +64,7 @@ def test_a_bundle_says_what_it_is(bundle: Bundle, loaded: list[Any]) -> None:
         "bundle": bundle,
         "network": None,
         "renormalized": None,
+        "twin": False,
     }
     assert {field.name: getattr(found, field.name) for field in fields(LoadedModel)} == expected
     assert loaded == [(bundle.path, "onnxruntime", {"device": "auto", "threads": None})]
@@ -121,7 +123,7 @@ def test_a_half_graph_has_a_twin_on_a_processor(
     monkeypatch.setattr(vitx.runtimes.onnxruntime, "OnnxRuntimeSession", session)
     half = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": precision}))
     found = model_from_bundle(half, runtime=runtime, device=device, use_twin=use_twin)
-    assert (found.session is SESSION, found.precision) == (not twin, precision)
+    assert (found.session is SESSION, found.precision, found.twin) == (not twin, precision, twin)
     assert [graph.producer_name for graph in graphs] == ["twin"] * twin
     assert len(loaded) == (not twin)
 
@@ -226,19 +228,33 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
     assert export_certified("runs/x", quiet=True) is bundle
     request = SourceRequest("runs/x", which="best", weights="pretrained", data=None)
     options = ExportOptions()
-    limits = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": True}
+    limits = {
+        "witness": None,
+        "runtimes": RUNTIMES_BY_DEFAULT,
+        "max_flip_rate": options.max_flip_rate,
+        "device": options.device,
+        "quiet": True,
+    }
     assert exporting.calls == {
         "plan": (request, None, options.max_flip_rate),
         "export": ("runs/x", Path("runs/x.vitx"), options, "the plan", True),
         "certify": ((bundle, request, None), limits),
     }
     assert capsys.readouterr().err == ""
-    options = ExportOptions(data="d", max_flip_rate=0.05, device="cpu", triton=Path("repository"))
+    options = ExportOptions(
+        data="d", for_="cpu", witness=7, max_flip_rate=0.05, device="cpu", triton=Path("repository")
+    )
     export_certified("model:deit_tiny", Path("o.vitx"), options, weights="random")
     request = SourceRequest("model:deit_tiny", which="best", weights="random", data="d")
     assert exporting.calls["certify"] == (
         (bundle, request, "d"),
-        {"max_flip_rate": 0.05, "device": "cpu", "quiet": False},
+        {
+            "witness": 7,
+            "runtimes": (*RUNTIMES_BY_DEFAULT, BFLOAT16),
+            "max_flip_rate": 0.05,
+            "device": "cpu",
+            "quiet": False,
+        },
     )
     assert exporting.calls["plan"] == (request, "d", 0.05)
     assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), {"allow_uncertified": False})
@@ -291,7 +307,7 @@ def test_the_certificate_of_an_export(
             sides[side] = replace(sides[side], session=TableSession([[0.0]]))
 
         def certified(data: str | None = data) -> None:
-            certify_export(bundle, request, data, max_flip_rate=0.25, device="cpu", quiet=True)
+            certify_export(bundle, request, data, max_flip_rate=0.25, device="cpu", witness=0, quiet=True)
 
         if verdict == "pass":
             certified()
@@ -301,7 +317,14 @@ def test_the_certificate_of_an_export(
             assert str(caught.value) == (
                 "the graph is not the checkpoint's equal, no bundle written: one; two; fail; True {'quiet': True}"
             )
-        options = {"device": "cpu", "max_flip_rate": 0.25, "write": True, "quiet": True}
+        options = {
+            "device": "cpu",
+            "max_flip_rate": 0.25,
+            "write": True,
+            "runtimes": RUNTIMES_BY_DEFAULT,
+            "add_evidence": None,
+            "quiet": True,
+        }
         assert asked == [
             ("the source", "cpu"),
             ((bundle,), {"device": "cpu", "use_twin": True}),

@@ -31,7 +31,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append((arguments, options))
         return "the summary"
 
-    monkeypatch.setattr(launching, "load_session", session)
+    monkeypatch.setattr(launching, "load_fastest", session)
     monkeypatch.setattr(pool, "RayPool", ray_pool)
     monkeypatch.setattr(launching, "predict", predict)
     return seen

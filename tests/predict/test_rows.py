@@ -105,6 +105,7 @@ def test_every_row_is_its_own_images(
     monkeypatch.setattr("vitx.predict.outputs.parts.ROW_GROUP", row_group)
     session, out = ByIndex(), tmp_path / "out"
     options = PredictOptions(
+        allow_uncertified=True,
         batch_size=batch_size,
         shard_size=shard_size,
         decode_threads=2,
@@ -133,7 +134,7 @@ def test_columns_that_were_not_asked_for_are_not_there(tiny_bundle: Bundle, fold
     columns = ["path", "class", "class_index", "score", "top_k_classes", "top_k_scores", "error"]
     for asked in ([], ["logits"], ["embeddings"]):
         out = tmp_path / "-".join(["out", *asked])
-        options = PredictOptions(logits="logits" in asked, embeddings="embeddings" in asked)
+        options = PredictOptions(allow_uncertified=True, logits="logits" in asked, embeddings="embeddings" in asked)
         predict(tiny_bundle, ByIndex(), folder, out, options, quiet=True)
         rows = pq.read_table(out / PREDICTIONS).to_pylist()
         expected = [expected_row(index, 5) for index in range(COUNT)]

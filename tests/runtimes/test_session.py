@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession
+from bundle_fixture import BIAS, IMAGE_SIZE, PREPROCESSING, WEIGHT, Float32Array, NumpySession
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, SessionClosed, load_session
+from vitx.runtimes.torch import load_run_session
 from vitx.serve.models.instances import SessionPool, load_instances
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
@@ -161,7 +163,8 @@ def test_a_model_that_is_refused_is_closed(tiny_bundle: Bundle, monkeypatch: pyt
         def _infer(self, images: UInt8Array) -> Float32Array:
             return np.full((len(images), self.classes), np.inf, dtype=np.float32)
 
-    loader, session = Loader(ServeOptions(max_batch=2).batching, device="cpu"), Infinite()
+    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", allow_uncertified=True)
+    session = Infinite()
     monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: session)
     with pytest.raises(CheckFailed, match="not finite"):
         loader.warm(loader.verify(tiny_bundle.path))
@@ -216,3 +219,15 @@ def test_a_verb_closes_what_it_loads(
     assert code == 0, err
     assert len(made) >= least
     assert all(session._closed for session in made)
+
+
+def test_the_checkpoint_s_logits_in_float64(tiny_run: RunFolder) -> None:
+    """Each image alone, on the CPU, and the session's own network stays in float32."""
+    images = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
+    normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
+    with load_run_session(tiny_run, device="cpu") as session:
+        found = session.infer_float64(images)
+        assert found.dtype == np.float64
+        np.testing.assert_allclose(found, normal.mean(axis=(1, 2)) @ WEIGHT.astype(np.float64) + BIAS, atol=1e-13)
+        assert 1e-9 < np.abs(session.infer(images) - found).max() < 1e-5
+        assert next(session.network().parameters()).dtype == torch.float32

@@ -10,13 +10,14 @@ from PIL import Image
 
 from bundle_fixture import NumpySession, colour_images, write_bundle, write_image_folder
 from cli_fixture import Vitx, run_in_process
-from vitx.core.bundle import CERTIFICATE, Bundle
-from vitx.core.files import write_json
+from vitx.core.bundle import Bundle
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity import certify
+from vitx.parity.certification import record_verdicts
 from vitx.runtimes import load_session
+from vitx.runtimes.session import executable_of
 
 if TYPE_CHECKING:
     from postgres_server import PostgresServer
@@ -54,7 +55,8 @@ def certified_original(tmp_path_factory: pytest.TempPathFactory, colours_folder:
         quiet=True,
     )
     assert certificate.verdict == "pass", certificate.reasons
-    write_json(bundle.path / CERTIFICATE, certificate)
+    # Tests also run the bundle in the independent computation, or in sessions that are like it.
+    record_verdicts(bundle, certificate, [certificate.as_verdict(executable_of(bundle.subject(), NumpySession()))])
     return bundle
 
 

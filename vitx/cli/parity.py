@@ -9,7 +9,9 @@ from vitx.cli.options import Json, Quiet, from_records
 from vitx.parity.options import ParityOptions
 
 if TYPE_CHECKING:
-    from vitx.core.certificate import Flip
+    from collections.abc import Sequence
+
+    from vitx.core.certificate import Flip, Verdict
     from vitx.parity.check import ParityResult
     from vitx.parity.divergence import LayerError
     from vitx.parity.replay import Replay
@@ -21,7 +23,7 @@ _DEFAULTS = ParityOptions()
 @from_records("parity")
 def command(
     reference: Annotated[
-        Path, typer.Argument(metavar="REFERENCE", help="A run folder or a bundle; with --verify, the bundle.")
+        Path, typer.Argument(metavar="REFERENCE", help="A run folder or a bundle; alone or with --verify, a bundle.")
     ],
     candidate: Annotated[
         Path | None, typer.Argument(metavar="[CANDIDATE]", help="A bundle or a run folder; with --verify, its run.")
@@ -32,10 +34,12 @@ def command(
 ) -> None:
     """Compare two of runs and bundles on real images; a bundle compared with a run gets its certificate.
 
+    A bundle alone is judged by its witness set: is what runs it here the checkpoint's equal?
+
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
-    from vitx.core.errors import InputError
     from vitx.parity.check import check_parity
+    from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
 
     if options.verify:
@@ -44,7 +48,10 @@ def command(
         replay.require_agreement()
         return
     if candidate is None:
-        raise InputError(f"'{reference}' alone: expected a reference and a candidate, or --verify with one bundle")
+        verdict = certify_here(reference, options, quiet=quiet)
+        _print_verdicts(reference, [verdict], as_json=as_json)
+        require_passing(reference, verdict)
+        return
     result = check_parity(reference, candidate, options, quiet=quiet)
     _print_result(result, candidate, as_json=as_json)
     result.require_pass(reference, candidate)
@@ -57,10 +64,31 @@ def _print_replay(replay: "Replay", *, as_json: bool) -> None:
 
     path = replay.bundle.path
     if as_json:
-        print_json({"bundle": str(path), "numbers": [asdict(number) for number in replay.numbers]})
+        numbers = [asdict(number) for number in replay.numbers]
+        listed = [verdict.model_dump(mode="json") for verdict in replay.executables]
+        print_json({"bundle": str(path), "numbers": numbers, "executables": listed})
         return
     rows = [(n.name, n.certified, n.seen, "agrees" if n.agrees else "DIFFERS") for n in replay.numbers]
     print_table(f"certificate of {path}, replayed", ("", "certified", "measured now", ""), rows)
+    _print_verdicts(path, replay.executables, as_json=False)
+
+
+def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool) -> None:
+    from vitx.core.console import print_json, print_table
+
+    if as_json:
+        listed = [verdict.model_dump(mode="json") for verdict in verdicts]
+        print_json({"bundle": str(path), "executables": listed})
+        return
+    rows = [
+        (
+            *(v.executable.runtime, v.executable.version, v.executable.precision, v.executable.architecture),
+            *(", ".join(sorted(v.executable.artefacts)), v.verdict, v.images, v.flip_rate_bound, v.max_logit_error),
+        )
+        for v in verdicts
+    ]
+    columns = ("runtime", "version", "precision", "architecture", "files", "verdict", "images", "bound", "logit error")
+    print_table(f"executables of {path}", columns, rows)
 
 
 def _print_result(result: "ParityResult", candidate: Path, *, as_json: bool) -> None:

@@ -22,7 +22,9 @@ Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
+SIGNATURE = "signature.json"
 MODEL = "model.onnx"
+WITNESS = "witness.safetensors"
 
 
 class FileEntry(Record):
@@ -144,7 +146,7 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
     twins = [name for name in listed if spellings[name.casefold()] > 1]
     if twins:
         raise InputError(f"{folder / MANIFEST} lists {' and '.join(twins)}: one file, where case does not count")
-    for name in (*listed, MANIFEST, CERTIFICATE, LATENCY):
+    for name in (*listed, MANIFEST, CERTIFICATE, LATENCY, SIGNATURE):
         if not (folder / name).resolve().is_relative_to(folder.resolve()):
             raise InputError(f"{folder / name} leads out of the bundle: expected a file in it")
     found = {path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()}
@@ -156,7 +158,7 @@ def _check_listing(folder: Path, listed: Mapping[str, FileEntry]) -> None:
 
 def _may_be_unlisted(name: str) -> bool:
     """What is written after the manifest, and what a killed writer of it left (`vitx.core.files.write_bytes`)."""
-    written_later = (MANIFEST, CERTIFICATE, LATENCY)
+    written_later = (MANIFEST, CERTIFICATE, LATENCY, SIGNATURE)
     return name in written_later or name.startswith(tuple(f".{each}." for each in written_later))
 
 

@@ -1,11 +1,13 @@
 """`certificate.json`: what parity measured, bound by sha256 to the files it measured. Semantics: docs/parity.md."""
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from vitx.core.files import Record
+from vitx.core.machine import describe_machine
 from vitx.core.sealed import SealedRecord, read_sealed
 
 
@@ -35,10 +37,60 @@ class TokenSimilarity(Record):
         return max(rows, key=lambda row: abs(row[2] - row[1]))
 
 
-class Certificate(SealedRecord):
-    """Reference against candidate on the same images (docs/maths.md §6)."""
+class Executable(Record):
+    """What runs a bundle: a runtime on one kind of hardware, and the files of the bundle that it loads.
 
-    format_version: Literal[1] = 1
+    Two executables are the same if all of it is: another version or instruction set may round otherwise.
+    """
+
+    runtime: str
+    version: str
+    provider: str = Field(description="of ONNX Runtime its execution provider, of the others the device")
+    architecture: str = Field(description="instruction sets of the processor, or compute capability of the GPU")
+    driver: str = Field(default="", description="CUDA version of the GPU's driver")
+    precision: str
+    artefacts: dict[str, str] = Field(description="sha256 of each file that is loaded, by its name in the bundle")
+
+    def __str__(self) -> str:
+        driver = f", driver {self.driver}" if self.driver else ""
+        return (
+            f"{self.runtime} {self.version} in {self.precision} on {self.provider} ({self.architecture}{driver}), "
+            f"{', '.join(sorted(self.artefacts))}"
+        )
+
+
+class Verdict(Record):
+    """Whether one executable classifies as the checkpoint does, how sure that is, and where it was measured.
+
+    "not run": it was built or copied, and nothing that could run it was there; `reasons` says what was missing.
+    """
+
+    executable: Executable
+    verdict: Literal["pass", "fail", "not run"]
+    reasons: tuple[str, ...]
+    evidence: Literal["evaluation split", "witness set", "none"]
+    images: int = Field(default=0, description="that were run")
+    population: int = Field(default=0, description="images of the split that they stand for")
+    flips: int = 0
+    flip_rate_bound: float = Field(default=1.0, description="one-sided 95 % upper bound on the flip rate")
+    max_flip_rate: float = 0.0
+    max_logit_error: float = 0.0
+    max_logit_error_allowed: float = 0.0
+    images_per_second: float | None = Field(
+        default=None, description="of this measurement; null where it was not timed"
+    )
+    machine: dict[str, Any] = Field(default_factory=dict)
+    created: str = ""
+
+
+class Certificate(SealedRecord):
+    """Reference against candidate on the same images (docs/maths.md §6), and the verdicts on all executables.
+
+    Version 1 had no list of executables. It is read as a certificate of ONNX Runtime on a CPU, which is what it was
+    measured on.
+    """
+
+    format_version: Literal[1, 2] = 2
     verdict: Literal["pass", "fail"]
     reasons: tuple[str, ...]
     subject: dict[str, str] = Field(description="sha256 of manifest.json and of every file it names")
@@ -74,7 +126,30 @@ class Certificate(SealedRecord):
     ece_reference: float = Field(0.0, description="expected calibration error, 15 bins")
     ece_candidate: float = 0.0
     token_similarity: TokenSimilarity | None = None
-    classes_sha256: str = Field("", description="of the candidate's class of every image: int32, little endian")
+    classes_sha256: str = Field(default="", description="of the candidate's class of every image: int32, little endian")
+    executables: tuple[Verdict, ...] = Field((), description="one verdict each; empty in version 1")
+
+    def verdict_of(self, executable: Executable) -> Verdict | None:
+        """The verdict on exactly this executable, the last one if there are several; None when there is none."""
+        return next((each for each in reversed(self.executables) if each.executable == executable), None)
+
+    def as_verdict(self, executable: Executable) -> Verdict:
+        """What these measurements say of the executable they were made with."""
+        same = {name: getattr(self, name) for name in Verdict.model_fields if name in type(self).model_fields}
+        return Verdict(
+            **{**same, "flips": len(self.flips)},
+            executable=executable,
+            evidence="evaluation split",
+            population=self.images,
+            machine=describe_machine(),
+        )
+
+    def file_bytes(self) -> bytes:
+        """As the file was written: version 1 without a list of executables."""
+        if self.format_version == 2:
+            return super().file_bytes()
+        plain = self.model_dump(mode="json", exclude={"executables"})
+        return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def read_certificate(path: Path) -> Certificate:

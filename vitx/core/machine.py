@@ -10,6 +10,11 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("vitx", "torch", "timm", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "numpy", "pillow")
+# ONNX Runtime and OpenVINO choose kernels by these, and their sums differ in the last bits. Linux's names.
+_INSTRUCTION_SETS = (
+    *("avx2", "fma", "avx512f", "avx_vnni", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8"),
+    *("asimd", "asimddp", "i8mm", "bf16", "sve", "sve2"),
+)
 # cuDeviceGetAttribute's CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR.
 _MAJOR, _MINOR = 75, 76
 
@@ -82,9 +87,35 @@ def sums_int8_exactly(description: Path = Path("/proc/cpuinfo")) -> bool:
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return True
+    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(_cpu_flags(description))
+
+
+@cache
+def cpu_architecture(description: Path = Path("/proc/cpuinfo")) -> str:
+    """This processor's machine name and the instruction sets that matter to a runtime: `x86_64 avx2 fma avx512f`."""
+    flags = _cpu_flags(description)
+    return " ".join((platform.machine(), *(name for name in _INSTRUCTION_SETS if name in flags)))
+
+
+def _cpu_flags(description: Path) -> list[str]:
+    """The instruction sets of the first core; empty where the system has no such file. ARM calls them features."""
     lines = description.read_text().splitlines() if description.is_file() else []
-    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), [])
-    return not {"avx512_vnni", "avx_vnni", "amx_int8"}.isdisjoint(flags)
+    return next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+
+
+@cache
+def cuda_driver() -> str:
+    """The newest CUDA that the NVIDIA driver runs, such as 13.0; empty without a driver."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return ""
+    version = ctypes.c_int(0)
+    return (
+        ""
+        if driver.cuDriverGetVersion(ctypes.byref(version))
+        else f"{version.value // 1000}.{version.value % 1000 // 10}"
+    )
 
 
 def usable_cores() -> int:

@@ -1,5 +1,6 @@
 """Options of a verb as one frozen record: the command line, the environment, `--config` and Python share its fields."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -44,13 +45,20 @@ DataOption = Annotated[str | None, Field(description=DATA_HELP)]
 CheckpointOption = Annotated[Literal["best", "last"], Field(description=CHECKPOINT_HELP)]
 Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1)]
 RuntimeOption = Annotated[
-    str, Field(description="What runs a bundle; `vitx doctor` lists the runtimes and what they need.")
+    str, Field(description="What runs a bundle: auto takes the fastest certified here; `vitx doctor` lists the names.")
 ]
 MaxFlipRate = Annotated[
     float, Field(description="Highest allowed 95 % upper bound on the share of changed classes.", ge=0, le=1)
 ]
 AllowUncertified = Annotated[
     bool, Field(description="Accept a bundle without a passing certificate; shown wherever it runs.")
+]
+RequireSignature = Annotated[
+    Path | None,
+    Field(
+        description="Refuse bundles that the owner of this public key (PEM) has not signed.",
+        json_schema_extra={"metavar": "PUBLIC_KEY"},
+    ),
 ]
 RayAddress = Annotated[
     str | None,

@@ -143,7 +143,7 @@ def _build_targets(
         plan = graph.parent / "engines" / f"{engine.flavor}.plan"
         plan.parent.mkdir(exist_ok=True)
         convert_limited(engine.flavor, build_engine, graph, plan, engine, quiet, failed=failed, **limits)
-    if options.openvino:
+    if options.openvino or options.for_ == "cpu":
         convert_limited("openvino", openvino_from_onnx, graph, graph.parent / IR_FOLDER, failed=failed, **limits)
 
 

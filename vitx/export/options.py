@@ -1,7 +1,7 @@
 """What `vitx export` may be told. Every default is here, and nowhere else."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
@@ -19,6 +19,17 @@ from vitx.core.options import (
 from vitx.core.tensorrt_plan import PluginName
 
 Target = Literal["cpu", "tensorrt"]
+
+
+def parse_witness(given: Any) -> Any:
+    """'none' → 0, '200' → 200, anything but a text as it is; raise ValueError for another text."""
+    if not isinstance(given, str):
+        return given
+    if given == "none":
+        return 0
+    if not (given.isascii() and given.isdigit() and int(given)):
+        raise ValueError("expected a number of images, or none")
+    return int(given)
 
 
 class EngineOptions(Options):
@@ -55,9 +66,21 @@ class ExportOptions(Options):
     )
     engine: EngineOptions = EngineOptions()
     openvino: bool = option(False, "Add OpenVINO IR.")
+    for_: Literal["cpu"] | None = option(
+        None,
+        "Add what may be fastest there, and keep what passes: OpenVINO IR, in float32 and in bfloat16.",
+        flag="--for",
+    )
     triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
     data: DataOption = None
     max_flip_rate: MaxFlipRate = 0.01
+    witness: Annotated[int | None, BeforeValidator(parse_witness)] = option(
+        None,
+        "Evaluation images that certify the bundle on other machines. Default: at most 20 MB and a tenth more.",
+        metavar="N|none",
+        text=True,
+    )
+    sign: Path | None = option(None, "Sign the bundle with this private key (elliptic curve, PEM).", metavar="KEY")
     checkpoint: CheckpointOption = "best"
     uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
     device: DeviceOption = "auto"

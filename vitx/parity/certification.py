@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from vitx.core.bundle import CERTIFICATE, Bundle, Precision, timestamp
-from vitx.core.certificate import Certificate, TokenSimilarity
+from vitx.core.certificate import Certificate, TokenSimilarity, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, sha256_file, write_json
@@ -18,10 +19,12 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.tensorrt_plan import PlanInfo
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.data.image_set import ImageSet
-from vitx.parity.comparison import BATCH_SIZES, compare
+from vitx.parity.comparison import BATCH_SIZES, Comparison, compare
+from vitx.parity.executables.listing import RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
+from vitx.parity.executables.verdict_cache import keep_verdict
 from vitx.parity.loaded_model import LoadedModel
 from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
-from vitx.runtimes.session import Session
+from vitx.runtimes.session import Session, device_name, executable_of
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,24 @@ def certify(
         batch_sizes=criteria.batch_sizes,
         quiet=quiet,
     )
+    certificate = _certificate(
+        *(comparison, criteria, token_similarity),
+        subject=dict(subject or {}),
+        reference=reference_name,
+        reference_sha256=reference_sha256,
+        candidate=candidate_name,
+        runtime=candidate.describe(),
+        data=images.name,
+        data_sha256=images.digest(),
+    )
+    verdict = certificate.as_verdict(executable_of(subject or {}, candidate))
+    return certificate.model_copy(update={"executables": (verdict,)}).sealed()
+
+
+def _certificate(
+    comparison: Comparison, criteria: AcceptanceCriteria, token_similarity: TokenSimilarity | None, **about: Any
+) -> Certificate:
+    """The certificate of a comparison. `about`: its fields that say what was compared, and on which images."""
     max_logit_error = criteria.max_logit_error
     if max_logit_error is None:
         max_logit_error = allowed_logit_error(criteria.precision, comparison.logit_std)
@@ -82,16 +103,9 @@ def certify(
     # A measurement has the same name in both records.
     measurements = {name: getattr(comparison, name) for name in Certificate.model_fields if hasattr(comparison, name)}
     return Certificate(
-        **measurements,
+        **{**measurements, **about},
         verdict="fail" if failures else "pass",
         reasons=failures or findings,
-        subject=dict(subject or {}),
-        reference=reference_name,
-        reference_sha256=reference_sha256,
-        candidate=candidate_name,
-        runtime=candidate.describe(),
-        data=images.name,
-        data_sha256=images.digest(),
         max_flip_rate=criteria.max_flip_rate,
         max_logit_error_allowed=max_logit_error,
         created=timestamp(),
@@ -109,14 +123,18 @@ def certify_models(
     batch_sizes: Sequence[int] | None = None,
     token_similarity: Callable[[], TokenSimilarity | None] = lambda: None,
     write: bool = False,
+    runtimes: Sequence[str] = RUNTIMES_BY_DEFAULT,
+    add_evidence: Callable[[Bundle, Comparison, Certificate], Bundle] | None = None,
     quiet: bool = False,
 ) -> Certificate:
     """Certify any two models; with `write` into the candidate, a bundle, as its `certificate.json`, pass or fail.
 
-    device: where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
-    token_similarity: called once the checks below have passed, for it takes a pass over some images. Raises InputError
-    when a model's classes are not the images' or the images are too few, CheckFailed for a stale engine and for a
-    session that does not run where it was asked to.
+    What is written has a verdict on every executable of the bundle in one of `runtimes` that can run here. device:
+    where both were asked to run. batch_sizes: by default those of the candidate (`bundle_batch_sizes`).
+    token_similarity: called once the checks below have passed, for it takes a pass over some images. add_evidence:
+    called before a passing certificate is written; it may put a witness set into the bundle, and returns the bundle
+    with it. Raises InputError when a model's classes are not the images' or the images are too few, CheckFailed for a
+    stale engine and for a session that does not run where it was asked to.
     """
     for model in (reference, candidate):
         check_labels(images, model.labels)
@@ -125,30 +143,70 @@ def certify_models(
             check_engines(model.bundle)
     check_image_count(len(images), max_flip_rate)
     bundle = candidate.bundle
-    certificate = certify(
-        reference.session,
-        candidate.session,
-        images,
-        reference.preprocessing,
+    if write and bundle is None:
+        raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
+    criteria = AcceptanceCriteria(
+        batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
+        max_flip_rate=max_flip_rate,
+        precision=coarser(reference.precision, candidate.precision),
+    )
+    measured = token_similarity()
+    comparison = compare(
+        *(reference.session, candidate.session, images, reference.preprocessing),
         candidate_preprocessing=candidate.preprocessing,
-        reference_name=reference.name,
-        reference_sha256=reference.sha256,
-        # What travels with a bundle names no path of this machine.
-        candidate_name=bundle.manifest.name if bundle and write else candidate.name,
-        subject=bundle.subject() if bundle else {},
-        criteria=AcceptanceCriteria(
-            batch_sizes=batch_sizes or (bundle_batch_sizes(bundle) if bundle else BATCH_SIZES),
-            max_flip_rate=max_flip_rate,
-            precision=coarser(reference.precision, candidate.precision),
-        ),
-        token_similarity=token_similarity(),
+        batch_sizes=criteria.batch_sizes,
         quiet=quiet,
     )
-    if write:
-        if bundle is None:
-            raise InputError(f"{candidate.name} is no bundle: it has no place for a certificate")
-        write_json(bundle.path / CERTIFICATE, certificate)
-    return certificate
+    certificate = _certificate(
+        *(comparison, criteria, measured),
+        subject=bundle.subject() if bundle else {},
+        reference=reference.name,
+        reference_sha256=reference.sha256,
+        # What travels with a bundle names no path of this machine.
+        candidate=bundle.manifest.name if bundle and write else candidate.name,
+        runtime=candidate.session.describe(),
+        data=images.name,
+        data_sha256=images.digest(),
+    )
+    if not write or bundle is None:
+        return certificate
+    if add_evidence is not None and certificate.verdict == "pass":
+        bundle = add_evidence(bundle, comparison, certificate)
+    return _write_certificate(bundle, certificate, candidate, device, runtimes, quiet=quiet)
+
+
+def _write_certificate(
+    bundle: Bundle,
+    certificate: Certificate,
+    candidate: LoadedModel,
+    device: str,
+    runtimes: Sequence[str],
+    *,
+    quiet: bool,
+) -> Certificate:
+    """Write the certificate with a verdict on each executable, and keep the passing ones in this machine's cache."""
+    before = bundle.certificate()
+    verdicts = [*before.executables] if before is not None and before.subject == bundle.subject() else []
+    if certificate.verdict == "pass":
+        device_of_all = device_name(device)
+        verdicts += verdicts_of_bundle(bundle, certificate.max_flip_rate, device_of_all, runtimes, quiet=quiet)
+    if not candidate.twin:  # the last word on the runtime that ran all images, not only the witness set
+        verdicts.append(certificate.as_verdict(executable_of(bundle.subject(), candidate.session)))
+    return record_verdicts(bundle, certificate, verdicts)
+
+
+def record_verdicts(bundle: Bundle, certificate: Certificate, verdicts: Sequence[Verdict]) -> Certificate:
+    """Write a bundle's certificate with these verdicts beside those it has on other executables.
+
+    Those found by the witness set are kept in this machine's cache too.
+    """
+    known = merged(certificate.executables, verdicts)
+    written = certificate.model_copy(update={"subject": bundle.subject(), "executables": known}).sealed()
+    write_json(bundle.path / CERTIFICATE, written)
+    for verdict in verdicts:
+        if verdict.evidence == "witness set":  # what a load here would find
+            keep_verdict(bundle, verdict)
+    return written
 
 
 def warn_of_other_weights(bundle: Bundle, digest: str, which: str, *, quiet: bool = False) -> None:

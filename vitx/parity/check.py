@@ -10,7 +10,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import write_bytes
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity.certification import certify_models, warn_of_other_weights
+from vitx.parity.certification import certify_models, record_verdicts, warn_of_other_weights
 from vitx.parity.html_report import render
 from vitx.parity.loaded_model import LoadedModel, open_model
 from vitx.parity.options import ParityOptions
@@ -18,6 +18,7 @@ from vitx.parity.served import ServedComparison, compare_served, serving
 from vitx.parity.statistics import images_needed
 from vitx.parity.trace import TraceResult, diagnosis_note, measure_token_similarity, trace
 from vitx.parity.verdict import check_rate
+from vitx.runtimes.session import executable_of
 
 if TYPE_CHECKING:
     from vitx.export import SourceRequest
@@ -82,6 +83,8 @@ def _measure(
     # What a bundle carries is of the whole split, and of the runtime in which it is served by default.
     write = reference.run is not None and candidate.bundle is not None and options.runtime is None and whole
     certificate = _certify(reference, candidate, images, options, write=write, quiet=quiet)
+    if reference.run is not None and candidate.bundle is not None and options.runtime is not None and whole:
+        _record_runtime(candidate, certificate)
     failed = certificate.verdict != "pass"
     failures = certificate.reasons if failed else ()
     served = _compare_served(reference, candidate, images, certificate, options, quiet) if options.served else None
@@ -96,6 +99,14 @@ def _measure(
         traced = trace(reference, candidate, source, images, repair=failed, quiet=quiet)
         notes += traced.notes
     return ParityResult(reference, candidate, certificate, write, failures, notes, served, traced)
+
+
+def _record_runtime(candidate: LoadedModel, measured: Certificate) -> None:
+    """Write what was found in another runtime than the default into the certificate, if there is one of these files."""
+    bundle = candidate.bundle
+    certificate = bundle and bundle.certificate()
+    if bundle is not None and certificate is not None and certificate.subject == bundle.subject():
+        record_verdicts(bundle, certificate, [measured.as_verdict(executable_of(bundle.subject(), candidate.session))])
 
 
 def sample_images(images: ImageSet, wanted: str, max_flip_rate: float) -> ImageSet:

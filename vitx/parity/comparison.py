@@ -6,7 +6,7 @@ Shape letters: N images, C classes, S the side of a prepared image.
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -42,7 +42,8 @@ class Comparison:
     other orders. An image is flipped when any pass of the candidate put it into another class than the reference; it
     counts once, at the first pass that moved it, and the candidate's accuracy counts that other class. `probe_flips`
     counts the images whose class is not the same in every pass, `not_finite` those with a logit that is NaN or
-    infinite. `logit_std` is that of all the reference's logits. Errors are absolute differences of logits.
+    infinite. `logit_std` is that of all the reference's logits, `margins` (N,) its largest logit less the next, image
+    by image. Errors are absolute differences of logits.
     """
 
     images: int
@@ -66,6 +67,7 @@ class Comparison:
     not_finite: int
     logit_std: float
     classes_sha256: str
+    margins: Float64Array = field(default_factory=lambda: np.zeros(0), repr=False, compare=False)
 
     @property
     def accuracy_reference(self) -> float:
@@ -264,6 +266,7 @@ class _Statistics:
             not_finite=len(self.not_finite),
             logit_std=math.sqrt(max(0.0, self.logit_squares / self.logit_count - mean * mean)),
             classes_sha256=sha256_bytes(self.candidate_class.astype("<i4").tobytes()),
+            margins=self.margin,
         )
 
     def _flip(self, index: int) -> Flip:

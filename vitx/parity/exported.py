@@ -1,17 +1,24 @@
 """How `vitx export` certifies its bundle, and how many images that will take."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import Bundle
+from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.run import RunFolder
+from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
 from vitx.parity.certification import certify_models
+from vitx.parity.comparison import Comparison
+from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT
+from vitx.parity.executables.witness_set import add_witness
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle
+from vitx.parity.signature import sign_bundle
 from vitx.parity.statistics import flips_allowed
 from vitx.parity.trace import failure_notes, measure_token_similarity
 from vitx.parity.verdict import check_image_count
@@ -38,9 +45,13 @@ def export_certified(
     out = out or Path(f"{request.network}.vitx" if request.is_model else f"{target}.vitx")
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
+    runtimes = (*RUNTIMES_BY_DEFAULT, *([BFLOAT16] if options.for_ == "cpu" else []))
+
     def accept(bundle: Bundle) -> None:
         if not options.uncertified:
-            certify_export(bundle, request, options.data, **limits)
+            certify_export(bundle, request, options.data, witness=options.witness, runtimes=runtimes, **limits)
+        if options.sign is not None:
+            sign_bundle(Bundle.open(bundle.path), options.sign)
 
     log(f"export: {target} to {out}", quiet=quiet)
     plan = None if options.uncertified else sampling_plan(request, options.data, options.max_flip_rate)
@@ -68,11 +79,20 @@ def sampling_plan(request: SourceRequest, data: str | None, max_flip_rate: float
 
 
 def certify_export(
-    bundle: Bundle, request: SourceRequest, data: str | None, *, max_flip_rate: float, device: str, quiet: bool
+    bundle: Bundle,
+    request: SourceRequest,
+    data: str | None,
+    *,
+    max_flip_rate: float,
+    device: str,
+    witness: int | None = None,
+    runtimes: Sequence[str] = RUNTIMES_BY_DEFAULT,
+    quiet: bool,
 ) -> None:
-    """Compare the bundle with the network it was exported from, and write its certificate.
+    """Compare the bundle with the network it was exported from, and write its witness set and its certificate.
 
-    Raises CheckFailed with the reasons, the mistake and the layer when it fails.
+    witness: how many images; 0 for none, None for as many as add little to the bundle. Raises CheckFailed with the
+    reasons, the mistake and the layer when it fails, and when an executable that was asked for does.
     """
     log("export: certifying the graph against the checkpoint", quiet=quiet)
     with (
@@ -90,12 +110,39 @@ def certify_export(
             # Float32 keeps tokens apart; coarser rounding may make them alike while the logits agree.
             token_similarity=tokens if bundle.manifest.precision != "fp32" else lambda: None,
             write=True,
+            runtimes=runtimes,
+            add_evidence=None if witness == 0 else partial(_add_witness, reference, images, witness, quiet),
             quiet=quiet,
         )
         if certificate.verdict != "pass":
             notes = failure_notes(reference, candidate, images, certificate, request, quiet=quiet)
             reasons = "; ".join((*certificate.reasons, *notes))
             raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {reasons}")
+    for verdict in certificate.executables:
+        # A candidate of --for cpu; where it fails, the certificate says so, and nothing runs it.
+        if verdict.verdict == "fail" and verdict.executable.runtime != BFLOAT16:
+            reasons = "; ".join(verdict.reasons)
+            raise CheckFailed(f"{verdict.executable} is not the checkpoint's equal, no bundle written: {reasons}")
+
+
+def _add_witness(
+    reference: LoadedModel,
+    images: ImageSet,
+    count: int | None,
+    quiet: bool,
+    bundle: Bundle,
+    comparison: Comparison,
+    certificate: Certificate,
+) -> Bundle:
+    assert isinstance(reference.session, TorchSession)
+    return add_witness(
+        *(bundle, images, comparison.margins, comparison.logit_std, reference.session.infer_float64),
+        count=count,
+        reference_name=certificate.reference,
+        reference_sha256=certificate.reference_sha256,
+        split_sha256=certificate.data_sha256,
+        quiet=quiet,
+    )
 
 
 def model_from_source(source: Source, device: str) -> LoadedModel:

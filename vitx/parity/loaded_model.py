@@ -26,7 +26,8 @@ class LoadedModel:
 
     data: the image set it was trained on. sha256: of a run its weights, of a bundle its manifest. network: returns the
     torch module, on the CPU and not to be changed; None for a bundle. renormalized: returns a session of the same
-    network with another (mean, std); None for a bundle.
+    network with another (mean, std); None for a bundle. twin: the session runs the bundle's graph in another form, so
+    what it shows is of no executable of the bundle.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LoadedModel:
     bundle: Bundle | None = None
     network: Callable[[], Any] | None = None
     renormalized: Callable[[Triple, Triple], Session] | None = None
+    twin: bool = False
 
     def __enter__(self) -> Self:
         return self
@@ -85,16 +87,17 @@ def model_from_bundle(
     a bundle by its twin; an evaluation runs the graph itself.
     """
     manifest = bundle.manifest
-    session = _twin_session(bundle, device) if use_twin and runtime is None else None
+    twin = _twin_session(bundle, device) if use_twin and runtime is None else None
     return LoadedModel(
         name=f"{bundle.path} in {runtime or DEFAULT_RUNTIME}",
-        session=session or load_session(bundle, runtime or DEFAULT_RUNTIME, device=device, threads=threads),
+        session=twin or load_session(bundle, runtime or DEFAULT_RUNTIME, device=device, threads=threads),
         preprocessing=manifest.preprocessing,
         labels=manifest.labels,
         data=manifest.data,
         sha256=bundle.subject()[MANIFEST],
         precision=manifest.precision,
         bundle=bundle,
+        twin=twin is not None,
     )
 
 

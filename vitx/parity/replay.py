@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.certificate import Certificate
+from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
@@ -17,10 +17,11 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import AcceptanceCriteria, certify, check_engines, check_provider
 from vitx.parity.comparison import infer
+from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
 from vitx.parity.verdict import check_labels
-from vitx.runtimes.session import Session
+from vitx.runtimes.session import Session, device_name
 
 # A logit error may be this many times the certified one, or this large: another processor sums in another order.
 ERROR_FACTOR, ERROR_FLOOR = 4.0, 1e-6
@@ -39,15 +40,22 @@ class ReplayedNumber:
 
 @dataclass(frozen=True)
 class Replay:
-    """The certificate of one bundle, number by number."""
+    """The certificate of one bundle, number by number, and the verdicts on all its executables.
+
+    Those of this machine are found anew by the witness set; those of others are as the certificate says.
+    """
 
     bundle: Bundle
     numbers: tuple[ReplayedNumber, ...]
+    executables: tuple[Verdict, ...] = ()
 
     def require_agreement(self) -> None:
-        """Raise CheckFailed naming every number that was not measured again."""
+        """Raise CheckFailed naming every number that was not measured again, and every executable that fails."""
         wrong = [
             f"{number.name} {number.seen}, certified {number.certified}" for number in self.numbers if not number.agrees
+        ]
+        wrong += [
+            f"{each.executable}: {'; '.join(each.reasons)}" for each in self.executables if each.verdict == "fail"
         ]
         if wrong:
             raise CheckFailed(f"the certificate of '{self.bundle.path}' is not reproduced: {'; '.join(wrong)}")
@@ -68,7 +76,11 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
         log(f"verify: {against}", quiet=quiet)
         candidate = opened.enter_context(model_from_bundle(bundle, device=options.device, use_twin=True))
         check_provider(candidate, options.device)
-        return Replay(bundle, replay(bundle, certificate, images, candidate.session, reference, quiet=quiet))
+        numbers = replay(bundle, certificate, images, candidate.session, reference, quiet=quiet)
+    listed = {each.executable.runtime for each in certificate.executables}
+    runtimes = (*RUNTIMES_BY_DEFAULT, *([BFLOAT16] if BFLOAT16 in listed else []))
+    here = verdicts_of_bundle(bundle, certificate.max_flip_rate, device_name(options.device), runtimes, quiet=quiet)
+    return Replay(bundle, numbers, merged(certificate.executables, here))
 
 
 def verify_files(bundle: Bundle) -> Certificate:

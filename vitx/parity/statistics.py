@@ -76,3 +76,55 @@ def _log_lower_tail(k: int, n: int, p: float) -> float:
     below = np.arange(k, max(0, k - 10 * math.isqrt(n) - 100), -1, dtype=np.float64)
     ratios = below / (n - below + 1) * ((1 - p) / p)
     return log_term + math.log1p(float(np.cumprod(ratios).sum()))
+
+
+def stratified_upper(
+    census_flips: int, sample_flips: int, *, census: int, sample: int, population: int, confidence: float = 0.95
+) -> float:
+    """One-sided upper bound on the flip rate of a source of images, from a part of a split that was drawn from it.
+
+    Of the split's `population` images `census` were looked at because they were the likeliest to flip, and `sample` of
+    the others by chance, without replacement. The census counts as what it is, so many images of the split; the sample
+    speaks for all others. A fifth of the risk of error goes to the split being a sample itself, the rest to the choice
+    within it, and by the union bound the whole errs at most as often as `1 − confidence`:
+
+        K = the most flips among the others that `sample_flips` allows (hypergeometric), confidence 1 − 0.8·risk
+        bound = Clopper–Pearson of census_flips + K among population, confidence 1 − 0.2·risk
+
+    Where the sample is all the others, K is known, and the bound is `clopper_pearson_upper` at `confidence`. It holds
+    however images were ranked. Raises ValueError for impossible counts.
+    """
+    others = population - census
+    if not (0 <= census_flips <= census and 0 <= sample_flips <= sample <= others and population >= 1):
+        raise ValueError(
+            f"{census_flips} of {census} and {sample_flips} of {sample} flips, population {population}: impossible"
+        )
+    if sample == others:
+        return clopper_pearson_upper(census_flips + sample_flips, population, confidence)
+    risk = 1 - confidence
+    most = _most_events(sample_flips, sample, others, 0.8 * risk)
+    return clopper_pearson_upper(census_flips + most, population, 1 - 0.2 * risk)
+
+
+def _most_events(seen: int, sample: int, total: int, risk: float) -> int:
+    """The largest K with P(X ≤ seen) > risk, X the events in a `sample` from `total` of which K are events."""
+    if sample == 0:
+        return total
+    low, high = seen, total - (sample - seen)  # it falls as K grows, and is 1 at K = seen
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _hypergeometric_tail(seen, sample, middle, total) > risk else (low, middle - 1)
+    return low
+
+
+def _hypergeometric_tail(seen: int, sample: int, events: int, total: int) -> float:
+    """P(X ≤ seen): `sample` drawn without replacement from `total` of which `events` are events."""
+    terms = [
+        _log_choose(events, x) + _log_choose(total - events, sample - x) - _log_choose(total, sample)
+        for x in range(max(0, sample - (total - events)), min(seen, events) + 1)
+    ]
+    return math.fsum(math.exp(term) for term in terms)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -13,6 +13,7 @@ from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import read_record, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
 from vitx.predict.ledger.ledger import Ledger
@@ -59,7 +60,7 @@ def predict(
         raise missing_package("pyarrow", "serve")
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
-    certified = _is_certified(bundle, options.allow_uncertified)
+    certified = _is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     where = _absolute(str(source))
     settings: dict[str, Any] = {
         "input": where,
@@ -95,6 +96,7 @@ def predict(
             draft=options.draft,
             image_column=options.image_column,
             strict=options.strict,
+            certified=certified,
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=options.decode_threads or usable_cores(),
             has_single_files=ledger.has_single_files(),
@@ -116,9 +118,12 @@ def predict(
         return summary
 
 
-def _is_certified(bundle: Bundle, allow_uncertified: bool) -> bool:
+def _is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
+    """Whether the bundle is certified, and what runs it; actors elsewhere check that when they load it."""
     try:
         bundle.require_certificate()
+        if isinstance(session, Session):
+            require_verdict(bundle, session, quiet=quiet)
     except CheckFailed:
         if not allow_uncertified:
             raise

@@ -5,16 +5,19 @@ from pathlib import Path
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
+from vitx.parity.executables.choice import load_fastest
+from vitx.parity.signature import require_signature
 from vitx.predict.job import predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.executor import Executor
 from vitx.predict.summary import PredictionSummary
-from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
 
 def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet: bool = False) -> PredictionSummary:
     """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
+    if options.require_signature is not None:
+        require_signature(path, options.require_signature)
     bundle = Bundle.open(path)
     with _executor(bundle, options) as executor:
         return predict(bundle, executor, source, out, options, quiet=quiet)
@@ -36,6 +39,6 @@ def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
-    return load_session(
+    return load_fastest(
         bundle, options.runtime, device=options.device, threads=options.threads, features=options.embeddings
     )

@@ -9,6 +9,7 @@ from vitx.core.options import (
     DeviceOption,
     Options,
     RayAddress,
+    RequireSignature,
     RuntimeOption,
     Threads,
     number_range,
@@ -41,6 +42,7 @@ class PredictOptions(Options):
     run_name: str | None = option(None, "Of this run in --ledger. Default: the absolute path of --out.")
     overwrite: bool = option(False, "Remove the predictions that --out holds, and begin anew.")
     allow_uncertified: AllowUncertified = False
+    require_signature: RequireSignature = None
     ray: RayAddress = None
     ray_actors: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
         None,
@@ -50,4 +52,4 @@ class PredictOptions(Options):
     )
     threads: Threads = None
     device: DeviceOption = "auto"
-    runtime: RuntimeOption = "onnxruntime"
+    runtime: RuntimeOption = "auto"

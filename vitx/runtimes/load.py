@@ -46,10 +46,10 @@ def load_session(
 
         return load_features(bundle, runtime, device=chosen, threads=threads)
     match runtime:
-        case "openvino":
+        case "openvino" | "openvino-bf16":
             from vitx.runtimes.openvino import OpenVinoSession
 
-            return OpenVinoSession(bundle, threads=threads)
+            return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16")
         case "tensorrt" | "tensorrt-rtx":
             from vitx.runtimes.tensorrt import TensorRTSession
 

@@ -4,17 +4,24 @@ from queue import Empty, LifoQueue
 from typing import Any
 
 from vitx.core.bundle import Bundle
-from vitx.core.errors import CheckFailed, InputError, missing_package
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session, check_images, image_shape
 
 IR = "openvino/model.xml"
+_WEIGHTS = "openvino/model.bin"
 
 
 class OpenVinoSession(Session):
-    """A bundle's IR, compiled for the CPU. Raises InputError when the bundle has none, or OpenVINO cannot load it."""
+    """A bundle's IR, compiled for the CPU; with `bf16` its products take bfloat16 and the rest what OpenVINO chooses.
 
-    def __init__(self, bundle: Bundle, *, threads: int | None = None) -> None:
+    Raises InputError when the bundle has no IR, or OpenVINO cannot load it; EnvironmentMissing for `bf16` where the
+    processor has none.
+    """
+
+    artefacts = (IR, _WEIGHTS)
+
+    def __init__(self, bundle: Bundle, *, threads: int | None = None, bf16: bool = False) -> None:
         super().__init__()
         if IR not in bundle.manifest.files:
             raise InputError(
@@ -25,7 +32,8 @@ class OpenVinoSession(Session):
         except ModuleNotFoundError:
             raise missing_package("openvino", "openvino") from None
         # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
-        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+        hint = "bf16" if bf16 else "f32"
+        options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
         if threads is not None:
             # Pinned, each session of n threads takes the first n cores, and two of them share those.
             options |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
@@ -34,7 +42,13 @@ class OpenVinoSession(Session):
             self._model = openvino.Core().compile_model(str(path), "CPU", options)
         except RuntimeError as error:
             raise InputError(f"OpenVINO cannot load {path}: {error}") from None
+        if bf16 and (taken := self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()) != "bf16":
+            raise EnvironmentMissing(
+                f"this processor has no bfloat16 products, OpenVINO would take {taken}: choose the runtime openvino"
+            )
         self._version = str(openvino.__version__).split("-")[0]
+        self._runtime = "openvino-bf16" if bf16 else "openvino"
+        self._precision = "bf16" if bf16 else bundle.manifest.precision
         self._manifest = bundle.manifest
         self._shape = image_shape(bundle)
         self._threads = threads
@@ -59,9 +73,9 @@ class OpenVinoSession(Session):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "runtime": "openvino",
+            "runtime": self._runtime,
             "version": self._version,
             "provider": "CPU",
-            "precision": self._manifest.precision,
+            "precision": self._precision,
             "threads": self._threads or "all cores",
         }

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from vitx.core.errors import EnvironmentMissing, VitxError, unknown_name
-from vitx.core.machine import local_gpus
+from vitx.core.machine import cpu_architecture, local_gpus
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,14 @@ def _check_provider(provider: str) -> Callable[[], None]:
     return check
 
 
+def _check_bfloat16() -> None:
+    if not {"avx512_bf16", "amx_bf16", "bf16"} & set(cpu_architecture().split()):
+        raise EnvironmentMissing(
+            f"the runtime openvino-bf16 needs a processor with bfloat16 products, this one is {cpu_architecture()}: "
+            "choose openvino"
+        )
+
+
 def _check_compiler() -> None:
     """Raise EnvironmentMissing without a C++ compiler: Inductor calls one, on a GPU for the code around kernels."""
     names = {"win32": "cl", "darwin": "clang++"}
@@ -109,6 +117,14 @@ RUNTIMES: Mapping[str, Runtime] = {
         "bundle", "cuda", "a plan made by vitx export --trt-rtx", ("tensorrt_rtx", "cuda.bindings"), "trt-rtx"
     ),
     "openvino": Runtime("bundle", "cpu", "the IR made by vitx export --openvino", ("openvino",), "openvino"),
+    "openvino-bf16": Runtime(
+        "bundle",
+        "cpu",
+        "the same, its products in bfloat16 where the processor has them",
+        ("openvino",),
+        "openvino",
+        check=_check_bfloat16,
+    ),
     "torch": Runtime("run", "auto", "a run's checkpoint", ("torch", "timm"), "train"),
     "torch-compile": Runtime(
         "run", "auto", "a run's checkpoint, compiled on loading", ("torch", "timm"), "train", _check_compiler

@@ -2,14 +2,16 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, cast, final
 
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MODEL, Bundle
+from vitx.core.certificate import Executable
 from vitx.core.errors import InputError, unknown_name
+from vitx.core.machine import cpu_architecture, cuda_driver, local_architectures
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 
@@ -31,10 +33,12 @@ class Session(ABC):
 
     profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
     has_features: whether `infer_features` gives features.
+    artefacts: the files of the bundle that were loaded, by their names in it.
     """
 
     profiles: tuple[Profile, ...] = ()
     has_features: bool = False
+    artefacts: tuple[str, ...] = (MODEL,)
 
     def __init__(self) -> None:
         self._calls = 0  # that run now
@@ -108,6 +112,22 @@ class Session(ABC):
             self._calls -= 1
             if self._closed:  # nobody waits before
                 self._call_ended.notify_all()
+
+
+def executable_of(subject: Mapping[str, str], session: Session) -> Executable:
+    """What `session` is on this machine: what a verdict is about. `subject`: `Bundle.subject()` of what it loaded."""
+    about = {key: str(value) for key, value in session.describe().items()}
+    provider = about.get("provider", "")
+    on_gpu = "cuda" in provider.lower() or "tensorrt" in provider.lower() or "(sm" in provider
+    return Executable(
+        runtime=about.get("runtime", ""),
+        version=about.get("version", ""),
+        provider=provider,
+        architecture=", ".join(local_architectures()[:1]) if on_gpu else cpu_architecture(),
+        driver=cuda_driver() if on_gpu else "",
+        precision=about.get("precision", ""),
+        artefacts={name: subject[name] for name in session.artefacts if name in subject},
+    )
 
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:

@@ -41,6 +41,7 @@ class TensorRTSession(Session):
             )
         self._gpu = gpus[0]
         self._plan, self._info = find_plan(bundle, flavor, self._gpu.architecture)
+        self.artefacts = (self._plan.relative_to(bundle.path).as_posix(),)
         self._library = library_for(self._info)
         module = import_tensorrt(self._library.module, flavor)
         if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from torch import nn
 
 from vitx.core.errors import EnvironmentMissing, unknown_name
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.probabilities import Float64Array
 from vitx.core.run import Checkpoint, RunFolder
 from vitx.models import image_tensor, load_run_model, reattention_impl
 from vitx.runtimes.requirements import require
@@ -67,6 +68,18 @@ class TorchSession(Session):
         with self._full_precision():
             logits: Float32Array = self._model(inputs).float().cpu().numpy()
         return logits
+
+    @torch.inference_mode()
+    def infer_float64(self, images: UInt8Array) -> Float64Array:
+        """Logits (N, C) in float64, on the CPU, of images uint8 (N, S, S, 3): what rounding is measured from."""
+        network = deepcopy(self._network).cpu().double().eval()
+        mean = torch.tensor(self._preprocessing.mean, dtype=torch.float64)
+        std = torch.tensor(self._preprocessing.std, dtype=torch.float64)
+        found = []
+        for image in images:  # one at a time: float64 maps of a large network are not small
+            pixels = (torch.from_numpy(image.copy()).double() / 255 - mean) / std
+            found.append(network(pixels.permute(2, 0, 1)[None]).numpy())
+        return np.concatenate(found)
 
     def _close(self) -> None:
         del self._model, self._network

@@ -10,6 +10,7 @@ from vitx.core.options import (
     DeviceOption,
     Options,
     RayAddress,
+    RequireSignature,
     RuntimeOption,
     number_range,
     option,
@@ -39,7 +40,7 @@ class ServeOptions(Options):
     )
     workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1)
     device: DeviceOption = "auto"
-    runtime: RuntimeOption = "onnxruntime"
+    runtime: RuntimeOption = "auto"
     timeout_ms: float | None = option(None, "Deadline of a request that brings none. Default: it waits.", ge=1)
     max_body_mib: float = option(64, "Body of a request, also when decompressed.", ge=0.001)
     max_images: int = option(256, "Images in one request.", ge=1)
@@ -69,6 +70,7 @@ class ServeOptions(Options):
         text=True,
     )
     allow_uncertified: AllowUncertified = False
+    require_signature: RequireSignature = None
 
     @property
     def batching(self) -> Batching:

@@ -143,7 +143,10 @@ def cluster_resources() -> list[dict[str, float]]:
 
 def build(args: ServeArgs) -> serve.Application:
     """Return the application; raise InputError or CheckFailed for bundles that may not be served."""
-    return application(args, open_offers(args.bundles, allow_uncertified=args.allow_uncertified))
+    return application(
+        args,
+        open_offers(args.bundles, allow_uncertified=args.allow_uncertified, required_signature=args.require_signature),
+    )
 
 
 def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
@@ -152,7 +155,12 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     Tokens.read(args)  # a file that is missing is said now
     share = share_of(args, cluster_resources())
     settled = args.model_copy(
-        update={"bundles": tuple(paths), "threads": share.threads, "device": "cuda" if share.gpus else "cpu"}
+        update={
+            "bundles": tuple(paths),
+            "threads": share.threads,
+            "device": "cuda" if share.gpus else "cpu",
+            "require_signature": args.require_signature and args.require_signature.absolute(),
+        }
     )
     digests = tuple(sha256_file(path / MANIFEST) for path in paths)
     full = max(_full_batch(offer.bundle, args.max_batch, on_gpu=bool(share.gpus)) for offer in offers)
@@ -202,7 +210,9 @@ class Replica:
         configure_process()
         for path, digest in zip(args.bundles, digests, strict=True):
             require_same(path, digest)
-        offers = open_offers(args.bundles, allow_uncertified=args.allow_uncertified)
+        offers = open_offers(
+            args.bundles, allow_uncertified=args.allow_uncertified, required_signature=args.require_signature
+        )
         loader = Loader(args.batching, args.device, args.runtime, args.instances, args.threads, args.allow_uncertified)
         self._metrics = Metrics()
         self._models = ModelSet((offer.key for offer in offers), freeze_heap)

@@ -57,6 +57,8 @@ class Job:
     embeddings: bool = False
     # See Preprocessing.from_bytes.
     draft: bool = False
+    # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
+    certified: bool = True
 
 
 class Shards(Protocol):

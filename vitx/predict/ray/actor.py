@@ -19,13 +19,14 @@ import numpy.typing as npt
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
 from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.parity.executables.choice import load_fastest
+from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.ledger.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.predict.summary import bundle_digest
-from vitx.runtimes import load_session
 
 # Errors that travel to the driver as text and are raised there again.
 ERRORS = (CheckFailed, EnvironmentMissing, InputError)
@@ -133,15 +134,18 @@ class PredictionActor:
     def _start(self, assignment: Assignment) -> None:
         self._token = assignment.token
         _check_storage(assignment)
-        session = load_session(
-            Bundle.open(assignment.bundle),
+        bundle = Bundle.open(assignment.bundle)
+        session = load_fastest(
+            bundle,
             assignment.runtime,
             device=assignment.device,
             threads=assignment.threads,
             features=assignment.job.embeddings,
         )
-        warm_up()
         job = assignment.job
+        if job.certified:
+            require_verdict(bundle, session, quiet=True)
+        warm_up()
         self._shards = QueuedShards(assignment.token.name)
         self._worker = Worker(job, session, self._shards, DiskFullBackoff(job.out))
         self._runtime = session.describe()

@@ -16,7 +16,7 @@ class SessionPool(Session):
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         super().__init__()
-        self._sessions, self.profiles = sessions, sessions[0].profiles
+        self._sessions, self.profiles, self.artefacts = sessions, sessions[0].profiles, sessions[0].artefacts
         self._free: SimpleQueue[Session] = SimpleQueue()
         for session in sessions:
             self._free.put(session)

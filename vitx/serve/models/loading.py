@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitx.core.bundle import Bundle
-from vitx.core.certificate import Certificate
+from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.machine import local_gpus
-from vitx.runtimes.session import Device
+from vitx.parity.executables.choice import runtimes_by_speed
+from vitx.parity.executables.first_load import require_verdict
+from vitx.parity.signature import require_signature
+from vitx.runtimes.session import Device, Session
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
 from vitx.serve.models.instances import tuned_setting
@@ -27,13 +30,16 @@ class Loader:
 
     batching: Batching
     device: Device = "auto"
-    runtime: str = "onnxruntime"
+    runtime: str = "auto"
     instances: int | None = None
     threads: int | None = None
     allow_uncertified: bool = False
+    require_signature: Path | None = None
 
     def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
         """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
+        if self.require_signature is not None:
+            require_signature(path, self.require_signature)
         bundle = Bundle.open(path)
         bundle.latency_file()  # not in the manifest: it has its own digest
         name = bundle.manifest.name
@@ -46,14 +52,28 @@ class Loader:
         """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
         instances, threads = self._setting(offer.bundle)
         batching = replace(self.batching, instances=instances)
-        session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=self.runtime)
+        runtimes = runtimes_by_speed(offer.bundle, self.runtime, device=self.device, threads=threads)
+        session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=runtimes[0])
         with ExitStack() as opened:  # closes the session of a model that is refused
             opened.enter_context(session)
+            offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
             canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
             curve = starting_curve(offer.bundle, session, batching)
             opened.pop_all()
-        return WarmModel(offer, session, batching, curve, canary)
+        return WarmModel(offer, session, batching, curve, canary, verdict, runtimes)
+
+    def _judged(self, offer: Offer, session: Session) -> tuple[Offer, Verdict | None]:
+        """The verdict on what was loaded; with --allow-uncertified a model without a passing one is shown as such."""
+        if offer.certificate is None:
+            return offer, None
+        try:
+            return offer, require_verdict(offer.bundle, session)
+        except CheckFailed as refusal:
+            if not self.allow_uncertified:
+                raise
+            log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
+            return replace(offer, certificate=None), None
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
         """(instances, threads): as given; on a CPU with neither given, the best that was found on this machine."""
@@ -65,15 +85,19 @@ class Loader:
 
 
 def open_offers(
-    paths: Sequence[Path], found: Mapping[ModelKey, Path] | None = None, *, allow_uncertified: bool
+    paths: Sequence[Path],
+    found: Mapping[ModelKey, Path] | None = None,
+    *,
+    allow_uncertified: bool,
+    required_signature: Path | None = None,
 ) -> list[Offer]:
-    """Open and verify bundles and their certificates; raise InputError or CheckFailed.
+    """Open and verify bundles, signatures if that key is given, and certificates; raise InputError or CheckFailed.
 
     `paths`: bundles that serve as version 1; `found`: those of a repository, by name and version.
     """
     if not paths and not found:
         raise InputError("no bundle to serve: give one, or a --repository that has some")
-    loader = Loader(ServeOptions().batching, allow_uncertified=allow_uncertified)
+    loader = Loader(ServeOptions().batching, allow_uncertified=allow_uncertified, require_signature=required_signature)
     offers: dict[ModelKey, Offer] = {}
     for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
         offer = loader.verify(path, key)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from vitx.core.bundle import Bundle
-from vitx.core.certificate import Certificate
+from vitx.core.certificate import Certificate, Verdict
 from vitx.runtimes.session import Session
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
@@ -34,10 +34,15 @@ class Offer:
 
 @dataclass(frozen=True)
 class WarmModel:
-    """A loaded model whose session has run batches."""
+    """A loaded model whose session has run batches. verdict: on exactly this executable; None if it is uncertified.
+
+    runtimes: the one that was chosen, and after it the others that could run, fastest first.
+    """
 
     offer: Offer
     session: Session
     batching: Batching
     curve: LatencyCurve
     canary: Canary
+    verdict: Verdict | None = None
+    runtimes: tuple[str, ...] = ()

@@ -31,6 +31,8 @@ class ServedModel:
     def __init__(self, warm: "WarmModel", metrics: Metrics) -> None:
         self.bundle = warm.offer.bundle
         self.certificate = warm.offer.certificate
+        self.verdict = warm.verdict
+        self._runtimes = warm.runtimes  # the one that runs, then the others that could, by their speed
         self.canary = warm.canary
         self.fault: str | None = None
         self.contract = Contract.of(self.bundle.manifest, warm.offer.version)
@@ -70,7 +72,9 @@ class ServedModel:
         own = {
             "certified": self.certificate is not None,
             "certificate": self.certificate and _summary(self.certificate),
+            "executable": self.verdict and self.verdict.model_dump(mode="json"),
             "runtime": self.runtime,
+            "runtimes": self._runtimes,
             "fault": self.fault,
             "precision": manifest.precision,
             "labels": manifest.labels,
@@ -281,6 +285,6 @@ class ModelSet:
 
 
 def _summary(certificate: Certificate) -> dict[str, Any]:
-    """A certificate with the number of its flips instead of the list, and without its subject."""
-    whole = certificate.model_dump(mode="json", exclude={"subject", "flips"})
+    """A certificate with the number of its flips instead of the list, without its subject and executables."""
+    whole = certificate.model_dump(mode="json", exclude={"subject", "flips", "executables"})
     return {**whole, "flips": len(certificate.flips)}

@@ -48,7 +48,9 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
     or the port is taken.
     """
     args, host, port = ServeArgs.of(options), options.host, options.port
-    offers = open_offers(args.bundles, allow_uncertified=args.allow_uncertified)  # before anything is started
+    offers = open_offers(
+        args.bundles, allow_uncertified=args.allow_uncertified, required_signature=args.require_signature
+    )  # before anything is started
     if address != LOCAL:
         with _cluster(address):
             _serve(args, offers, host, port)

@@ -64,7 +64,12 @@ def serve(options: ServeOptions) -> None:
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
         start_lock = None if link is None else hold_start_lock(link.folder)
         found = {} if options.repository is None else bundles_in(options.repository)
-        offers = open_offers(options.bundles, found, allow_uncertified=options.allow_uncertified)
+        offers = open_offers(
+            options.bundles,
+            found,
+            allow_uncertified=options.allow_uncertified,
+            required_signature=options.require_signature,
+        )
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(Server(options, offers, listener, link, start_lock).run())
 
@@ -102,6 +107,7 @@ class Server:
             instances=options.instances,
             threads=options.threads,
             allow_uncertified=options.allow_uncertified,
+            require_signature=options.require_signature,
         )
         given = {Path(path) for path in options.bundles}
         self._siblings = None if link is None else Siblings(link.folder, link.index)

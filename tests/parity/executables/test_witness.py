@@ -1,0 +1,203 @@
+"""`witness.safetensors`: which images it holds, and that whatever was altered in it is refused by name."""
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from bundle_fixture import LABELS, PREPROCESSING
+from vitx.core.bundle import MANIFEST, WITNESS, Bundle, Manifest
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import read_record, write_json
+from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, read_witness
+from vitx.parity.executables.witness_set import add_witness, draw_images
+from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, seal_manifest
+
+
+def rewritten(bundle: Bundle, *, info: dict[str, Any] | None = None, **tensors: Any) -> Bundle:
+    """The witness set with other tensors and metadata, and a manifest that lists it so."""
+    path = bundle.path / WITNESS
+    with safe_open(path, framework="numpy") as file:
+        metadata = json.loads(file.metadata()["witness"])
+    save_file({**load_file(path), **tensors}, path, {"witness": json.dumps({**metadata, **(info or {})})})
+    sealed: Bundle = seal_manifest(bundle.path)
+    return sealed
+
+
+def test_the_images_are_those_that_enter_the_graph(witnessed: Bundle) -> None:
+    witness = read_witness(witnessed)
+    assert witness is not None
+    pixels = np.concatenate(list(IMAGES.batches(PREPROCESSING, 64)))
+    logits = logits_float64(pixels)
+    ordered = np.sort(logits, axis=1)
+    by_margin = np.argsort(ordered[:, -1] - ordered[:, -2], kind="stable")
+    assert len(witness) == WITNESS_IMAGES
+    assert witness.info.census == 85
+    np.testing.assert_array_equal(witness.pixels[:85], pixels[by_margin[:85]])
+    np.testing.assert_array_equal(witness.logits, logits_float64(witness.pixels))
+    assert witness.logits.dtype == np.float64
+    # The others are of the rest of the split, each once.
+    rest = {pixels[row].tobytes() for row in by_margin[85:]}
+    drawn = {image.tobytes() for image in witness.pixels[85:]}
+    assert len(drawn) == 255
+    assert drawn < rest
+    info = witness.info
+    assert (info.split, info.population, info.labels, info.reference) == ("colours", 360, LABELS, "numpy")
+    assert (info.split_sha256, info.reference_sha256) == (IMAGES.digest(), "5" * 64)
+    assert info.logit_std == pytest.approx(float(logits.std()), rel=1e-5)
+
+
+def test_a_quarter_is_chosen_by_margin_and_the_rest_by_chance() -> None:
+    margins = np.array([5.0, 1.0, 4.0, 0.5, 3.0, 2.0, 6.0, 7.0, 8.0, 9.0])
+    chosen, census = draw_images(margins, 8, 0)
+    assert (census, [*chosen[:2]], len({*chosen})) == (2, [3, 1], 8)
+    assert {*draw_images(margins, 99, 0)[0]} == {*range(10)}
+    assert draw_images(margins, 99, 0)[1] == 10
+    # Over many splits each of the others is drawn about equally often, whatever its margin.
+    counts = np.zeros(40)
+    for seed in range(400):
+        chosen, census = draw_images(np.arange(40.0), 20, seed)
+        counts[chosen[census:]] += 1
+    assert counts[:5].sum() == 0
+    assert counts[5:].min() > 120
+    assert counts[5:].max() < 230
+
+
+def test_it_adds_a_tenth_at_most(tmp_path: Path, witnessed: Bundle) -> None:
+    """The bundle of the tests is small: model.onnx and IR have some kilobytes, an image and its logits 300 to 700."""
+    (witnessed.path / WITNESS).unlink()
+    bundle = seal_manifest(witnessed.path)
+    before = sum(entry.size for entry in bundle.manifest.files.values())
+    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
+    margins = np.linspace(0, 1, 360)
+    added = add_witness(bundle, IMAGES, margins, 1.0, logits_float64, count=None, **options)
+    witness = read_witness(added)
+    assert witness is None or sum(map(len, encode_images(witness.pixels))) + witness.logits.nbytes <= before / 10
+    assert Bundle.open(bundle.path).manifest == added.manifest
+    (bundle.path / "padding").write_bytes(bytes(200_000))
+    larger = add_witness(seal_manifest(bundle.path), IMAGES, margins, 1.0, logits_float64, count=None, **options)
+    witness = read_witness(larger)
+    assert witness is not None
+    assert 20 < len(witness) < 80
+    assert larger.manifest.files[WITNESS].size < 24_000
+
+
+def test_a_bundle_without_one_has_none(bare: Bundle) -> None:
+    assert read_witness(bare) is None
+
+
+def test_one_flipped_byte_anywhere_is_refused(witnessed: Bundle) -> None:
+    path = witnessed.path / WITNESS
+    whole, good = path.read_bytes(), read_witness(witnessed)
+    assert good is not None
+    for place in range(0, len(whole), max(1, len(whole) // 60)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+        with pytest.raises((CheckFailed, InputError), match=r"witness\.safetensors"):
+            Bundle.open(witnessed.path)
+        found: Witness | None = good
+        with contextlib.suppress(CheckFailed, InputError):
+            found = read_witness(seal_manifest(witnessed.path))  # sealed again: the file's own digests
+        if found is not good:  # a name, say, or an unused bit of a PNG: the evidence is the same
+            assert found is not None
+            assert (found.pixels == good.pixels).all()
+            assert (found.logits == good.logits).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: {"png": _repainted(w)}, "the images of .*witness.safetensors were altered after it was made"),
+        (lambda w: {"logits": w.logits + 1e-9}, "the reference logits of .* were altered after it was made"),
+        (lambda w: {"logits": w.logits[:, ::-1].copy()}, "the reference logits of .* were altered"),
+        (
+            lambda w: {"logits": w.logits.astype(np.float32)},
+            "is no witness set: expected the tensors png, ends, logits",
+        ),
+        (lambda w: {"logits": w.logits[:, :3].copy()}, "is of other classes than"),
+        (lambda w: {"logits": w.logits[:5].copy()}, "is of other classes than"),
+        (lambda w: {"ends": np.array([3, 2, 1])}, "is of other classes than"),
+        (lambda w: {"ends": np.arange(len(w)) * 0}, "images overlap or lie outside"),
+        (lambda w: {"ends": np.arange(1, len(w) + 1)}, "images overlap or lie outside"),
+        (lambda w: {"png": np.zeros(10, np.uint8)}, "images overlap or lie outside"),
+        (lambda w: {"png": np.zeros_like(_png(w))}, "image 0 of .* was altered"),
+        (lambda w: {"more": np.zeros(1)}, "expected the tensors"),
+        (lambda w: {"info": {"labels": ["a", "b", "c", "d"]}}, "is of other classes than .*: its labels were changed"),
+        (lambda w: {"info": {"census": 341}}, "340 images of 360, 341 by margin"),
+        (lambda w: {"info": {"population": 339}}, "340 images of 339"),
+        (lambda w: {"info": {"logit_std": -1.0}}, "is no witness set: 340 images"),
+        (lambda w: {"info": {"census": "many"}}, "is no witness set"),
+    ],
+)
+def test_what_was_altered_is_named(witnessed: Bundle, change: Any, message: str) -> None:
+    witness = read_witness(witnessed)
+    with pytest.raises((CheckFailed, InputError), match=message):
+        read_witness(rewritten(witnessed, **change(witness)))
+
+
+def _png(witness: Any) -> Any:
+    return np.frombuffer(b"".join(encode_images(witness.pixels)), np.uint8)
+
+
+def _repainted(witness: Any) -> Any:
+    """The same images in another order of equal length: two of the same size exchanged."""
+    encoded = encode_images(witness.pixels)
+    sizes: dict[int, int] = {}
+    for place, image in enumerate(encoded):
+        first = sizes.setdefault(len(image), place)
+        if encoded[first] != image:
+            encoded[first], encoded[place] = image, encoded[first]
+            break
+    return np.frombuffer(b"".join(encoded), np.uint8)
+
+
+def test_an_image_of_another_size_is_refused_before_it_is_decoded(witnessed: Bundle) -> None:
+    bomb = encode_images(np.zeros((1, 4000, 4000, 3), np.uint8))[0]
+    info = {"images_sha256": digest_of(np.zeros(1)), "labels": [*LABELS]}
+    changed = rewritten(
+        *(witnessed,), info=info, png=np.frombuffer(bomb, np.uint8), ends=np.array([len(bomb)]), logits=np.zeros((1, 4))
+    )
+    with pytest.raises(InputError, match=re.escape("is RGB 4000 x 4000: expected (16, 16, 3)")):
+        read_witness(changed)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"x" * 100, b"\xff" * 100])
+def test_what_is_no_safetensors_file_is_refused(witnessed: Bundle, content: bytes) -> None:
+    (witnessed.path / WITNESS).write_bytes(content)
+    with pytest.raises(InputError, match="is no witness set"):
+        read_witness(seal_manifest(witnessed.path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("labels", ("green", "blue", "grey", "red"), "its labels were changed after it was made"),
+        (
+            "preprocessing",
+            PREPROCESSING.model_copy(update={"interpolation": "bilinear"}),
+            "was preprocessed otherwise than .* says: that was changed after it was made",
+        ),
+        (
+            "preprocessing",
+            PREPROCESSING.model_copy(update={"crop_fraction": 0.5}),
+            "was preprocessed otherwise than",
+        ),
+    ],
+)
+def test_a_manifest_that_says_otherwise_is_refused(witnessed: Bundle, field: str, value: Any, message: str) -> None:
+    path = witnessed.path / MANIFEST
+    write_json(path, read_record(path, Manifest).model_copy(update={field: value}))
+    with pytest.raises(CheckFailed, match=message):
+        read_witness(Bundle.open(witnessed.path))
+
+
+def test_every_field_is_read_back() -> None:
+    assert WitnessInfo.model_fields.keys() == {
+        *("format_version", "split", "split_sha256", "population", "census", "seed", "labels", "preprocessing"),
+        *("reference", "reference_sha256", "logit_std", "images_sha256", "logits_sha256"),
+    }

@@ -1,0 +1,113 @@
+"""Whether a loaded executable may run: a verdict on exactly it, found on this machine or written in the certificate."""
+
+from pathlib import Path
+
+from vitx.core.bundle import MANIFEST, WITNESS, Bundle
+from vitx.core.certificate import Certificate, Executable, Verdict
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, InputError
+from vitx.parity.executables.judgement import judge_executable
+from vitx.parity.executables.layers import first_divergence
+from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
+from vitx.parity.executables.witness import Witness, read_witness
+from vitx.parity.loaded_model import DEFAULT_RUNTIME
+from vitx.parity.options import ParityOptions
+from vitx.runtimes import load_session
+from vitx.runtimes.session import Session, executable_of
+
+
+def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) -> Verdict:
+    """Return the passing verdict on what `session`, loaded from `bundle`, is; raise CheckFailed without one.
+
+    With a witness set the certificate's word is not taken: the set is run, once on this machine, and the verdict kept
+    in the user's cache. Without one the certificate must have a passing verdict on exactly this executable: the same
+    files, runtime, version, provider and instruction sets.
+    """
+    certificate = bundle.require_certificate()
+    executable = executable_of(bundle.subject(), session)
+    if WITNESS not in bundle.manifest.files:
+        return _certified(bundle, certificate, executable)
+    known = cached_verdict(bundle, executable)
+    if known is not None and known.max_flip_rate <= certificate.max_flip_rate:  # `vitx parity` may have asked for less
+        return known
+    witness = read_witness(bundle)
+    assert witness is not None
+    log(f"vitx: first load here: {len(witness)} witness images through {executable}", quiet=quiet)
+    verdict = _judged(bundle, witness, session, certificate.max_flip_rate, quiet=quiet)
+    require_passing(bundle.path, verdict)
+    return verdict
+
+
+def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> Verdict:
+    """`vitx parity BUNDLE`: run the witness set through `options.runtime`, and keep a passing verdict on this machine.
+
+    Raises InputError for a path that is no bundle, a bundle without a witness set, and a set that is too small for a
+    `--max-flip-rate` that was given.
+    """
+    if not (path / MANIFEST).is_file():
+        raise InputError(f"'{path}' alone is no bundle: expected a reference and a candidate, or one bundle")
+    bundle = Bundle.open(path)
+    witness = read_witness(bundle)
+    if witness is None:
+        raise InputError(
+            f"'{path}' has no witness set: compare it with its run, `vitx parity RUN {path}`, or export it with one"
+        )
+    asked = "max_flip_rate" in options.model_fields_set
+    certificate = bundle.certificate()
+    rate = options.max_flip_rate if asked or certificate is None else certificate.max_flip_rate
+    with load_session(bundle, options.runtime or DEFAULT_RUNTIME, device=options.device) as session:
+        return _judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet)
+
+
+def require_passing(path: Path, verdict: Verdict) -> None:
+    """Raise CheckFailed with the reasons unless the verdict is pass."""
+    if verdict.verdict != "pass":
+        reasons = "; ".join(verdict.reasons)
+        raise CheckFailed(f"'{path}' is not the checkpoint's equal in {verdict.executable}: {reasons}")
+
+
+def _judged(
+    bundle: Bundle, witness: Witness, session: Session, rate: float, *, must_prove: bool = False, quiet: bool
+) -> Verdict:
+    verdict = judge_executable(bundle, witness, session, rate, must_prove=must_prove, quiet=quiet)
+    keep_verdict(bundle, verdict)
+    if verdict.verdict == "pass":
+        return verdict
+    where = first_divergence(bundle, session, witness)
+    return verdict.model_copy(update={"reasons": (*verdict.reasons, *([where] if where else []))})
+
+
+def _certified(bundle: Bundle, certificate: Certificate, executable: Executable) -> Verdict:
+    remedy = (
+        f"compare it with the run here: `vitx parity RUN BUNDLE --runtime {executable.runtime}`, or export the bundle "
+        "again, with a witness set (--witness)"
+    )
+    if certificate.format_version == 1:
+        if executable.runtime == "onnxruntime" and executable.provider == "CPUExecutionProvider":
+            return certificate.as_verdict(executable)
+        raise CheckFailed(
+            f"the certificate of '{bundle.path}' is of version 1 and covers ONNX Runtime on a CPU only, not "
+            f"{executable}: {remedy}"
+        )
+    found = certificate.verdict_of(executable)
+    if found is None:
+        raise CheckFailed(f"no verdict on {executable} of '{bundle.path}'{_nearest(certificate, executable)}: {remedy}")
+    if found.verdict != "pass":
+        raise CheckFailed(
+            f"the certificate of '{bundle.path}' says {found.verdict} of {executable}: {'; '.join(found.reasons)}"
+        )
+    return found
+
+
+def _nearest(certificate: Certificate, executable: Executable) -> str:
+    """How the certified executable of this runtime differs, if there is one: a new version is named, not trusted."""
+    alike = [each.executable for each in certificate.executables if each.executable.runtime == executable.runtime]
+    if not alike:
+        return ""
+    before, now = alike[-1].model_dump(), executable.model_dump()
+    changed = [
+        f"{name} {before[name] or 'none'}, here {now[name] or 'none'}" if name != "artefacts" else "other files"
+        for name in now
+        if before[name] != now[name]
+    ]
+    return f" (certified was: {'; '.join(changed)})"

@@ -1,0 +1,146 @@
+"""One executable against the witness set: its classes and logits beside the checkpoint's, and the verdict."""
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from vitx.core.bundle import Bundle, Precision, timestamp
+from vitx.core.certificate import Executable, Verdict
+from vitx.core.console import progress
+from vitx.core.errors import InputError
+from vitx.core.machine import describe_machine
+from vitx.core.tolerance import allowed_logit_error, coarser
+from vitx.parity.comparison import NOT_FINITE_ERROR
+from vitx.parity.executables.witness import Witness
+from vitx.parity.statistics import stratified_upper
+from vitx.runtimes.session import Float32Array, Session, executable_of
+
+BATCH = 16
+ALONE = 8  # images that are also run one at a time
+
+
+@dataclass(frozen=True)
+class _Run:
+    """logits (N, C) at batches of `BATCH`, `alone` (n, C) of the first images one at a time; seconds an image."""
+
+    logits: Float32Array
+    alone: Float32Array
+    seconds: float
+
+
+def judge_executable(
+    bundle: Bundle, witness: Witness, session: Session, rate: float, *, must_prove: bool = False, quiet: bool = False
+) -> Verdict:
+    """Run the witness set through a session loaded from `bundle`, and say whether it passes.
+
+    rate: the highest flip rate allowed. Where the set is too small to prove it, no image drawn by chance may flip, and
+    the verdict says what that proves; with `must_prove` InputError is raised instead. Raises what `Session.infer` does.
+    """
+    info, count = witness.info, len(witness)
+    provable = _bound(witness, 0, 0)
+    if must_prove and provable > rate:
+        raise InputError(
+            f"the witness set of '{bundle.path}' is too small for a flip rate of at most {rate:g}: its {count} "
+            f"of {info.population} images prove {math.ceil(provable * 1000) / 1000:g} at best; export with more "
+            "(--witness N), or compare with the run: vitx parity RUN BUNDLE --runtime NAME"
+        )
+    run = _run(witness, session, quiet=quiet)
+    executable = executable_of(bundle.subject(), session)
+    precision = coarser(bundle.manifest.precision, _precision(executable))
+    allowed = allowed_logit_error(precision, info.logit_std)
+    if run.logits.shape != witness.logits.shape:
+        other = (f"logits {run.logits.shape} where the checkpoint has {witness.logits.shape}",)
+        return _verdict(witness, executable, "fail", other, run, rate, allowed)
+    finite = bool(np.isfinite(run.logits).all() and np.isfinite(run.alone).all())
+    error = _largest_error(witness, run) if finite else NOT_FINITE_ERROR
+    census, sample = _flips(witness, run)
+    bound = _bound(witness, census, sample)
+    # Too few images to prove the rate: then none of those drawn by chance may flip, and the census is held to it.
+    few = provable > rate and sample == 0 and census <= rate * info.population
+    checks = (
+        (
+            bound <= rate or few,
+            f"{census + sample} of {count} witness images flipped: flip rate at most {bound:.6f} (95 %), allowed "
+            f"{rate:g}" + (f", and none by chance, as {count} images prove no less than {provable:.4f}" if few else ""),
+        ),
+        (error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"),
+        (finite, "logits that are not finite, allowed none" if not finite else "all logits finite"),
+    )
+    failures = tuple(text for holds, text in checks if not holds)
+    reasons: tuple[str, ...] = failures or tuple(text for _, text in checks)
+    measured: dict[str, Any] = {"flips": census + sample, "flip_rate_bound": bound, "max_logit_error": error}
+    return _verdict(witness, executable, "fail" if failures else "pass", reasons, run, rate, allowed, **measured)
+
+
+def _run(witness: Witness, session: Session, *, quiet: bool) -> _Run:
+    pixels, found, seconds = witness.pixels, [], []
+    with progress("witness set", len(witness), quiet=quiet) as bar:
+        for start in range(0, len(pixels), BATCH):
+            block = pixels[start : start + BATCH]
+            begun = time.perf_counter()
+            found.append(session.infer(block))
+            seconds.append((time.perf_counter() - begun) / len(block))
+            bar.update(start + len(block))
+    alone = np.concatenate([session.infer(pixels[row : row + 1]) for row in range(min(ALONE, len(pixels)))])
+    return _Run(np.concatenate(found), alone, float(np.median(seconds)))
+
+
+def _largest_error(witness: Witness, run: _Run) -> float:
+    return max(
+        float(np.abs(run.logits - witness.logits).max()),
+        float(np.abs(run.alone - witness.logits[: len(run.alone)]).max()),
+    )
+
+
+def _flips(witness: Witness, run: _Run) -> tuple[int, int]:
+    """Images in another class than the checkpoint's: of the census, and of those drawn by chance."""
+    expected = witness.logits.argmax(axis=1)
+    flipped = run.logits.argmax(axis=1) != expected
+    flipped[: len(run.alone)] |= run.alone.argmax(axis=1) != expected[: len(run.alone)]
+    census = witness.info.census
+    return int(flipped[:census].sum()), int(flipped[census:].sum())
+
+
+def _bound(witness: Witness, census_flips: int, sample_flips: int) -> float:
+    census, population = witness.info.census, witness.info.population
+    sample = len(witness) - census
+    return stratified_upper(census_flips, sample_flips, census=census, sample=sample, population=population)
+
+
+def _precision(executable: Executable) -> Precision:
+    known: dict[str, Precision] = {"fp16": "fp16", "bf16": "bf16", "int8": "int8", "fp8": "fp8"}
+    return known.get(executable.precision, "fp32")
+
+
+def _verdict(
+    witness: Witness,
+    executable: Executable,
+    verdict: Literal["pass", "fail"],
+    reasons: tuple[str, ...],
+    run: _Run,
+    rate: float,
+    allowed: float,
+    *,
+    flips: int = 0,
+    flip_rate_bound: float = 1.0,
+    max_logit_error: float = NOT_FINITE_ERROR,
+) -> Verdict:
+    return Verdict(
+        executable=executable,
+        verdict=verdict,
+        reasons=reasons,
+        evidence="witness set",
+        images=len(witness),
+        population=witness.info.population,
+        flips=flips,
+        flip_rate_bound=flip_rate_bound,
+        max_flip_rate=rate,
+        max_logit_error=max_logit_error,
+        max_logit_error_allowed=allowed,
+        images_per_second=1 / run.seconds,
+        machine=describe_machine(),
+        created=timestamp(),
+    )

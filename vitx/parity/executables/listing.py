@@ -1,0 +1,96 @@
+"""The executables of a bundle, and a verdict on each that can run here."""
+
+from collections.abc import Sequence
+
+from vitx.core.bundle import Bundle, timestamp
+from vitx.core.certificate import Executable, Verdict
+from vitx.core.console import log
+from vitx.core.errors import VitxError
+from vitx.core.machine import local_gpus
+from vitx.core.tensorrt_plan import ENGINES_FOLDER, read_sidecar
+from vitx.parity.executables.judgement import judge_executable
+from vitx.parity.executables.witness import Witness, read_witness
+from vitx.runtimes import load_session
+from vitx.runtimes.openvino import IR
+from vitx.runtimes.requirements import why_unusable
+from vitx.runtimes.session import Device
+
+# OpenVINO computes in bfloat16 only where a bundle was exported for it: its logits are not those of float32.
+BFLOAT16 = "openvino-bf16"
+RUNTIMES_BY_DEFAULT = ("onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx")
+
+
+def runtimes_for(bundle: Bundle, device: Device = "auto") -> tuple[str, ...]:
+    """The runtimes that could run this bundle on this machine, by name: its files are there and so is the runtime."""
+    gpu = device != "cpu" and bool(local_gpus())
+    names = ["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"] if gpu else []
+    if not (gpu and device == "cuda"):
+        names += ["onnxruntime-cpu", "openvino", BFLOAT16]
+    flavors = {read_sidecar(bundle.path / name).flavor for name in _plans(bundle)}
+    present = [
+        name
+        for name in names
+        if name.startswith("onnxruntime") or (IR in bundle.manifest.files if "openvino" in name else name in flavors)
+    ]
+    return tuple(name for name in present if not why_unusable(name))
+
+
+def verdicts_of_bundle(
+    bundle: Bundle,
+    rate: float,
+    device: Device = "auto",
+    runtimes: Sequence[str] = RUNTIMES_BY_DEFAULT,
+    *,
+    quiet: bool = False,
+) -> list[Verdict]:
+    """A verdict by the witness set on each of `runtimes` that can run here, and "not run" on each plan that cannot.
+
+    Without a witness set there is no evidence, and only plans are listed. One that fails is listed as such.
+    """
+    witness = read_witness(bundle)
+    found = []
+    if witness is not None:
+        for name in (name for name in runtimes_for(bundle, device) if name in runtimes):
+            verdict = _judged(bundle, witness, name, rate, quiet=quiet)
+            if verdict is not None:
+                log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
+                found.append(verdict)
+    run = {file for verdict in found for file in verdict.executable.artefacts}
+    return found + [_not_run(bundle, plan) for plan in _plans(bundle) if plan not in run]
+
+
+def _judged(bundle: Bundle, witness: Witness, runtime: str, rate: float, *, quiet: bool) -> Verdict | None:
+    """None for a runtime that does not take this graph here: without a session there is nothing to speak of."""
+    try:
+        with load_session(bundle, runtime) as session:
+            return judge_executable(bundle, witness, session, rate, quiet=quiet)
+    except VitxError as error:
+        log(f"parity: {runtime} does not run '{bundle.manifest.name}' here: {error}", quiet=quiet)
+        return None
+
+
+def merged(before: Sequence[Verdict], after: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """One verdict on each executable: the last one of `before` and then `after`."""
+    found: list[Verdict] = []
+    for verdict in (*before, *after):
+        found = [other for other in found if other.executable != verdict.executable] + [verdict]
+    return tuple(found)
+
+
+def _plans(bundle: Bundle) -> list[str]:
+    names = sorted(bundle.manifest.files)
+    return [name for name in names if name.startswith(f"{ENGINES_FOLDER}/") and name.endswith(".plan")]
+
+
+def _not_run(bundle: Bundle, plan: str) -> Verdict:
+    info = read_sidecar(bundle.path / plan)
+    executable = Executable(
+        runtime=info.flavor,
+        version=info.version,
+        provider="NVIDIA GPU",
+        architecture=", ".join(info.architectures),
+        precision=bundle.manifest.precision,
+        artefacts={plan: bundle.manifest.files[plan].sha256},
+    )
+    reason = "built, not run: no GPU and TensorRT that load it were here"
+    return Verdict(executable=executable, verdict="not run", reasons=(reason,), evidence="none", created=timestamp())

@@ -1,0 +1,67 @@
+"""What this machine has found about executables, in the user's cache: a witness set is run once, not at every start."""
+
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.certificate import Executable, Verdict
+from vitx.core.console import log
+from vitx.core.errors import VitxError
+from vitx.core.files import sha256_bytes, write_json
+from vitx.core.sealed import SealedRecord, read_sealed
+
+
+class CachedVerdict(SealedRecord):
+    """A verdict, and the sha256 of the manifest of its bundle, which names every file with its digest."""
+
+    manifest_sha256: str
+    verdict: Verdict
+
+
+def cache_folder() -> Path:
+    """`$VITX_CACHE`, else `vitx` in the user's cache folder of this system."""
+    if given := os.environ.get("VITX_CACHE"):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/vitx"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitx"
+
+
+def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:
+    """The passing verdict that was found here on exactly this executable of exactly this bundle; None without one."""
+    same = [found for found in cached_verdicts(bundle) if found.executable == executable]
+    return next((found for found in same if found.verdict == "pass"), None)
+
+
+def cached_verdicts(bundle: Bundle) -> list[Verdict]:
+    """What was found here on executables of exactly this bundle, the newest last; damaged records are left out."""
+    found = []
+    with suppress(OSError, RuntimeError):  # no cache, or a user without a home
+        for path in sorted(_folder(bundle).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+            with suppress(VitxError):
+                record = read_sealed(path, CachedVerdict, remedy="remove it")
+                if record.manifest_sha256 == bundle.subject()[MANIFEST] and path.name == _name(record.verdict):
+                    found.append(record.verdict)
+    return found
+
+
+def keep_verdict(bundle: Bundle, verdict: Verdict) -> None:
+    """Keep a verdict; where the cache cannot be written, say so: the next start measures again."""
+    record = CachedVerdict(manifest_sha256=bundle.subject()[MANIFEST], verdict=verdict).sealed()
+    try:
+        write_json(_folder(bundle) / _name(verdict), record)
+    except (OSError, RuntimeError) as error:
+        log(f"vitx: the verdict is not kept ({error}): set VITX_CACHE to a folder that can be written")
+
+
+def _folder(bundle: Bundle) -> Path:
+    return cache_folder() / "verdicts" / bundle.subject()[MANIFEST]
+
+
+def _name(verdict: Verdict) -> str:
+    return f"{sha256_bytes(json.dumps(verdict.executable.model_dump(mode='json'), sort_keys=True).encode())[:32]}.json"

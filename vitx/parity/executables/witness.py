@@ -1,0 +1,150 @@
+"""`witness.safetensors`: evaluation images as they enter the graph, with the checkpoint's logits (docs/bundle.md).
+
+With it any machine can judge an executable of the bundle without the checkpoint and without the data.
+"""
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from pydantic import Field, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from vitx.core.bundle import WITNESS, Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import Record, sha256_bytes, write_bytes
+from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.core.probabilities import Float64Array
+
+_TENSORS = {"png": "uint8", "ends": "int64", "logits": "float64"}
+_METADATA = "witness"
+
+
+class WitnessInfo(Record):
+    """How a witness set was drawn, and of what. The split is the set of evaluation images it stands for."""
+
+    format_version: Literal[1] = 1
+    split: str
+    split_sha256: str = Field(description="of keys, labels and bytes of all images of the split")
+    population: int = Field(description="images of the split")
+    census: int = Field(description="the first images here: those of smallest margin in the split, all of them")
+    seed: int = Field(description="of the random choice of the other images among the other images of the split")
+    labels: tuple[str, ...]
+    preprocessing: Preprocessing
+    reference: str
+    reference_sha256: str = Field(description="of the weights")
+    logit_std: float = Field(description="standard deviation of the reference's logits over the whole split")
+    images_sha256: str = Field(description="of the pixels, uint8")
+    logits_sha256: str = Field(description="float64, little endian")
+
+
+@dataclass(frozen=True)
+class Witness:
+    """pixels: uint8 (N, S, S, 3). logits: of the checkpoint, computed in float64, (N, C)."""
+
+    info: WitnessInfo
+    pixels: UInt8Array
+    logits: Float64Array
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+
+def encode_images(pixels: UInt8Array) -> list[bytes]:
+    """Each image (S, S, 3) as a PNG, which keeps every byte."""
+    found = []
+    for image in pixels:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG", compress_level=9)
+        found.append(buffer.getvalue())
+    return found
+
+
+def digest_of(array: npt.NDArray[np.generic]) -> str:
+    """sha256 of an array's elements in order, little endian."""
+    return sha256_bytes(np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes())
+
+
+def write_witness(path: Path, witness: Witness, encoded: list[bytes]) -> None:
+    """Write a witness set, whole or not at all; `encoded` are its pixels by `encode_images`."""
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "png": np.frombuffer(b"".join(encoded), np.uint8),
+        "ends": np.cumsum([len(image) for image in encoded]).astype(np.int64),
+        "logits": witness.logits,
+    }
+    write_bytes(path, save(tensors, metadata={_METADATA: witness.info.model_dump_json()}))
+
+
+def read_witness(bundle: Bundle) -> Witness | None:
+    """The witness set of an opened bundle, checked against its manifest; None when it has none.
+
+    Raises InputError for a file that is none, or of another input or other classes than the bundle's; CheckFailed when
+    images or logits were altered after it was made.
+    """
+    if WITNESS not in bundle.manifest.files:
+        return None
+    path = bundle.path / WITNESS
+    shape = tuple(int(size) for size in bundle.manifest.input.shape[1:])
+    try:
+        with safe_open(path, framework="numpy") as file:
+            info = WitnessInfo.model_validate_json((file.metadata() or {}).get(_METADATA, ""))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, ValidationError) as error:
+        raise InputError(f"{path} is no witness set: {_first_line(error)}; export the bundle again") from None
+    if {name: str(tensor.dtype) for name, tensor in tensors.items()} != _TENSORS:
+        raise InputError(f"{path} is no witness set: expected the tensors {', '.join(_TENSORS)}; export it again")
+    logits, ends = tensors["logits"], tensors["ends"]
+    if info.labels != bundle.manifest.labels or logits.shape != (len(ends), len(info.labels)):
+        raise CheckFailed(
+            f"{path} is of other classes than {bundle.path}: its labels were changed after it was made; export it again"
+        )
+    if info.preprocessing != bundle.manifest.preprocessing:
+        raise CheckFailed(
+            f"{path} was preprocessed otherwise than {bundle.path} says: that was changed after it was made; export it "
+            "again"
+        )
+    pixels = _decode(path, tensors["png"].tobytes(), ends, shape)
+    _check(path, info, pixels, logits)
+    return Witness(info, pixels, logits)
+
+
+def _decode(path: Path, encoded: bytes, ends: npt.NDArray[np.int64], shape: tuple[int, ...]) -> UInt8Array:
+    """The images (N, S, S, 3); one of another size is refused before its pixels are decoded."""
+    starts = np.concatenate([[0], ends[:-1]])
+    if ends.ndim != 1 or not len(ends) or (starts >= ends).any() or ends[-1] != len(encoded):
+        raise InputError(f"{path} is no witness set: its images overlap or lie outside; export the bundle again")
+    pixels = np.empty((len(ends), *shape), dtype=np.uint8)
+    for place, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        try:
+            with Image.open(io.BytesIO(encoded[start:end]), formats=["PNG"]) as image:
+                fits = (image.height, image.width, 3) == shape and image.mode == "RGB"
+                if fits:
+                    pixels[place] = np.asarray(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise CheckFailed(f"image {place} of {path} was altered ({error}): export the bundle again") from None
+        if not fits:
+            raise InputError(
+                f"image {place} of {path} is {image.mode} {image.height} x {image.width}: expected {shape}"
+            )
+    return pixels
+
+
+def _check(path: Path, info: WitnessInfo, pixels: UInt8Array, logits: Float64Array) -> None:
+    for what, digest, found in (
+        ("images", info.images_sha256, digest_of(pixels)),
+        ("reference logits", info.logits_sha256, digest_of(logits)),
+    ):
+        if digest != found:
+            raise CheckFailed(f"the {what} of {path} were altered after it was made: export the bundle again")
+    count = len(pixels)
+    if not (0 <= info.census <= count <= info.population and np.isfinite(logits).all() and info.logit_std >= 0):
+        raise InputError(f"{path} is no witness set: {count} images of {info.population}, {info.census} by margin")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

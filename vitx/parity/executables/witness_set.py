@@ -1,0 +1,111 @@
+"""Draws the witness set of a bundle: which evaluation images, and the checkpoint's logits of them in float64."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from vitx.core.bundle import MANIFEST, WITNESS, Bundle, FileEntry
+from vitx.core.console import log
+from vitx.core.files import sha256_file, write_json
+from vitx.core.preprocess import UInt8Array
+from vitx.core.probabilities import Float64Array
+from vitx.data.image_set import ImageSet
+from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, write_witness
+
+# By default a witness set adds at most this to a bundle: bytes, and share of its other files.
+MOST_BYTES, MOST_SHARE = 20 * 10**6, 0.10
+# Of the images a quarter are those of smallest margin, which the least error moves into another class.
+CENSUS_SHARE = 4
+_SAMPLED_SIZES = 16  # images encoded to guess how many fit
+
+
+def draw_images(margins: Float64Array, count: int, seed: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Indices of `count` images, and how many of them, the first, are those of smallest margin.
+
+    The others are drawn by chance, whatever their margin, from the rest of the split, without replacement. All images
+    if `count` allows it.
+    """
+    population = len(margins)
+    count = min(count, population)
+    census = count if count == population else count // CENSUS_SHARE
+    smallest = np.argsort(margins, kind="stable")[:census]
+    others = np.random.default_rng(seed).permutation(np.setdiff1d(np.arange(population), smallest))[: count - census]
+    return np.concatenate([smallest, others]).astype(np.int64), census
+
+
+def add_witness(
+    bundle: Bundle,
+    images: ImageSet,
+    margins: Float64Array,
+    logit_std: float,
+    reference: Callable[[UInt8Array], Float64Array],
+    *,
+    count: int | None,
+    reference_name: str,
+    reference_sha256: str,
+    split_sha256: str,
+    quiet: bool = False,
+) -> Bundle:
+    """Write a witness set into a bundle that is being made, list it in its manifest, and return the new bundle.
+
+    margins, logit_std: of the reference's logits of all `images`. reference: its logits in float64 (N, C). count: how
+    many images; None for as many as keep the bundle from growing by more than 20 MB or a tenth. Without room for one
+    image the bundle stays as it is, and the log says so.
+    """
+    limit = min(MOST_BYTES, int(MOST_SHARE * sum(entry.size for entry in bundle.manifest.files.values())))
+    seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
+    wanted = _count_that_fits(bundle, images, limit) if count is None else count
+    while wanted:
+        chosen, census = draw_images(margins, wanted, seed)
+        pixels = _pixels(images, bundle, chosen)
+        encoded = encode_images(pixels)
+        size = sum(map(len, encoded)) + len(chosen) * 8 * len(bundle.manifest.labels)
+        if count is not None or size <= limit:
+            break
+        wanted = min(wanted - 1, int(wanted * limit / size))
+    if not wanted:
+        log(f"export: not one image fits into {limit / 1e6:.1f} MB: no witness set (see --witness)", quiet=quiet)
+        return bundle
+    logits = reference(pixels)
+    info = WitnessInfo(
+        split=images.name,
+        split_sha256=split_sha256,
+        population=len(images),
+        census=census,
+        seed=seed,
+        labels=bundle.manifest.labels,
+        preprocessing=bundle.manifest.preprocessing,
+        reference=reference_name,
+        reference_sha256=reference_sha256,
+        logit_std=logit_std,
+        images_sha256=digest_of(pixels),
+        logits_sha256=digest_of(logits),
+    )
+    path = bundle.path / WITNESS
+    write_witness(path, Witness(info, pixels, logits), encoded)
+    log(
+        f"export: witness set of {len(chosen)} of {len(images)} images, {path.stat().st_size / 1e6:.2f} MB", quiet=quiet
+    )
+    return _listed(bundle, path)
+
+
+def _count_that_fits(bundle: Bundle, images: ImageSet, limit: int) -> int:
+    some = images.evenly_spaced(_SAMPLED_SIZES)
+    encoded = encode_images(_pixels(some, bundle, np.arange(len(some))))
+    mean = sum(map(len, encoded)) / len(encoded) + 8 * len(bundle.manifest.labels)
+    return min(len(images), int(limit / mean))
+
+
+def _pixels(images: ImageSet, bundle: Bundle, chosen: npt.NDArray[np.int64]) -> UInt8Array:
+    """The images as they enter the graph, uint8 (n, S, S, 3)."""
+    batches = images.subset(chosen).batches(bundle.manifest.preprocessing, 64)
+    return np.concatenate(list(batches))
+
+
+def _listed(bundle: Bundle, path: Path) -> Bundle:
+    entry = FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
+    manifest = bundle.manifest.model_copy(update={"files": {**bundle.manifest.files, WITNESS: entry}})
+    write_json(bundle.path / MANIFEST, manifest)
+    return Bundle(bundle.path, manifest)

@@ -1,0 +1,77 @@
+"""Signatures of bundles, by OpenSSF's model-signing: who made it. Digests alone only say that it fits together."""
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+from vitx.core.bundle import LATENCY, SIGNATURE, Bundle
+from vitx.core.errors import CheckFailed, InputError, missing_package
+from vitx.core.files import write_bytes
+
+# Measured anew on each machine, and the signature itself.
+_UNSIGNED = (LATENCY, SIGNATURE)
+# Of the package's message, which quotes a list of messages.
+_DIFFERENCES = (
+    ("changed:", r"Hash mismatch for \\?'([^'\\]+)"),
+    ("not signed:", r"Extra files found in model \\?'[^']*': ([^'\"\]]+)"),
+    ("missing:", r"Missing files in model \\?'[^']*': ([^'\"\]]+)"),
+)
+
+
+def sign_bundle(bundle: Bundle, private_key: Path) -> None:
+    """Sign every file of a bundle, its certificate and manifest included, into its `signature.json`.
+
+    private_key: of an elliptic curve (P-256, P-384, P-521), in PEM, without a password. Raises InputError for another
+    file, EnvironmentMissing without the package model-signing.
+    """
+    import tempfile
+
+    signing = _package().signing.Config().set_hashing_config(_hashing(bundle.path))
+    try:
+        signing.use_elliptic_key_signer(private_key=private_key)
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
+        raise InputError(f"'{private_key}' is no private key of an elliptic curve, in PEM: {error}") from None
+    with tempfile.TemporaryDirectory() as folder:
+        signing.sign(bundle.path, Path(folder) / SIGNATURE)
+        write_bytes(bundle.path / SIGNATURE, (Path(folder) / SIGNATURE).read_bytes())
+
+
+def require_signature(path: Path, public_key: Path) -> None:
+    """Raise CheckFailed unless the bundle at `path` is signed by the owner of `public_key`, every file as it is now.
+
+    Raises InputError for a file that is no public key, EnvironmentMissing without the package model-signing.
+    """
+    verifying = _package().verifying.Config().set_hashing_config(_hashing(path))
+    try:
+        verifying.use_elliptic_key_verifier(public_key=public_key)
+    except (AttributeError, OSError, TypeError, ValueError) as error:  # AttributeError: an RSA key has no curve
+        raise InputError(f"'{public_key}' is no public key of an elliptic curve, in PEM: {error}") from None
+    if not (path / SIGNATURE).is_file():
+        raise CheckFailed(f"'{path}' is not signed, and a signature is required: export it with --sign KEY")
+    try:
+        verifying.verify(path, path / SIGNATURE)
+    # The package raises what its parsers raise: for a file that is no signature these are of many kinds.
+    except Exception as error:  # noqa: BLE001
+        raise CheckFailed(f"the signature of '{path}' does not hold for '{public_key}': {_reason(error)}") from None
+
+
+def _hashing(path: Path) -> Any:
+    return _package().hashing.Config().set_ignored_paths(
+        paths=[path / name for name in _UNSIGNED], ignore_git_paths=False
+    )  # fmt: skip
+
+
+def _package() -> Any:
+    if importlib.util.find_spec("model_signing") is None:
+        raise missing_package("model_signing", "sign")
+    import model_signing
+
+    return model_signing
+
+
+def _reason(error: Exception) -> str:
+    """The files that differ, in words; the package gives them with their digests as bytes."""
+    text = str(error)
+    found = [f"{what} {', '.join(names)}" for what, pattern in _DIFFERENCES if (names := re.findall(pattern, text))]
+    return "; ".join(found) or text.strip().partition("\n")[0][:200] or type(error).__name__
