@@ -58,6 +58,7 @@ from support.server_peers import (
     triton_server,
     vitx_server,
 )
+from support.server_turns import spread, turn
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.core.bundle import Bundle
 from vitx.core.errors import VitxError
@@ -71,7 +72,6 @@ IDLE_TARGET, GROWTH_TARGET, START_TARGET = 0.01, 0.02, 2.0
 REFUSAL_MS = 10.0
 
 CONNECTIONS = 64
-WARM_UP_SECONDS = 0.7
 SESSION_BATCHES = (1, 8, 32)
 LOGIT_TOLERANCE = 1e-4
 IDLE_SECONDS, STARTS, SOAK_STEPS = 20.0, 5, 10
@@ -137,24 +137,6 @@ def check_logits(server: Server, sessions: Sessions, images: Sequence[UInt8Array
     return worst
 
 
-def turn(server: Server, requests: Sequence[bytes], seconds: float) -> dict[str, Any]:
-    """One server's turn: requests a second, latencies in milliseconds, processors used."""
-    server.resume()
-    cpu, start = server.cpu_seconds(), time.perf_counter()
-    load = closed_loop(server.address, requests, connections=CONNECTIONS, seconds=seconds, warm_up=WARM_UP_SECONDS)
-    used = (server.cpu_seconds() - cpu) / (time.perf_counter() - start)
-    server.pause()
-    load.require_answers(server.name)
-    return {
-        "requests_per_second": round(load.rate(), 1),
-        "p50_ms": percentile_ms(load.times(200), 50),
-        "p99_ms": percentile_ms(load.times(200), 99),
-        "server_cores": round(used, 3),
-        "server_cpu_ms": round(1e3 * used / load.rate(), 4),  # of a request
-        "client_cores": round(load.client_share, 3),
-    }
-
-
 def against_peers(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """(a) All servers in turns, and the sessions alone."""
     bundle = bundle_of(SMALL, arguments.folder or folder)
@@ -178,7 +160,7 @@ def against_peers(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         for number in range(arguments.rounds):
             limits.append(sessions.measure(arguments.seconds))
             for server in servers if number % 2 == 0 else servers[::-1]:
-                row = turn(server, requests[server.name], arguments.seconds)
+                row = turn(server, requests[server.name], arguments.seconds, CONNECTIONS)
                 rows.setdefault(server.name, []).append(row)
             print(f"(a) round {number + 1}: sessions {limits[-1]:.0f}, {_rates(rows)} requests/s", flush=True)
     for name, turns in rows.items():
@@ -186,7 +168,7 @@ def against_peers(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         report["servers"][name] = {**medians, "max_logit_error": differences[name], "rounds": turns}
     report["sessions"] = sessions.report()
     report["ours_over"] = {name: _over(rows["vitx"], rows[name], name) for name in rows if name != "vitx"}
-    report["ours_over"]["sessions"] = _spread([row["requests_per_second"] for row in rows["vitx"]], limits)
+    report["ours_over"]["sessions"] = spread([row["requests_per_second"] for row in rows["vitx"]], limits)
     report["peers"] = {
         "triton": package_versions(arguments.triton, "nvidia-pytriton", "onnxruntime", "numpy"),
         "litserve": package_versions(arguments.litserve, "litserve", "onnxruntime", "uvicorn", "uvloop"),
@@ -200,15 +182,9 @@ def _rates(rows: dict[str, list[dict[str, Any]]]) -> str:
     return ", ".join(f"{name} {turns[-1]['requests_per_second']:.0f}" for name, turns in rows.items())
 
 
-def _spread(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
-    """The median of the pairs' ratios, the least and the greatest."""
-    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
-    return {"ratio": round(statistics.median(ratios), 3), "min": round(min(ratios), 3), "max": round(max(ratios), 3)}
-
-
 def _over(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     report: dict[str, Any] = {
-        key: _spread([row[key] for row in ours], [row[key] for row in theirs])
+        key: spread([row[key] for row in ours], [row[key] for row in theirs])
         for key in ("requests_per_second", "p50_ms", "p99_ms")
     }
     rate, p99 = report["requests_per_second"]["ratio"], report["p99_ms"]["ratio"]
@@ -231,15 +207,15 @@ def from_jpeg(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(arguments.rounds):
             infer = sessions.measure(arguments.seconds)
             decoded = side_by_side(lambda _: apply(decode(next(turns))), 1, arguments.seconds / 2)
-            row = turn(server, requests, arguments.seconds)
+            row = turn(server, requests, arguments.seconds, CONNECTIONS)
             bound = 1 / (1 / infer + 1 / decoded)
             rows.append({**row, "sessions": round(infer, 1), "decoded": round(decoded, 1), "bound": round(bound, 1)})
             print(f"(b) round {number + 1}: {row['requests_per_second']:.1f} of {bound:.1f} images/s", flush=True)
-    spread = _spread([row["requests_per_second"] for row in rows], [row["bound"] for row in rows])
-    report: dict[str, Any] = {**spread, "target": JPEG_TARGET, "holds": spread["ratio"] >= JPEG_TARGET}
+    ratio = spread([row["requests_per_second"] for row in rows], [row["bound"] for row in rows])
+    report: dict[str, Any] = {**ratio, "target": JPEG_TARGET, "holds": ratio["ratio"] >= JPEG_TARGET}
     report |= {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
     report |= {"image_bytes": [len(data) for data in photographs], "by_batch": sessions.report(), "rounds": rows}
-    print(f"(b) ours over the bound: {spread}, target {JPEG_TARGET}: {verdict(report)}")
+    print(f"(b) ours over the bound: {ratio}, target {JPEG_TARGET}: {verdict(report)}")
     return report
 
 

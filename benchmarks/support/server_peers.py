@@ -159,11 +159,11 @@ def vitx_server(bundle: Bundle, *options: str, instances: int = INSTANCES) -> It
 
 
 @contextmanager
-def served(name: str, bundle: Bundle, *options: str) -> Iterator[Server]:
+def served(name: str, bundle: Bundle, *options: str, allow_uncertified: bool = True) -> Iterator[Server]:
     """`vitx serve` of this bundle with these options, here called `name`."""
     model, port = bundle.manifest.name, free_port()
     command = [sys.executable, "-c", "from vitx.cli import main; main()", "serve", str(bundle.path)]
-    command += ["--port", str(port), "--allow-uncertified", *options]
+    command += ["--port", str(port), *(["--allow-uncertified"] if allow_uncertified else []), *options]
     with _running(name, command, port, "/v2/health/ready") as process:
         yield Server(name, process, ("127.0.0.1", port), lambda image: infer_request(model, image), infer_logits)
 
