@@ -180,6 +180,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         "grpcio": "grpc",
         "protobuf": "google",
         "cuda-bindings": "cuda",
+        "model-signing": "model_signing",
         "nvidia-ml-py": "pynvml",
         "opentelemetry-sdk": "opentelemetry",
     }

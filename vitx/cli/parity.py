@@ -82,12 +82,12 @@ def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool)
         return
     rows = [
         (
-            *(v.executable.runtime, v.executable.version, v.executable.precision, v.executable.architecture),
-            *(", ".join(sorted(v.executable.artefacts)), v.verdict, v.images, v.flip_rate_bound, v.max_logit_error),
+            *(v.executable.runtime, v.executable.version, v.executable.precision),
+            *(v.verdict, v.images, v.flip_rate_bound, v.max_logit_error),
         )
         for v in verdicts
     ]
-    columns = ("runtime", "version", "precision", "architecture", "files", "verdict", "images", "bound", "logit error")
+    columns = ("runtime", "version", "precision", "verdict", "images", "bound", "logit error")
     print_table(f"executables of {path}", columns, rows)
 
 
