@@ -190,7 +190,8 @@ def test_the_best_of_all_trials_is_the_one_described(monkeypatch: pytest.MonkeyP
         quantize(GRAPH, "int8", IMAGES, bounds=Bounds(1e-9), quiet=True)
     assert str(failed.value) == (
         f"no choice of layers passes: the best, 2 layers in float32, has {best.flips} of 64 images in another class "
-        f"and a largest logit error of {best.max_error:.3g} standard deviations; allowed are 1e-09 and 0.01 of the images"
+        f"and a largest logit error of {best.max_error:.3g} standard deviations; allowed are 1e-09 and 0.01 of the "
+        "images"
     )
 
 
