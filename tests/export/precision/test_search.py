@@ -337,6 +337,25 @@ def test_an_overflow_is_named_when_islands_are_forbidden(
     assert str(refused.value) == message
 
 
+@pytest.mark.parametrize("precision", ["int8", "fp8", "fp16", "bf16"])
+def test_an_activation_that_is_not_finite_is_named_though_the_logits_are(precision: Any) -> None:
+    nodes = [
+        helper.make_node("MatMul", ["x", "A"], ["h"], name="first"),
+        helper.make_node("Tanh", ["h"], ["t"], name="bound"),
+        helper.make_node("MatMul", ["t", "C"], ["logits"], name="last"),
+        helper.make_node("MatMul", ["h", "C"], ["other"], name="reader"),
+    ]
+    graph = graph_of(nodes, A=np.diag([3e38] + [1] * 11), C=np.eye(12))
+    images = IMAGES // 4 + 2  # always beyond the largest float32
+    with pytest.raises(CheckFailed) as refused:
+        lower_precision(graph, precision, images, quiet=True)
+    seen = 256 if precision in ("int8", "fp8") else 128
+    assert str(refused.value) == (
+        f"'h', made by first, holds {seen} values that are not finite in float32 already: no lower precision can hold "
+        "them"
+    )
+
+
 def test_the_largest_number_of_the_type_is_no_overflow() -> None:
     graph = graph_of([helper.make_node("Div", ["x", "huge"], ["logits"], name="shrink")], huge=65504.0)
     lowered = lower_precision(graph, "fp16", images_of(40), bounds=LARGE, quiet=True)
