@@ -1,5 +1,6 @@
 """Bounds, agreements, expected flips and the search for a small subset: by hand and by slow formulas."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from vitx.export.precision.acceptance import (
     Agreement,
     Bounds,
     Judge,
+    Lowered,
     SamplingPlan,
     agreement_of,
     expected_flip_rate,
@@ -291,3 +293,16 @@ def test_when_all_together_do_not_pass_the_search_ends() -> None:
     assert str(refused.value) == (
         "even with every node left in float32 the graph is not accepted: is it the caller's check that fails?"
     )
+
+
+def test_what_was_measured_stays_as_it_was() -> None:
+    found = Agreement(200, 3, 0.5, 0.25, 0, 0.25)
+    graph = Lowered(onnx.ModelProto(), (), {})
+    for thing, field in (
+        (found, "flips"),
+        (Bounds(0.5), "agreement"),
+        (SamplingPlan(9, 1), "flips"),
+        (graph, "islands"),
+    ):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(thing, field, 0)

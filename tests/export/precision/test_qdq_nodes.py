@@ -92,6 +92,7 @@ def test_a_convolution_and_the_relu_behind_it() -> None:
     expected = Layer("Y", "Conv", ("planes",), "K", 0, ("Y", "b"), "y")
     assert layers_of(plain, K=KERNEL, b=BIAS) == [expected]
     assert expected.tensors() == ("planes", "y")
+    assert len({expected, expected}) == 1, "a layer does not change and can be a key"
     (on_gpu,) = layers_of(plain, "tensorrt", K=KERNEL, b=BIAS)
     assert on_gpu == Layer("Y", "Conv", ("planes",), "K", 0, ("Y", "b"), None)
     assert on_gpu.tensors() == ("planes",)

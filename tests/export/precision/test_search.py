@@ -441,6 +441,19 @@ def test_islands_are_sought_where_most_rounding_is_added() -> None:
     assert agreement_of(expected, logits_of(twin, images)).within(bounds)
 
 
+def test_the_caller_has_the_last_word_on_a_half_graph() -> None:
+    asked: list[onnx.ModelProto] = []
+
+    def accept(graph: onnx.ModelProto) -> bool:
+        asked.append(graph)
+        return len(asked) > 2
+
+    lowered = lower_precision(grown(1 / 3), "fp16", images_of(40), bounds=LARGE, accept=accept, quiet=True)
+    trials = [(trial["what"], trial["accepted"]) for trial in lowered.details["trials"]]
+    assert trials == [("no island", False), ("0 islands", False), ("1 islands", True)]
+    assert len(lowered.islands) == 1
+
+
 def test_a_quantised_graph_with_islands_is_refused_when_islands_are_forbidden() -> None:
     bounds = Bounds(measured(GRAPH, "max", ["first"]).max_error * 1.01, 0.0)
     islands = lower_precision(GRAPH, "int8", IMAGES, bounds=bounds, quiet=True).islands
