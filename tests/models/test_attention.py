@@ -149,7 +149,7 @@ def test_an_exported_mix_is_a_product_that_fixes_no_batch(monkeypatch: pytest.Mo
     products: list[tuple[int, ...]] = []
     matmul = torch.matmul
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
-    monkeypatch.setattr(torch, "matmul", lambda a, b: products.append(tuple(a.shape)) or matmul(a, b))
+    monkeypatch.setattr(torch, "matmul", lambda a, b: products.append(tuple(a.shape)) or matmul(a, b))  # type: ignore[func-returns-value]
     mixed = torch.einsum("hg,bgij->bhij", weight, maps)
     torch.testing.assert_close(mix_heads(maps, weight), mixed, atol=1e-12, rtol=0)
     torch.testing.assert_close(mix_heads(maps, weight, bias), mixed + bias.view(3, 1, 1), atol=1e-12, rtol=0)

@@ -233,7 +233,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def why_not(*arguments: Any) -> str | None:
         calls["asked"].append(arguments)
-        return calls["reason"][0]
+        reason: str | None = calls["reason"][0]
+        return reason
 
     monkeypatch.setattr(attention, "INTERPRETED", True)
     monkeypatch.setattr(attention, "why_not_flash", why_not)
@@ -350,7 +351,7 @@ def test_what_depends_on_weights_alone_is_computed_once() -> None:
     assert [layer.cached("a", compute) for _ in range(2)] == [1, 2], "a gradient may be asked for"
     with torch.no_grad():
         assert [layer.cached(name, compute) for name in ("a", "a", "b", "a", "b")] == [3, 3, 4, 3, 4]
-        layer.var_norm.running_mean.add_(1)  # type: ignore[operator, union-attr]
+        layer.var_norm.running_mean.add_(1)  # type: ignore[operator]
         assert [layer.cached(name, compute) for name in ("a", "b", "b")] == [5, 6, 6]
         layer.proj.weight.data = layer.proj.weight.data.clone()
         assert layer.cached("a", compute) == 7
@@ -360,7 +361,7 @@ def test_what_depends_on_weights_alone_is_computed_once() -> None:
 
 
 def test_attention_without_a_mix_is_that_of_torch() -> None:
-    layer = randomize_like_trained(HeadMixAttention(12, 3)).double().eval()
+    layer: Any = randomize_like_trained(HeadMixAttention(12, 3)).double().eval()
     x = double((2, 5, 12))
     q, k, v = layer.split_heads(layer.qkv(x))
     expected = layer.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))

@@ -121,7 +121,7 @@ def test_how_a_network_begins(monkeypatch: pytest.MonkeyPatch) -> None:
         drawn.append((tuple(tensor.shape), std))
         return draw(tensor, mean, std, *more, **named)
 
-    monkeypatch.setattr(vit.nn.init, "trunc_normal_", recorded)
+    monkeypatch.setattr(nn.init, "trunc_normal_", recorded)
     model = network(position_std=0.5, patch_head=True, embed_dim=240)
     assert drawn.count(((1, 1, 240), 0.02)) == 1, "the class token"
     assert drawn.count(((1, 5, 240), 0.5)) == 1, "positions"
@@ -227,12 +227,14 @@ def test_another_size_moves_the_means() -> None:
 
 
 def test_checkpointed_blocks_give_the_same_tokens_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = randomize_like_trained(network(patch_head=True)).double()
+    model: Any = randomize_like_trained(network(patch_head=True)).double()
     images = double(2, 3, 8, 8)
     called: list[Any] = []
-    checkpoint = vit.checkpoint
+    checkpoint: Any = torch.utils.checkpoint.checkpoint
     monkeypatch.setattr(
-        vit, "checkpoint", lambda block, x, **named: called.append((block, named)) or checkpoint(block, x, **named)
+        vit,
+        "checkpoint",
+        lambda block, x, **named: called.append((block, named)) or checkpoint(block, x, **named),  # type: ignore[func-returns-value]
     )
     found = []
     for enabled in (False, True):
@@ -249,7 +251,7 @@ def test_checkpointed_blocks_give_the_same_tokens_and_gradients(monkeypatch: pyt
 
 
 def test_the_tokens_of_a_pass() -> None:
-    model = randomize_like_trained(network(patch_head=True, reg_tokens=2, pre_norm=True)).double().eval()
+    model: Any = randomize_like_trained(network(patch_head=True, reg_tokens=2, pre_norm=True)).double().eval()
     images = double(2, 3, 8, 8)
     tokens = model.forward_with_tokens(images)
     embedding = model.patch_embed(images)
@@ -291,31 +293,33 @@ KINDS = [[False], [False, False], [False, True], [False, False, True]]
 def test_the_units_of_an_alternet(narrow: dict[str, Any], unit: Any, expansion: int) -> None:
     model: Any = AlterNet(**narrow, unit=unit, drop_path_rate=0.7, drop_rate=0.25)
     dim, number = 4, 0
+    units: Any
+    one: Any
     for stage, (units, kinds, width) in enumerate(zip(model.stages, KINDS, (4, 8, 16, 32), strict=True)):
         assert len(units) == len(kinds)
         for position, (one, is_attention) in enumerate(zip(units, kinds, strict=True)):
             strided = stage > 0 and position == 0
             out = width * expansion
-            assert isinstance(one, AttentionUnit if is_attention else BasicUnit if unit == "basic" else BottleneckUnit)
+            assert type(one) is (AttentionUnit if is_attention else BasicUnit if unit == "basic" else BottleneckUnit)
             assert one.norm.num_features == dim
             assert (one.shortcut is None) is (dim == out and not strided)
             if one.shortcut is not None:
                 assert one.shortcut.weight.shape == (out, dim, 1, 1)
-                assert (one.shortcut.stride, one.shortcut.bias) == ((2, 2) if strided else (1, 1), None)
+                assert (one.shortcut.stride, one.shortcut.bias) == ((2, 2) if strided else (1, 1), None)  # type: ignore[comparison-overlap]
             rate = 0.7 * number / 7
             assert isinstance(one.drop_path, nn.Identity if number == 0 else DropPath)
             assert number == 0 or one.drop_path.drop_prob == pytest.approx(rate)
             if is_attention:
                 assert isinstance(one.activation, nn.GELU)
-                assert (one.conv.weight.shape, one.conv.bias) == ((out // expansion, out, 1, 1), None)
-                assert one.inner_norm.num_features == out // expansion
+                assert (one.conv.weight.shape, one.conv.bias) == ((out // expansion, out, 1, 1), None)  # type: ignore[union-attr]
+                assert one.inner_norm.num_features == out // expansion  # type: ignore[union-attr]
                 attention = one.attn
-                assert (attention.num_heads, attention.head_dim, attention.window_size) == (stage + 1, 4, 2)
-                assert (attention.qkv.in_channels, attention.proj.out_channels) == (out // expansion, out)
+                assert (attention.num_heads, attention.head_dim, attention.window_size) == (stage + 1, 4, 2)  # type: ignore[union-attr]
+                assert (attention.qkv.in_channels, attention.proj.out_channels) == (out // expansion, out)  # type: ignore[union-attr]
             else:
                 assert isinstance(one.activation, nn.ReLU)
                 strides = (
-                    [(one.conv1, 2 if strided else 1)] if unit == "basic" else [(one.conv2[2], 2 if strided else 1)]
+                    [(one.conv1, 2 if strided else 1)] if unit == "basic" else [(one.conv2[2], 2 if strided else 1)]  # type: ignore[index]
                 )
                 assert all(layer.stride == (stride, stride) for layer, stride in strides)
             dim, number = out, number + 1
@@ -374,7 +378,7 @@ def test_a_pass_and_its_intermediates(narrow: dict[str, Any]) -> None:
 def test_stages_are_checkpointed_in_training_alone(narrow: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = AlterNet(**narrow, stem="cifar")
     ran: list[Any] = []
-    monkeypatch.setattr(alternet, "checkpoint_seq", lambda stage, x: ran.append(stage) or stage(x))
+    monkeypatch.setattr(alternet, "checkpoint_seq", lambda stage, x: ran.append(stage) or stage(x))  # type: ignore[func-returns-value]
     images = torch.randn(2, 3, 16, 16)
     for enabled, training, expected in ((False, True, 0), (True, False, 0), (True, True, 4)):
         model.train(training).set_grad_checkpointing(enabled)

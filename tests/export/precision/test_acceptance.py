@@ -288,7 +288,7 @@ def test_the_shortest_prefix_is_bisected() -> None:
 def test_when_all_together_do_not_pass_the_search_ends() -> None:
     tried: list[str] = []
     with pytest.raises(CheckFailed) as refused:
-        minimal_subset("abc", lambda names: bool(tried.append("".join(names))))
+        minimal_subset("abc", lambda names: bool(tried.append("".join(names))))  # type: ignore[func-returns-value]
     assert tried == ["", "a", "ab", "abc"]
     assert str(refused.value) == (
         "even with every node left in float32 the graph is not accepted: is it the caller's check that fails?"

@@ -136,7 +136,7 @@ def test_the_entropy_method_takes_the_least_divergence(seed: int) -> None:
 
 def test_the_first_bin_counts_as_its_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(calibration, "_divergence", lambda counts, keep, levels: seen.append(counts.copy()) or 0.0)
+    monkeypatch.setattr(calibration, "_divergence", lambda counts, keep, levels: seen.append(counts.copy()) or 0.0)  # type: ignore[func-returns-value]
     counts = np.arange(100, 132)
     assert _entropy_bins(counts, 16) == 16, "the first of equals"
     assert [found.tolist() for found in seen] == [[101.0, 101.0, *map(float, range(102, 132))]] * 3

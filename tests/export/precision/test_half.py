@@ -76,7 +76,7 @@ def test_the_types() -> None:
     assert HALVES == {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
     for kind, dtype in HALF:
         assert NUMPY_TYPES[kind] == np.dtype(dtype)
-        assert LARGEST[kind] == float(ml_dtypes.finfo(dtype).max)
+        assert LARGEST[kind] == float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     assert LARGEST.keys() == NUMPY_TYPES.keys() == set(HALVES.values())
 
 
@@ -283,7 +283,7 @@ def test_the_arithmetic_of_the_twin(kind: int, dtype: Any) -> None:
     t = rounded(s * rounded(1 / (1 + np.exp(-s))))
     found = logits_of(cpu_twin(HalfGraph(Dataflow(graph), kind).build(())), images)
     expected = rounded(t @ w)
-    step = float(ml_dtypes.finfo(dtype).eps)
+    step = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
     np.testing.assert_allclose(found, expected, rtol=step, atol=step * np.abs(expected).max())
     assert (found == expected).mean() > 0.9, "sums in another order rarely round to a neighbour"
 

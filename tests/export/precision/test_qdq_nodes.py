@@ -183,7 +183,7 @@ def test_a_width_that_is_not_known_is_taken_for_a_wide_one() -> None:
     ],
 )
 def test_the_largest_value_is_given_the_largest_code(largest: float, kind: Any, scale: float) -> None:
-    found = _scale(largest, kind)
+    found: Any = _scale(largest, kind)
     assert (found.dtype, found.shape) == (np.float32, ())
     assert float(found) == pytest.approx(scale, rel=1e-6)
     assert _scale(np.array([largest, 127.0]), "int8").tolist()[1] == 1.0
@@ -194,7 +194,7 @@ def test_codes_are_rounded_to_even_and_saturate_on_both_sides() -> None:
     found = _int_codes(values, 127)
     assert found.dtype == np.int8
     assert found.tolist() == [0, 2, 2, 0, -2, 127, 127, 127, -127, -127, -127]
-    wide = _int_codes(np.array([3e9, -3e9, 2147483646.4]), 2**31 - 1, np.int32)
+    wide: Any = _int_codes(np.array([3e9, -3e9, 2147483646.4]), 2**31 - 1, np.int32)
     assert (wide.dtype, wide.tolist()) == (np.int32, [2**31 - 1, 1 - 2**31, 2**31 - 2])
 
 
@@ -238,7 +238,7 @@ TWO_PRODUCTS = [
 
 def two_products() -> tuple[onnx.ModelProto, dict[str, Any], dict[str, Activations]]:
     rng = np.random.default_rng(0)
-    constants = {
+    constants: dict[str, Any] = {
         "V": rng.normal(size=(48, 48)).astype(np.float32),
         "W": rng.normal(size=(2, 48)).astype(np.float32),
         "b": np.array([300, -700], np.float32),

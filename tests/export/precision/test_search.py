@@ -156,7 +156,7 @@ def test_eight_bits_are_judged_as_they_will_run(
 
 def test_bounds_are_by_default_those_of_the_certificate() -> None:
     for kind in ("int8", "fp8"):
-        allowed = quantize(GRAPH, kind, IMAGES, accept=lambda _: True, quiet=True).details["allowed"]  # type: ignore[arg-type]
+        allowed = quantize(GRAPH, kind, IMAGES, accept=lambda _: True, quiet=True).details["allowed"]
         assert allowed == Bounds(0.5).as_json()
     for precision, share in (("fp16", 0.02), ("bf16", 0.15)):
         lowered = lower_precision(graph_of([RELU]), precision, IMAGES[:32], quiet=True)  # type: ignore[arg-type]
@@ -467,5 +467,5 @@ def test_a_quantised_graph_with_islands_is_refused_when_islands_are_forbidden() 
     assert lowered.details["target"] == "tensorrt"
     planned = Bounds(100.0, 0.0, SamplingPlan(360, 360))
     asked: list[onnx.ModelProto] = []
-    lower_precision(GRAPH, "fp8", IMAGES, bounds=planned, accept=lambda graph: not asked.append(graph), quiet=True)
+    lower_precision(GRAPH, "fp8", IMAGES, bounds=planned, accept=lambda graph: not asked.append(graph), quiet=True)  # type: ignore[func-returns-value]
     assert len(asked) == 1

@@ -46,6 +46,7 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "layer-norm": ({**RE, "reatten_norm": "layer", "reatten_scale": 0.5}, [10, 1, 0, 0, 4, 0, 5, 2, 0, 1, 2, 2]),
     "talking": ({"attention": "talking-heads", "talking_heads_bias": True}, [10, 1, 0, 2, 2, 0, 5, 4, 2, 1, 2, 2]),
     "two-kinds": ({"attention": ["re-attention", "plain"]}, [10, 1, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
+    "other-order": ({"attention": ["plain", "re-attention"]}, [10, 1, 1, 0, 2, 0, 5, 2, 1, 1, 2, 2]),
     "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
 }
 EVERY = tuple(REWRITES)
@@ -101,9 +102,9 @@ def test_each_rewrite_alone_is_an_identity_in_so_many_places(name: str, rewrite:
 def test_each_rewrite_beside_the_class_token_tail(name: str, rewrite: str) -> None:
     for names in ((rewrite, "compute-class-token-only"), (rewrite, "compute-class-token-only", "join-tokens")):
         classifier, _ = changed(name, names)
-        block = classifier.model.blocks[-1]  # type: ignore[index, union-attr]
+        block = classifier.model.blocks[-1]  # type: ignore[index]
         with torch.no_grad():
-            out = block(torch.randn(2, 5, 12, dtype=torch.float64))
+            out = block(torch.randn(2, 5, 12, dtype=torch.float64))  # type: ignore[operator]
         assert out.shape == (2, 1, 12), "the other tokens are gone"
 
 
@@ -123,7 +124,7 @@ def attention_of(name: str, rewrite: str) -> tuple[Any, ExportAttention]:
     """The last block's attention before, and after the rewrite."""
     before = network(name).blocks[-1].attn
     classifier, _ = changed(name, (rewrite,))
-    return before, classifier.model.blocks[-1].attn  # type: ignore[index, return-value, union-attr]
+    return before, classifier.model.blocks[-1].attn  # type: ignore[index, union-attr]
 
 
 def test_the_head_norm_is_in_the_mix() -> None:
@@ -180,7 +181,7 @@ def test_scales_are_in_the_weights() -> None:
 def test_the_residual_scale_is_in_eps_and_in_the_last_layers() -> None:
     before = network("scaled").blocks[0]
     classifier, _ = changed("scaled", ("fold-residual-scale",))
-    after: Any = classifier.model.blocks[0]  # type: ignore[index, union-attr]
+    after: Any = classifier.model.blocks[0]  # type: ignore[index]
     assert after.residual_scale == 1.0
     assert [norm.eps for norm in (after.norm1, after.norm2)] == pytest.approx([4 * before.norm1.eps] * 2)
     assert isinstance(after.ls1, nn.Identity)
@@ -257,6 +258,12 @@ def test_all_tokens_count_in_a_row(token_kinds: dict[str, Any]) -> None:
     assert changed("no-norm", ("fold-value-bias",), **token_kinds)[1] == {"fold-value-bias": 2}
 
 
+def test_blocks_behind_one_that_is_passed_over_are_folded() -> None:
+    """The first needs the number of tokens, which may change here."""
+    kinds = {"attention": ["re-attention", "plain"], "dynamic_img_size": True}
+    assert changed("no-norm", ("fold-value-bias",), **kinds)[1] == {"fold-value-bias": 1}
+
+
 def test_blocks_on_their_own_are_of_no_known_number_of_tokens() -> None:
     for name, places in (("no-norm", 0), ("plain", 2)):
         blocks = nn.Sequential(*network(name).blocks)
@@ -290,8 +297,8 @@ def test_the_tail_is_that_of_a_network_whose_last_block_was_found() -> None:
     model.blocks[1].mlp.norm = nn.LayerNorm(12).double()
     classifier = ImageClassifier(model, PREPROCESSING).eval()
     assert applied_rewrites(classifier, ["compute-class-token-only"]) == {"compute-class-token-only": 0}
-    assert isinstance(classifier.model.blocks[0], ExportBlock)  # type: ignore[index, union-attr]
-    assert not isinstance(classifier.model.blocks[1], ExportBlock)  # type: ignore[index, union-attr]
+    assert isinstance(classifier.model.blocks[0], ExportBlock)  # type: ignore[index]
+    assert not isinstance(classifier.model.blocks[1], ExportBlock)  # type: ignore[index]
     model = network("plain")
     model.norm = nn.BatchNorm1d(5)  # over tokens
     assert folds.compute_class_token_only(model) == 0

@@ -128,7 +128,8 @@ def test_what_can_be_one_node() -> None:
 
 def test_the_transformer_whose_forward_pass_is_timms() -> None:
     model = network("plain")
-    assert vision_transformer(nn.Sequential(nn.Linear(1, 1), model)) is model
+    found: Any = vision_transformer(nn.Sequential(nn.Linear(1, 1), model))
+    assert found is model
     assert vision_transformer(nn.Linear(1, 1)) is None
     for name in ("forward", "forward_features", "pool", "forward_head"):
         other = copy.deepcopy(model)
@@ -141,7 +142,7 @@ def test_the_transformer_whose_forward_pass_is_timms() -> None:
 
 def test_layers_are_made_of_tensors() -> None:
     weight, bias = torch.ones(3, 2, dtype=torch.float64), torch.zeros(3)
-    linear = linear_of(weight, None)
+    linear: Any = linear_of(weight, None)
     assert (linear.in_features, linear.out_features, linear.bias) == (2, 3, None)
     assert linear.weight.data_ptr() == weight.data_ptr()
     set_bias(linear, bias)
@@ -248,7 +249,7 @@ def test_rewrites_that_change_a_network_together_alone(monkeypatch: pytest.Monke
     monkeypatch.setattr(rewrites, "REWRITES", {"a": times(1.0), "b": times(2.0)})
     fresh = classifier_of(1.0)
     halved = copy.deepcopy(fresh)
-    halved.model.weight.data.mul_(0.5)  # type: ignore[union-attr]
+    halved.model.weight.data.mul_(0.5)  # type: ignore[operator]
     monkeypatch.setattr(rewrites, "_change", lambda expected, found, calls=[1.0, 0.0, 0.0]: calls.pop(0))
     with pytest.raises(CheckFailed) as refused:
         rewrite_checked(fresh, ("a", "b"), 4, rebuild=lambda: halved)

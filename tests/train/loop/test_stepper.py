@@ -225,7 +225,7 @@ def test_the_format_follows_from_recipe_and_device() -> None:
 @pytest.mark.parametrize("seed", [3, 2**40 + 3])
 def test_all_generators_are_seeded(seed: int) -> None:
     for generator in (torch.manual_seed, np.random.seed, random.seed):
-        generator(99)  # type: ignore[operator]
+        generator(99)
     seed_generators(seed)
     assert torch.initial_seed() == seed
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(seed))

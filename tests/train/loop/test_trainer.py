@@ -217,7 +217,7 @@ def test_the_bar_is_moved_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_loss_that_is_not_finite_names_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     saved: list[Any] = []
-    monkeypatch.setattr(module, "save_failed_batch", lambda *given: saved.append(given) or "RUN/failed")
+    monkeypatch.setattr(module, "save_failed_batch", lambda *given: saved.append(given) or "RUN/failed")  # type: ignore[func-returns-value]
     trainer = bare("optimizer.lr=0.004", "optimizer.clip=2")
     trainer._check_finite(3)
     trainer.log.add(2, {}, torch.tensor(math.nan))
@@ -278,7 +278,8 @@ def test_what_a_checkpoint_holds(state: list[Any]) -> None:
     trainer._save()
     trainer._save_within_epoch(2)
     assert state == [], "the first process writes"
-    trainer.processes, checked = ALONE, []
+    checked: list[int] = []
+    trainer.processes = ALONE
     trainer._check_finite = checked.append
     trainer._save_within_epoch(2)
     assert checked == [2]
@@ -402,7 +403,7 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.34567])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(module, "measure_batch_norm", lambda *given: asked.append(given))
-    monkeypatch.setattr(module, "evaluate", lambda *given, **named: asked.append((given, named)) or values)
+    monkeypatch.setattr(module, "evaluate", lambda *given, **named: asked.append((given, named)) or values)  # type: ignore[func-returns-value]
     trainer = bare("batch_size=6", val_images="images")
     trainer._optimize = lambda epoch, request: {"total": float(epoch)}
     trainer._calibration_images = lambda: "calibration"
@@ -430,8 +431,8 @@ def test_a_step_has_the_number_of_the_whole_run() -> None:
     done: list[Any] = []
     trainer = bare(
         schedule=SimpleNamespace(step_update=lambda step: done.append(("rate", step))),
-        stepper=lambda epoch, batch: done.append(("step", epoch, batch.number)) or ({"total": torch.tensor(1.5)}, 7.0),
-        ema=SimpleNamespace(update=lambda model, step: done.append(("average", model is trainer.model, step))),
+        stepper=lambda epoch, batch: done.append(("step", epoch, batch.number)) or ({"total": torch.tensor(1.5)}, 7.0),  # type: ignore[func-returns-value]
+        ema=SimpleNamespace(update=lambda model, step: done.append(("average", model is trainer.model, step))),  # type: ignore[has-type]
     )
     trainer.step(3, SimpleNamespace(number=1))
     assert done == [("rate", 9), ("step", 3, 1), ("average", True, 10)]
@@ -442,8 +443,8 @@ def test_a_step_has_the_number_of_the_whole_run() -> None:
 @pytest.mark.parametrize(("workers", "ahead"), [(0, False), (1, True), (3, True)])
 def test_batches_are_prepared_ahead_by_workers_alone(workers: int, ahead: bool) -> None:
     asked: list[Any] = []
-    data = SimpleNamespace(batches=lambda *given, **named: asked.append((given, named)) or "batches")
-    prefetcher = SimpleNamespace(batches=lambda *given, **named: asked.append((given, named)) or "prepared")
+    data = SimpleNamespace(batches=lambda *given, **named: asked.append((given, named)) or "batches")  # type: ignore[func-returns-value]
+    prefetcher = SimpleNamespace(batches=lambda *given, **named: asked.append((given, named)) or "prepared")  # type: ignore[func-returns-value]
     trainer = bare(f"workers={workers}", data=data, prefetcher=prefetcher, batches_done=2, processes=Processes(1, 2))
     assert trainer.batches(3) == "prepared"
     assert asked == [
@@ -457,8 +458,8 @@ def test_the_averaged_statistics_are_measured_on_the_same_images_each_time(
     monkeypatch: pytest.MonkeyPatch, size: int, taken: int
 ) -> None:
     asked: list[Any] = []
-    chosen = SimpleNamespace(batches=lambda *given: asked.append(given) or "batches")
-    images = SimpleNamespace(subset=lambda indices: asked.append(indices.tolist()) or chosen)
+    chosen = SimpleNamespace(batches=lambda *given: asked.append(given) or "batches")  # type: ignore[func-returns-value]
+    images = SimpleNamespace(subset=lambda indices: asked.append(indices.tolist()) or chosen)  # type: ignore[func-returns-value]
     monkeypatch.setattr(module, "Prefetcher", lambda *given: SimpleNamespace(images=lambda found: (given, found)))
     data = SimpleNamespace(batch_size=size, order=lambda epoch: np.arange(400) + 1000 * epoch)
     trainer = bare(data=data, train_images=images)

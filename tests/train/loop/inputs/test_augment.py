@@ -1,6 +1,7 @@
 """Augmentations from draws that are written down; which draws each image has; how the workers are started."""
 
 import math
+import os
 import signal
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from timm.data import auto_augment
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.data.image_set import ImageSet
+from vitx.train.loop.distributed.batch_part import WHOLE_BATCH
 from vitx.train.loop.inputs import augment, training_data
 from vitx.train.loop.inputs.augment import Augment, fix_posterize, random_crop
 from vitx.train.loop.inputs.training_data import (
@@ -100,9 +103,11 @@ class Recorded:
 def test_an_affine_map_from_its_six_draws(settings: dict[str, float]) -> None:
     """Pillow reads the source at M⁻¹: what the map takes there comes back."""
     shares = np.array([0.5, -0.25, 0.75, 0.5, -0.5, 0.25])
-    augmentation = Augmentation(**settings)
+    augmentation = Augmentation.model_validate(settings)
     rng: Any = Scripted(*((shares + 1) / 2))
-    size, method, coefficients, resampling = augment._affine(Recorded(), augmentation, rng)  # type: ignore[arg-type, misc]
+    image: Any = Recorded()
+    found: Any = augment._affine(image, augmentation, rng)
+    size, method, coefficients, resampling = found
     assert (size, method, resampling) == ((40, 20), Image.Transform.AFFINE, Image.Resampling.BILINEAR)
     angle = math.radians(settings.get("rotation", 0) * 0.5)
     along, across = (math.tan(math.radians(settings.get("shear", 0) * share)) for share in (-0.5, 0.25))
@@ -120,10 +125,10 @@ def test_an_affine_map_from_its_six_draws(settings: dict[str, float]) -> None:
 @pytest.mark.parametrize("name", ["rotation", "translation", "scale", "shear"])
 def test_each_of_the_affine_settings_turns_the_map_on(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(augment, "_affine", lambda image, augmentation, rng: asked.append(augmentation) or image)
+    monkeypatch.setattr(augment, "_affine", lambda image, augmentation, rng: asked.append(augmentation) or image)  # type: ignore[func-returns-value]
     image = Image.new("RGB", (8, 8))
     for value in (0.0, 0.5):
-        augmentation = Augmentation(**{name: value})  # type: ignore[arg-type]
+        augmentation = Augmentation.model_validate({name: value})
         Augment(Preprocessing(image_size=8), augmentation)(image, Scripted(0.5))  # type: ignore[arg-type]
     assert asked == [augmentation]
 
@@ -170,13 +175,13 @@ def test_timm_draws_after_the_flip_from_a_seed_of_its_own() -> None:
 
 
 def test_a_posterize_of_no_bits_is_black() -> None:
-    posterize = SimpleNamespace(aug_fn=augment.auto_augment.posterize)
-    other = SimpleNamespace(aug_fn=augment.auto_augment.solarize)
-    nested = SimpleNamespace(aug_fn=augment.auto_augment.posterize)
+    posterize = SimpleNamespace(aug_fn=auto_augment.posterize)
+    other = SimpleNamespace(aug_fn=auto_augment.solarize)
+    nested = SimpleNamespace(aug_fn=auto_augment.posterize)
     fix_posterize(SimpleNamespace(ops=[posterize, other]))
     fix_posterize(SimpleNamespace(policy=[[nested], [other]]))
     fix_posterize(SimpleNamespace())
-    assert other.aug_fn is augment.auto_augment.solarize
+    assert other.aug_fn is auto_augment.solarize
     image = Image.new("RGB", (2, 2), (200, 200, 200))
     for fixed in (posterize, nested):
         assert pixels(fixed.aug_fn(image, 0)) == pixels(fixed.aug_fn(image, -1)) == [[0, 0], [0, 0]]
@@ -271,8 +276,8 @@ def test_workers_are_started_once_and_anew_for_another_number(monkeypatch: pytes
             return iter([request.number for request in self.sampler])
 
     monkeypatch.setattr(training_data, "DataLoader", Loader)
-    assert list(made._prepared_ahead(made._requests_of(1, training_data.WHOLE_BATCH), 2)) == [0, 1, 2]
-    assert list(made._prepared_ahead(made._requests_of(2, training_data.WHOLE_BATCH)[1:], 2)) == [1, 2]
+    assert list(made._prepared_ahead(made._requests_of(1, WHOLE_BATCH), 2)) == [0, 1, 2]
+    assert list(made._prepared_ahead(made._requests_of(2, WHOLE_BATCH)[1:], 2)) == [1, 2]
     assert len(started) == 1
     list(made._prepared_ahead([], 3))
     assert len(started) == 2
@@ -309,7 +314,7 @@ def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.
     monkeypatch.setattr(training_data, "signal", stand_in)
     monkeypatch.setattr(training_data, "threading", SimpleNamespace(Thread=Thread))
     monkeypatch.setattr(training_data, "ignore_bomb_warnings", lambda: done.append("bombs"))
-    monkeypatch.setattr(training_data.os, "getppid", lambda: 77)
+    monkeypatch.setattr(os, "getppid", lambda: 77)
     training_data._start_worker(0)
     ignored, blocked = (signal.SIGINT, signal.SIG_IGN), (signal.SIG_BLOCK, [signal.SIGTERM])
     assert done == [ignored, "bombs", blocked, (training_data._end_with_parent, (77,), True), "started"]
@@ -317,7 +322,7 @@ def test_a_worker_leaves_signals_to_the_process_that_trains(monkeypatch: pytest.
     stand_in.sigwaitinfo = lambda signals: (
         SimpleNamespace(si_pid=next(senders)) if signals == [signal.SIGTERM] else None
     )
-    monkeypatch.setattr(training_data.os, "_exit", codes.append)
+    monkeypatch.setattr(os, "_exit", codes.append)
     training_data._end_with_parent(77)
     assert codes == [0]
     assert next(senders) == 5
