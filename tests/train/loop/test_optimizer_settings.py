@@ -177,6 +177,24 @@ def test_a_state_is_restored_to_its_parameters_and_groups() -> None:
         assert (found["count"], found["rate"]) == (number, 0.5)
 
 
+def test_a_restored_tensor_lies_where_its_parameter_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under FSDP it is a part of the parameter's; what belongs to a group is placed like itself."""
+    model = network()
+    placed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        placed.append((parameter, value))
+        return value + 1
+
+    monkeypatch.setattr(optimization, "placed_like", record)
+    mean, shift = torch.zeros(4, 3), torch.zeros(2)
+    optimizer = Counting(model)
+    restore_optimizer(optimizer, model, OptimizerState({"mean/0.weight": mean, "shift/groups.1": shift}, {}))
+    assert [(id(one), id(other)) for one, other in placed] == [(id(model[0].weight), id(mean)), (id(shift), id(shift))]
+    assert torch.equal(optimizer.state[model[0].weight]["mean"], torch.ones(4, 3))
+    assert torch.equal(optimizer.param_groups[1]["shift"], torch.ones(2))
+
+
 def test_the_state_of_a_wrapped_optimizer_is_that_of_the_one_inside() -> None:
     model = network()
     wrapped = build_optimizer(model, Optimizer(lr=0.1, name="lookahead_sgd", momentum=0.9))

@@ -17,7 +17,15 @@ from vitx.train.loop import step
 from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
 from vitx.train.loop.inputs.training_data import CUTMIX, NETWORK, seed_of
-from vitx.train.loop.step import EpochLog, Objective, Stepper, autocast_precision, mean_losses, seed_generators
+from vitx.train.loop.step import (
+    EpochLog,
+    Objective,
+    Stepper,
+    autocast_precision,
+    mean_losses,
+    resumed_sums,
+    seed_generators,
+)
 from vitx.train.losses.cutmix import MixedBatch
 
 CPU = torch.device("cpu")
@@ -307,6 +315,13 @@ def test_the_log_keeps_sums_on_the_device_and_checks_every_step() -> None:
     assert log.checked_totals.tolist() == [1.0, 0.0, float("-inf")]
     on_meta = EpochLog(3, torch.device("meta"), {"total": 1.0})
     assert on_meta.sums["total"].device.type == on_meta.checked_totals.device.type == "meta"
+
+
+def test_each_process_goes_on_with_its_own_sums_and_another_number_of_them_with_the_mean() -> None:
+    sums = [{"a": 1.0, "b": 6.0}, {"a": 2.0, "b": 0.0}]
+    assert [resumed_sums(rank, 2, sums) for rank in (0, 1)] == sums
+    assert [resumed_sums(rank, 3, sums) for rank in (0, 2)] == [{"a": 1.5, "b": 3.0}] * 2
+    assert resumed_sums(0, 1, sums) == {"a": 1.5, "b": 3.0}
 
 
 def test_means_are_over_steps_and_processes() -> None:
