@@ -429,6 +429,8 @@ def test_the_defaults_are_those_of_alternet_50() -> None:
     assert (last.head_dim, last.window_size) == (64, 7)
     assert (model.num_features, model.num_classes, model.in_chans) == (2048, 1000, 3)
     assert (model.stem[0].weight.shape, model.head_drop.p) == ((64, 3, 7, 7), 0)
+    with torch.device("meta"):
+        assert len(AlterNet(drop_path_rate=0.1).stages) == 4, "rates are numbers where no tensor has a value"
     first: Any = AlterNet(device="meta", attention_depths=(1, 1, 1, 1))
     assert first.stages[0][2].attn.num_heads == 3
     assert isinstance(model.stages[0][0], BottleneckUnit)

@@ -361,6 +361,10 @@ def test_epochs_are_trained_saved_and_shown(capsys: pytest.CaptureFixture[str]) 
         f"epoch {i}/4" for i in (2, 3, 4)
     ]
     done.clear()
+    silent = bare("epochs=1")
+    silent._epoch, silent._save, silent._metric_writers = lambda epoch, request: ROW, lambda: None, lambda *_: []
+    silent.train()
+    assert capsys.readouterr().err == ""
     assert trainer.train().resumed_from == 4
     assert done == [], "nothing is left to train"
     second = bare("epochs=1", processes=Two(0, rank=1))
