@@ -1,6 +1,7 @@
 """Each rewrite alone and beside the class-token tail, on networks of two small blocks; what it leaves, by value."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -50,6 +51,15 @@ NETWORKS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "average": ({**RE, "global_pool": "avg", "fc_norm": True}, [10, 1, 2, 0, 2, 0, 5, 2, 0, 0, 2, 2]),
 }
 EVERY = tuple(REWRITES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Networks this small run slower on two threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def network(name: str, **more: Any) -> Any:
