@@ -13,7 +13,7 @@ Operator = tuple[type[cst.CSTNode], Callable[[Any], Iterable[cst.CSTNode]]]
 
 _OTHER_NAME = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 _OTHER_NAME |= {"argmin": "argmax", "argmax": "argmin", "append": "appendleft", "popleft": "pop"}
-_ANY_ORDER = {"min", "max", "transpose", "swapaxes", "promote_types"}
+_ANY_ORDER = {"min", "max", "maximum", "minimum", "transpose", "swapaxes", "promote_types"}
 _NOT_COMMUTATIVE = cst.Subtract | cst.Divide | cst.FloorDivide | cst.Modulo | cst.Power | cst.MatrixMultiply
 
 

@@ -143,6 +143,19 @@ def test_mix_heads_is_a_1x1_convolution() -> None:
     torch.testing.assert_close(mix_heads(maps, convolution.weight.flatten(1), convolution.bias), convolution(maps))
 
 
+@pytest.mark.parametrize("exporting", [False, True])
+def test_an_exported_mix_is_a_product_that_fixes_no_batch(monkeypatch: pytest.MonkeyPatch, exporting: bool) -> None:
+    maps, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((2, 3, 4, 5), (3, 3), (3,)))
+    products: list[tuple[int, ...]] = []
+    matmul = torch.matmul
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: exporting)
+    monkeypatch.setattr(torch, "matmul", lambda a, b: products.append(tuple(a.shape)) or matmul(a, b))  # type: ignore[func-returns-value]
+    mixed = torch.einsum("hg,bgij->bhij", weight, maps)
+    torch.testing.assert_close(mix_heads(maps, weight), mixed, atol=1e-12, rtol=0)
+    torch.testing.assert_close(mix_heads(maps, weight, bias), mixed + bias.view(3, 1, 1), atol=1e-12, rtol=0)
+    assert products == ([(3, 3)] * 2 if exporting else [])
+
+
 def test_identity_initialisation_is_plain_attention() -> None:
     plain = PlainAttention(12, 3).double()
     x = torch.randn(2, 5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

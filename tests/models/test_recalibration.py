@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import ReAttention, VisionTransformer, attention_maps, recalibrate
-from vitx.models.recalibration import normalized_re_attentions, set_closed_form_means
+from vitx.models.recalibration import measure_batch_norm, normalized_re_attentions, set_closed_form_means
 
 SIZE: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 
@@ -108,6 +108,85 @@ def test_recalibrate_restores_training_mode_and_statistics_on_failure() -> None:
     assert torch.equal(norm.running_var, before)
     assert norm.momentum == 0.1
     assert all(module.training for module in model.modules())
+
+
+class WithStem(nn.Module):
+    """Another BatchNorm before the network, and the position embeddings that tell its tokens."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.stem, self.model, self.pos_embed = nn.BatchNorm2d(3).double(), model, model.pos_embed
+
+    def forward(self, images: Tensor) -> Tensor:
+        out: Tensor = self.model(self.stem(images))
+        return out
+
+
+@pytest.mark.parametrize("num_tokens", [None, 40])
+def test_recalibration_measures_the_norms_over_heads_alone(num_tokens: int | None) -> None:
+    one = WithStem(network())
+    before = {key: value.clone() for key, value in one.stem.state_dict().items()}
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    assert recalibrate(one, [images, [images]], num_tokens=num_tokens) == 2
+    for key, value in one.stem.state_dict().items():
+        assert torch.equal(value, before[key])
+    for attention, norm in normalized_re_attentions(one):
+        matrix = attention.reatten_matrix
+        assert matrix.bias is not None
+        mean = matrix.weight[:, :, 0, 0].sum(dim=1) / (num_tokens or 17) + matrix.bias
+        assert norm.running_mean is not None
+        torch.testing.assert_close(norm.running_mean, mean, atol=1e-12, rtol=0)
+        assert norm.num_batches_tracked == 2
+    assert measure_batch_norm([one], [images]) == 1
+    assert one.stem.running_mean is not None
+    torch.testing.assert_close(one.stem.running_mean, images.mean(dim=(0, 2, 3)), atol=1e-12, rtol=0)
+
+
+def test_the_mean_over_batches_is_that_of_all_models_and_nothing_else_trains() -> None:
+    images = [torch.randn(4, 3, 16, 16, dtype=torch.float64) + shift for shift in (0.0, 5.0, -2.0)]
+    first, second = nn.BatchNorm2d(3, momentum=0.7).double(), nn.BatchNorm2d(3, momentum=None).double().eval()
+    models = [nn.Sequential(first, nn.Dropout(0.9)), nn.Sequential(second)]
+    for norm in (first, second):
+        norm.bias.data.fill_(1.0)
+    assert measure_batch_norm(models, images) == 3
+    for norm, momentum, training in ((first, 0.7, True), (second, None, False)):
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        expected = torch.stack([batch.transpose(0, 1).flatten(1).var(dim=1) for batch in images]).mean(dim=0)
+        torch.testing.assert_close(norm.running_var, expected, atol=1e-12, rtol=0)
+        mean = torch.stack([batch.mean(dim=(0, 2, 3)) for batch in images]).mean(dim=0)
+        torch.testing.assert_close(norm.running_mean, mean, atol=1e-12, rtol=0)
+        assert (norm.momentum, norm.training) == (momentum, training)
+        assert norm.weight.grad is None
+    assert models[0][1].training
+    assert models[1].training, "its norm alone was in evaluation mode"
+
+
+def test_what_went_wrong_leaves_the_statistics_and_says_so() -> None:
+    model = WithStem(network()).train()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    with pytest.raises(InputError) as refused:
+        measure_batch_norm([model], [])
+    assert str(refused.value) == "no batch to measure the statistics of BatchNorm on: the loader is empty"
+    with pytest.raises(RuntimeError):
+        measure_batch_norm([model], [images, torch.zeros(1, 7, 16, 16, dtype=torch.float64)])
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+    assert all(module.training for module in model.modules())
+    assert model.stem.momentum == 0.1
+    with pytest.raises(InputError) as refused:
+        recalibrate(nn.Sequential(network()), [images])
+    assert str(refused.value) == ("Sequential has no position embeddings to count tokens by: pass num_tokens")
+
+
+def test_closed_form_means_are_counted_and_take_no_gradient() -> None:
+    model = network()
+    assert set_closed_form_means(model, 9) == 2
+    assert set_closed_form_means(VisionTransformer(**SIZE, attention="plain"), 9) == 0
+    norm = normalized_re_attentions(model)[1][1]
+    assert norm.running_mean is not None
+    assert not norm.running_mean.requires_grad
 
 
 def test_an_impossible_size_is_refused() -> None:

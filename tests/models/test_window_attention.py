@@ -8,6 +8,7 @@ from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import LocalAttention, PlainAttention, WindowAttention, attention_maps
 from vitx.models.alternet import AlterNet, attention_sequence
+from vitx.models.window_attention import _from_windows, _padding_mask, _to_windows, relative_position_index
 
 
 def slow_window_attention(attention: WindowAttention, x: Tensor) -> Tensor:
@@ -48,6 +49,43 @@ def test_window_attention_equals_the_slow_formula(size: tuple[int, int], fused: 
     attention.fused_attn = fused
     x = torch.randn(2, 6, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(attention(x), slow_window_attention(attention, x), atol=1e-10, rtol=0)
+
+
+def test_padded_keys_are_masked_for_every_window() -> None:
+    """A 2×3 map in windows of 2: the second window has its right column outside."""
+    mask = _padding_mask(2, 3, 2, 2, torch.zeros((), dtype=torch.float64))
+    assert (mask.shape, mask.dtype) == ((4, 1, 1, 4), torch.float64)
+    assert mask.squeeze().tolist() == [[0, 0, 0, 0], [0, -1e4, 0, -1e4]] * 2
+    below = _padding_mask(1, 2, 2, 1, torch.zeros(()))
+    assert below.squeeze().tolist() == [0, 0, -1e4, -1e4]
+
+
+def test_windows_are_read_row_by_row_and_put_back() -> None:
+    x = torch.arange(2 * 6 * 4 * 6).view(2, 6, 4, 6)
+    windows = _to_windows(x, 2, 3)
+    assert windows.shape == (2 * 2 * 3, 3, 4, 2)
+    for image, row, column, head, channel, inside in ((0, 0, 0, 0, 0, 1), (1, 1, 2, 2, 1, 2), (0, 1, 0, 1, 0, 3)):
+        found = windows[(image * 2 + row) * 3 + column, head, inside, channel]
+        assert found == x[image, head * 2 + channel, row * 2 + inside // 2, column * 2 + inside % 2]
+    assert torch.equal(_from_windows(windows, 2, 4, 6), x)
+
+
+def test_the_parts_of_a_window_attention() -> None:
+    layer = WindowAttention(6, 5, num_heads=2)
+    assert (layer.head_dim, layer.window_size, layer.scale, layer.fused_attn) == (64, 7, 0.125, True)
+    assert layer.relative_position.shape == (13, 13)
+    assert layer.relative_position.std().item() == pytest.approx(0.02, rel=0.3)
+    assert (layer.qkv.weight.shape, layer.qkv.bias) == ((384, 6, 1, 1), None)
+    assert layer.proj.weight.shape == (5, 128, 1, 1)
+    assert layer.proj.bias is not None
+    assert "position_index" not in layer.state_dict()
+    for parameter in WindowAttention(6, 5, num_heads=2, dtype=torch.float64).parameters():
+        assert parameter.dtype == torch.float64
+    on_meta = WindowAttention(6, 5, num_heads=2, device="meta")
+    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+    index = relative_position_index(3)
+    assert (index.dtype, index.shape) == (torch.int64, (9, 9))
+    assert [index[i, j].item() for i, j in ((0, 0), (0, 8), (8, 0), (1, 3))] == [12, 24, 0, 16]
 
 
 def test_window_attention_gradients() -> None:

@@ -134,6 +134,15 @@ def test_the_entropy_method_takes_the_least_divergence(seed: int) -> None:
     assert _entropy_bins(counts, 16) == min(divergences, key=lambda keep: divergences[keep])
 
 
+def test_the_first_bin_counts_as_its_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(calibration, "_divergence", lambda counts, keep, levels: seen.append(counts.copy()) or 0.0)  # type: ignore[func-returns-value]
+    counts = np.arange(100, 132)
+    assert _entropy_bins(counts, 16) == 16, "the first of equals"
+    assert [found.tolist() for found in seen] == [[101.0, 101.0, *map(float, range(102, 132))]] * 3
+    assert counts[0] == 100
+
+
 def test_a_range_of_few_bins_keeps_as_many_as_there_are_codes() -> None:
     counts = np.zeros(BINS, np.int64)
     counts[1:3] = 5

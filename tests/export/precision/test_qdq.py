@@ -145,11 +145,22 @@ def test_a_bias_that_is_not_of_the_product_alone_is_left_alone() -> None:
     for nodes, bias in cases:
         (layer,) = find_layers(Dataflow(graph_of(nodes, W=w, b=bias)), "int8", "cpu")
         assert layer.bias is None
+    varying = [
+        helper.make_node("ReduceMax", ["x", "axis"], ["v"], name="max", keepdims=0),
+        product,
+        helper.make_node("Add", ["h", "v"], ["logits"], name="add"),
+    ]
+    graph = graph_of(varying, W=w)
+    graph.graph.initializer.append(numpy_helper.from_array(np.array([0]), "axis"))
+    assert [layer.bias for layer in find_layers(Dataflow(graph), "int8", "cpu")] == [None], "a row that is no constant"
     (layer,) = find_layers(Dataflow(graph_of(scalar, W=w, b=np.ones(48))), "int8", "cpu")
     assert layer.bias == ("add", "b")
 
 
-@pytest.mark.parametrize(("opset", "kind", "refused"), [(12, "int8", True), (13, "int8", False), (18, "fp8", True)])
+@pytest.mark.parametrize(
+    ("opset", "kind", "refused"),
+    [(12, "int8", True), (13, "int8", False), (18, "fp8", True), (19, "fp8", False)],
+)
 def test_an_opset_before_the_types_is_refused(opset: int, kind: Any, refused: bool) -> None:
     graph = graph_of([helper.make_node("MatMul", ["x", "W"], ["logits"], name="product")], W=weight(48, 48))
     graph.opset_import[0].version = opset

@@ -320,8 +320,12 @@ def test_a_network_without_attention_has_nothing_to_compare() -> None:
     with pytest.raises(InputError, match="0 attention layers to compare"):
         check_model(recipe, timm.create_model("resnet10t"))
     check_model(recipe, timm.create_model("deit_digits", depth=2))
-    with pytest.raises(InputError, match="1 attention layers to compare"):
+    with pytest.raises(InputError) as refused:
         check_model(recipe, timm.create_model("deit_digits", depth=1))
+    assert str(refused.value) == (
+        "VisionTransformer has 1 attention layers to compare: set losses.attention=0, or choose a model of "
+        "`vitx models`"
+    )
 
 
 @pytest.mark.parametrize("name", ["cosine", "contrastive", "mixing"])
@@ -345,6 +349,17 @@ def test_erased_images_are_mixed_as_others_are(box: str, boxes: int) -> None:
     assert len({tuple(mask.tolist()) for mask in found.partner_Bn}) == boxes
     assert (found.images_B3SS != 9).any()
     assert found.partner_labels_B.tolist() == [5, 4, 3, 2, 1, 0]
+
+
+def test_boxes_are_the_first_that_the_generator_draws() -> None:
+    """Nothing else is drawn where nothing is erased: every run with CutMix alone depends on it."""
+    recipe = apply_overrides(RECIPE, ["cutmix.probability=1", "cutmix.alpha=50", "cutmix.box=sample"])
+    images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+    found = mix_batch(images.clone(), labels, recipe, PatchGrid(8, 4), random.Random(3), classes=10)
+    rng = random.Random(3)
+    expected = cutmix(images, labels, [_sample_box(recipe.cutmix, 8, rng) for _ in range(4)], 4)
+    assert torch.equal(found.partner_Bn, expected.partner_Bn)
+    assert torch.equal(found.images_B3SS, expected.images_B3SS)
 
 
 def test_what_was_mixed_stays_as_it_was(batch: MixedBatch) -> None:

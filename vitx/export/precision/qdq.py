@@ -240,7 +240,8 @@ class _QdqWriter:
         assert layer.bias is not None
         assert layer.weight is not None
         scale = self.scales[layer.activations[0]] * self.quantized.weight(layer.weight, layer.channel_axis)["scale"]
-        value = np.broadcast_to(self.flow.array(layer.bias[1]), scale.shape)
+        # Gemm takes a row (N,), (1, N) or one number: none differs from image to image.
+        value = np.broadcast_to(self.flow.array(layer.bias[1]).reshape(-1), scale.shape)
         codes = _int_codes(value.astype(np.float64) / scale, 2**31 - 1, np.int32)
         return self._constant(f"{layer.bias[1]}/of {layer.node}", codes, scale, 0)
 

@@ -107,7 +107,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optim
         for entry, value in entries.items():
             if isinstance(value, Tensor):
                 tensors[f"{entry}/{owner}"] = gathered(value)
-            elif isinstance(value, int | float | str | None):
+            elif isinstance(value, int | float | None):  # torch loads a text as a generator of its letters
                 numbers[f"{entry}/{owner}"] = value
             else:
                 raise InputError(

@@ -2,6 +2,10 @@
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,7 +71,7 @@ def test_the_next_result_is_made_while_one_is_used() -> None:
 
     def items() -> Iterator[int]:
         for number, event in enumerate(taken):
-            assert threading.current_thread() is not threading.main_thread()
+            assert threading.current_thread().name.startswith("prefetch")
             event.set()
             yield number
 
@@ -95,6 +99,60 @@ def test_breaking_off_and_errors_leave_no_thread() -> None:
     with pytest.raises(OSError, match="gone"):
         next(results)
     assert threading.active_count() == before
+
+
+class OnGpu:
+    """A tensor of a GPU that there need not be: what is done to it, in order."""
+
+    def __init__(self, name: str, done: list[Any]) -> None:
+        self.name, self.done = name, done
+
+    def pin_memory(self) -> "OnGpu":
+        self.done.append(f"pin {self.name}")
+        return self
+
+    def to(self, device: Any, *, non_blocking: bool) -> "OnGpu":
+        self.done.append(f"copy {self.name} to {device} {non_blocking}")
+        return self
+
+    def record_stream(self, stream: Any) -> None:
+        self.done.append(f"{self.name} used by {stream.name}")
+
+
+def test_a_gpu_copies_beside_the_steps_and_waits_for_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        done.append(f"enter {name}")
+        yield
+        done.append(f"leave {name}")
+
+    current = SimpleNamespace(name="steps", wait_event=lambda event: done.append(f"wait for {event}"))
+    copying = SimpleNamespace(name="copies", record_event=lambda: done.append("record") or "the copy")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda, "device", lambda device: within(f"{device}"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: within(stream.name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current if device == "gpu" else None)
+    monkeypatch.setattr(torch, "from_numpy", lambda array: OnGpu("images" if array.ndim == 4 else "labels", done))
+    prefetcher: Any = object.__new__(Prefetcher)
+    prefetcher.device, prefetcher.stream = "gpu", copying
+    (found,) = prefetcher.batches(iter([batch(3)]), ahead=False)
+    copies = [
+        f"{verb} {name}{to}" for name in ("images", "labels") for verb, to in (("pin", ""), ("copy", " to gpu True"))
+    ]
+    assert done == [
+        *("enter gpu", "enter copies", *copies, "record", "leave copies", "leave gpu"),
+        *("wait for the copy", "images used by steps", "labels used by steps"),
+    ]
+    assert (found.number, found.images.name, found.labels.name, found.copied) == (3, "images", "labels", "the copy")
+
+
+def test_a_batch_stays_as_it_was() -> None:
+    (found,) = Prefetcher(PREPROCESSING, CPU).batches(iter([batch()]), ahead=False)
+    assert found.copied is None
+    for one in (found, batch()):
+        with pytest.raises(FrozenInstanceError):
+            one.number = 5  # type: ignore[misc]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -1,0 +1,333 @@
+"""Every node of a graph in float16 or bfloat16, of its float32 twin, and which operators have the types."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.execution import logits_of
+from vitx.export.precision.half import HALVES, LARGEST, NUMPY_TYPES, HalfGraph, cpu_twin
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+HALF: list[tuple[int, Any]] = [(TensorProto.FLOAT16, np.float16), (TensorProto.BFLOAT16, ml_dtypes.bfloat16)]
+ROWS = np.array([-1, 48])
+
+
+def node(op_type: str, inputs: str, output: str, **attributes: Any) -> onnx.NodeProto:
+    """Its name is that of its first output in capitals."""
+    outputs = output.split()
+    return helper.make_node(op_type, inputs.split(), outputs, name=outputs[0].upper(), **attributes)
+
+
+def graph_of(
+    nodes: Sequence[onnx.NodeProto], outputs: str = "logits", opset: int = 20, **constants: Any
+) -> onnx.ModelProto:
+    """uint8 (N, 4, 4, 3) → `pixels` → `x` (N, 48) → `nodes` → each of `outputs` (N, 48)."""
+    first = [node("Cast", "images", "pixels", to=FLOAT), node("Reshape", "pixels rows", "x")]
+    graph = helper.make_graph(
+        [*first, *nodes],
+        "small",
+        [helper.make_tensor_value_info("images", TensorProto.UINT8, ["N", 4, 4, 3])],
+        [helper.make_tensor_value_info(name, FLOAT, ["N", None]) for name in outputs.split()],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in {"rows": ROWS, **constants}.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=10)
+
+
+def checked(graph: onnx.ModelProto) -> onnx.ModelProto:
+    onnx.checker.check_model(graph, full_check=True)
+    return graph
+
+
+def nodes_of(graph: onnx.ModelProto) -> list[tuple[str, str, str]]:
+    """(operator, inputs, outputs); of a Cast also the type, and its name's."""
+    found = []
+    for each in graph.graph.node:
+        kind = each.op_type
+        if kind == "Cast":
+            kind += f" {TensorProto.DataType.Name(each.attribute[0].i)}"
+        found.append((kind, " ".join(each.input), " ".join(each.output)))
+    return found
+
+
+def held(graph: onnx.ModelProto) -> dict[str, Any]:
+    return {tensor.name: numpy_helper.to_array(tensor) for tensor in graph.graph.initializer}
+
+
+# The weight is read twice; `s` by two nodes.
+BRANCHES = [
+    *(node("Mul", "x f", "m"), node("Relu", "m", "r"), node("MatMul", "r W", "s")),
+    *(node("Sigmoid", "s", "a"), node("Mul", "s a", "t"), node("MatMul", "t W", "logits")),
+]
+
+
+def branches(**more: Any) -> onnx.ModelProto:
+    weight = np.random.default_rng(0).normal(0, 0.1, (48, 48)).astype(np.float32)
+    return graph_of(BRANCHES, **{"W": weight, "f": np.float32(0.01), **more})
+
+
+def test_the_types() -> None:
+    assert HALVES == {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+    for kind, dtype in HALF:
+        assert NUMPY_TYPES[kind] == np.dtype(dtype)
+        assert LARGEST[kind] == float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    assert LARGEST.keys() == NUMPY_TYPES.keys() == set(HALVES.values())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_every_node_without_islands(kind: int, dtype: Any) -> None:
+    name = TensorProto.DataType.Name(kind)
+    half = HalfGraph(Dataflow(branches()), kind)
+    assert half.floating == ["PIXELS", "X", "M", "R", "S", "A", "T", "LOGITS"]
+    assert half.without_kernel == ()
+    graph = checked(half.build(()))
+    assert nodes_of(graph) == [
+        (f"Cast {name}", "images", "pixels"),
+        ("Reshape", "pixels rows", "x"),
+        ("Mul", "x f/half", "m"),
+        ("Relu", "m", "r"),
+        ("MatMul", "r W/half", "s"),
+        ("Sigmoid", "s", "a"),
+        ("Mul", "s a", "t"),
+        ("MatMul", "t W/half", "logits/half"),
+        ("Cast FLOAT", "logits/half", "logits"),
+    ]
+    assert graph.graph.node[-1].name == "logits/half to logits"
+    constants, before = held(graph), held(branches())
+    assert constants.keys() == {"rows", "f/half", "W/half"}
+    assert constants["W/half"].dtype == dtype
+    np.testing.assert_array_equal(constants["W/half"], before["W"].astype(dtype))
+
+
+def test_a_cast_stands_only_between_the_types() -> None:
+    half = HalfGraph(Dataflow(branches()), TensorProto.FLOAT16)
+    graph = checked(half.build(["S", "LOGITS"]))
+    assert nodes_of(graph)[3:] == [
+        ("Relu", "m", "r"),
+        ("Cast FLOAT", "r", "r/as float"),
+        ("MatMul", "r/as float W", "s"),
+        ("Cast FLOAT16", "s", "s/as half"),
+        ("Sigmoid", "s/as half", "a"),
+        ("Mul", "s/as half a", "t"),
+        ("Cast FLOAT", "t", "t/as float"),
+        ("MatMul", "t/as float W", "logits"),
+    ]
+    assert held(graph).keys() == {"rows", "f/half", "W"}
+    whole = checked(half.build(half.floating))
+    assert nodes_of(whole) == nodes_of(branches())
+    (weighed,) = (each for each in nodes_of(checked(half.build(["S"]))) if each[2] == "logits/half")
+    assert weighed == ("MatMul", "t W/half", "logits/half"), "the weight is held in both types"
+    assert held(half.build(["S"])).keys() == {"rows", "f/half", "W", "W/half"}
+
+
+def test_an_output_that_the_graph_itself_reads() -> None:
+    """Its name is that of the float32 form, which a float32 node reads without a Cast of its own."""
+    nodes = [node("Relu", "x", "logits"), node("Neg", "logits", "n"), node("Abs", "n", "embedding")]
+    half = HalfGraph(Dataflow(graph_of(nodes, "logits embedding")), TensorProto.FLOAT16)
+    assert nodes_of(checked(half.build(())))[2:] == [
+        ("Relu", "x", "logits/half"),
+        ("Cast FLOAT", "logits/half", "logits"),
+        ("Neg", "logits/half", "n"),
+        ("Abs", "n", "embedding/half"),
+        ("Cast FLOAT", "embedding/half", "embedding"),
+    ]
+    assert nodes_of(checked(half.build(["N", "EMBEDDING"])))[2:] == [
+        ("Relu", "x", "logits/half"),
+        ("Cast FLOAT", "logits/half", "logits"),
+        ("Neg", "logits", "n"),
+        ("Abs", "n", "embedding"),
+    ]
+    assert nodes_of(checked(half.build(["LOGITS"])))[2:] == [
+        ("Cast FLOAT", "x", "x/as float"),
+        ("Relu", "x/as float", "logits"),
+        ("Cast FLOAT16", "logits", "logits/as half"),
+        ("Neg", "logits/as half", "n"),
+        ("Abs", "n", "embedding/half"),
+        ("Cast FLOAT", "embedding/half", "embedding"),
+    ]
+
+
+def test_a_node_of_two_outputs_and_an_input_left_out() -> None:
+    """TopK gives values of the type and int64 indices; Clip has no lower bound."""
+    nodes = [
+        *(node("Clip", "x", "c"), node("TopK", "c k", "values indices")),
+        node("Cast", "indices", "i", to=FLOAT),
+        node("Add", "values i", "logits"),
+    ]
+    nodes[0].input.extend(["", "high"])
+    model = graph_of(nodes, k=np.array([3]), high=np.float32(100))
+    graph = checked(HalfGraph(Dataflow(model), TensorProto.FLOAT16).build(()))
+    assert nodes_of(graph)[2:] == [
+        ("Clip", "x  high/half", "c"),
+        ("TopK", "c k", "values indices"),
+        ("Cast FLOAT16", "indices", "i"),
+        ("Add", "values i", "logits/half"),
+        ("Cast FLOAT", "logits/half", "logits"),
+    ]
+    assert nodes_of(checked(cpu_twin(graph)))[6:12] == [
+        ("Clip", "x  high/half", "c/exact"),
+        ("Cast FLOAT16", "c/exact", "c/rounded"),
+        ("Cast FLOAT", "c/rounded", "c"),
+        ("TopK", "c k", "values/exact indices"),
+        ("Cast FLOAT16", "values/exact", "values/rounded"),
+        ("Cast FLOAT", "values/rounded", "values"),
+    ]
+
+
+# Nodes that name the type of their result, and one that names another type.
+NAMED_TYPES = [
+    node("Cast", "x", "whole", to=INT64),
+    node("EyeLike", "whole", "eye", dtype=FLOAT),
+    node("Shape", "x", "size"),
+    node("ConstantOfShape", "size", "filled", value=numpy_helper.from_array(np.array([0.1], np.float32), "v")),
+    node("ConstantOfShape", "size", "counts", value=numpy_helper.from_array(np.array([7]), "v")),
+    node("Constant", "", "third", value=numpy_helper.from_array(np.array(1 / 3, np.float32), "v")),
+    node("Cast", "counts", "seven", to=FLOAT),
+    node("Sum", "x eye filled seven third", "logits"),
+]
+
+
+def types_given(graph: onnx.ModelProto) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in graph.graph.node:
+        for given in each.attribute:
+            if given.name == "value":
+                value = numpy_helper.to_array(given.t)
+                found[each.output[0]] = (given.t.name, value.dtype, value.ravel().astype(np.float64).tolist())
+            else:
+                found[each.output[0]] = given.i
+    return found
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_the_type_of_a_result_is_named_where_a_node_names_one(kind: int, dtype: Any) -> None:
+    flow = Dataflow(graph_of(NAMED_TYPES, opset=22))  # EyeLike has bfloat16 since opset 22
+    half = checked(HalfGraph(flow, kind).build(()))
+    found = types_given(half)
+    tenth, third = (float(np.float32(value).astype(dtype)) for value in (0.1, 1 / 3))
+    assert found == {
+        "pixels": kind,
+        "whole": INT64,
+        "eye": kind,
+        "seven": kind,
+        "logits": FLOAT,
+        "filled": ("v", np.dtype(dtype), [tenth]),
+        "third": ("v", np.dtype(dtype), [third]),
+        "counts": ("v", np.dtype(np.int64), [7]),
+    }
+    islands = types_given(HalfGraph(flow, kind).build(["EYE", "FILLED", "THIRD", "SEVEN"]))
+    assert (islands["eye"], islands["seven"], islands["pixels"]) == (FLOAT, FLOAT, kind)
+    assert islands["filled"] == ("v", np.dtype(np.float32), [float(np.float32(0.1))])
+    twin = types_given(cpu_twin(half))
+    assert twin == {
+        "pixels/exact": FLOAT,
+        "whole": INT64,
+        "eye/exact": FLOAT,
+        "seven/exact": FLOAT,
+        "logits": FLOAT,
+        "filled/exact": ("v", np.dtype(np.float32), [tenth]),
+        "third/exact": ("v", np.dtype(np.float32), [third]),
+        "counts": ("v", np.dtype(np.int64), [7]),
+        **{f"{name}/rounded": kind for name in ("pixels", "x", "eye", "filled", "third", "seven", "logits/half")},
+        **dict.fromkeys(("pixels", "x", "eye", "filled", "third", "seven", "logits/half"), FLOAT),
+    }
+
+
+def test_every_node_of_the_twin() -> None:
+    half = HalfGraph(Dataflow(branches()), TensorProto.BFLOAT16).build(["M", "R", "A"])
+    twin = checked(cpu_twin(half))
+
+    def rounded(name: str) -> list[tuple[str, str, str]]:
+        return [("Cast BFLOAT16", f"{name}/exact", f"{name}/rounded"), ("Cast FLOAT", f"{name}/rounded", name)]
+
+    assert nodes_of(twin) == [
+        *(("Cast FLOAT", "images", "pixels/exact"), *rounded("pixels")),
+        *(("Reshape", "pixels rows", "x/exact"), *rounded("x")),
+        ("Cast FLOAT", "x", "x/as float"),
+        ("Mul", "x/as float f", "m"),
+        ("Relu", "m", "r"),
+        *(("Cast FLOAT", "r", "r/as half/exact"), *rounded("r/as half")),
+        *(("MatMul", "r/as half W/half", "s/exact"), *rounded("s")),
+        ("Cast FLOAT", "s", "s/as float"),
+        ("Sigmoid", "s/as float", "a"),
+        *(("Cast FLOAT", "a", "a/as half/exact"), *rounded("a/as half")),
+        *(("Mul", "s a/as half", "t/exact"), *rounded("t")),
+        *(("MatMul", "t W/half", "logits/half/exact"), *rounded("logits/half")),
+        ("Cast FLOAT", "logits/half", "logits"),
+    ]
+    constants, before = held(twin), held(half)
+    assert constants["W/half"].dtype == np.float32
+    np.testing.assert_array_equal(constants["W/half"], before["W/half"].astype(np.float32))
+    assert constants["rows"].dtype == np.int64
+
+
+@pytest.mark.parametrize(("kind", "dtype"), HALF)
+def test_the_arithmetic_of_the_twin(kind: int, dtype: Any) -> None:
+    """Each tensor is rounded where it is made; products are summed in float32."""
+    images = np.random.default_rng(1).integers(0, 256, (16, 4, 4, 3), dtype=np.uint8)
+    graph = branches()
+    constants = held(graph)
+
+    def rounded(value: Any) -> Any:
+        return np.asarray(value, np.float32).astype(dtype).astype(np.float32)
+
+    w, f = rounded(constants["W"]), rounded(constants["f"])
+    r = np.maximum(rounded(images.reshape(-1, 48) * f), 0)
+    s = rounded(r @ w)
+    t = rounded(s * rounded(1 / (1 + np.exp(-s))))
+    found = logits_of(cpu_twin(HalfGraph(Dataflow(graph), kind).build(())), images)
+    expected = rounded(t @ w)
+    step = float(ml_dtypes.finfo(dtype).eps)  # type: ignore[no-untyped-call]
+    np.testing.assert_allclose(found, expected, rtol=step, atol=step * np.abs(expected).max())
+    assert (found == expected).mean() > 0.9, "sums in another order rarely round to a neighbour"
+
+
+def test_a_constant_beyond_the_type_becomes_infinite_and_says_nothing() -> None:
+    graph = branches(f=np.float32(1e5))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert np.isposinf(held(HalfGraph(Dataflow(graph), TensorProto.FLOAT16).build(()))["f/half"])
+
+
+@pytest.mark.parametrize(
+    ("op_type", "opset", "kinds"),
+    [
+        ("Conv", 21, {"fp16"}),
+        ("Conv", 22, {"fp16", "bf16"}),
+        ("Relu", 12, {"fp16"}),
+        ("Relu", 13, {"fp16", "bf16"}),
+        ("TopK", 20, {"fp16"}),
+        ("MatMul", 20, {"fp16", "bf16"}),
+        ("LayerNormalization", 20, {"fp16", "bf16"}),
+        ("Cast", 20, {"fp16", "bf16"}),
+        ("Where", 20, {"fp16", "bf16"}),
+        ("NonMaxSuppression", 20, set()),  # float32, whatever the input: no variable stands for it
+        ("BitShift", 20, set()),
+    ],
+)
+def test_an_operator_has_the_types_of_its_definition(op_type: str, opset: int, kinds: set[str]) -> None:
+    graph = graph_of([node("Relu", "x", "logits")], opset=opset)
+    made = helper.make_node(op_type, ["x"], ["y"])
+    found = {name for name, kind in HALVES.items() if HalfGraph(Dataflow(graph), kind)._has_half(made)}
+    assert found == kinds
+    made.domain = "ai.onnx"
+    assert {name for name, kind in HALVES.items() if HalfGraph(Dataflow(graph), kind)._has_half(made)} == kinds
+    made.domain = "com.microsoft"
+    assert not HalfGraph(Dataflow(graph), TensorProto.FLOAT16)._has_half(made)
+
+
+def test_an_operator_without_the_type_stays_in_float32() -> None:
+    model = graph_of([node("Mul", "x f", "m"), node("Selu", "m", "logits")], f=np.float32(2))
+    half = HalfGraph(Dataflow(model), TensorProto.BFLOAT16)
+    assert half.without_kernel == ("LOGITS",)
+    assert nodes_of(half.build(()))[2:] == [
+        ("Mul", "x f/half", "m"),
+        ("Cast FLOAT", "m", "m/as float"),
+        ("Selu", "m/as float", "logits"),
+    ]
