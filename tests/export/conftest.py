@@ -47,6 +47,7 @@ def export(out: Path) -> None:
     from vitx.cli import main
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitx.export.bundling.run_limited", run_here)
         patch.setattr(sys, "argv", ["vitx", "export", *SOURCE, "--out", str(out), "--quiet"])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -62,11 +63,12 @@ def own_bundle(exported_bundle: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace and lower in this process, which has imported PyTorch; tests/core/test_sandbox.py tests the limits."""
+    monkeypatch.setattr("vitx.export.bundling.run_limited", run_here)
 
-    def run(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
-        return function(*arguments)
 
-    monkeypatch.setattr("vitx.export.bundling.run_limited", run)
+def run_here(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+    """In place of a process of its own, which tests/house/test_readme.py starts."""
+    return function(*arguments)
 
 
 def load_generator() -> ModuleType:

@@ -78,7 +78,7 @@ def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     exact = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "fp32.onnx")
     lowered = HalfGraph(Dataflow(exact), TensorProto.FLOAT16).build(())
     if name == "deit_small_12":
-        found = lower_precision(exact, "fp16", crops(32, 224), quiet=True)
+        found = lower_precision(exact, "fp16", crops(8, 224), quiet=True)
         assert found.graph == lowered
     graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
     onnx.save(lowered, graph)
