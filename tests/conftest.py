@@ -1,7 +1,9 @@
 """One thread: networks here are small, and pytest's workers and the servers they start share the cores."""
 
+import functools
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +19,19 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VITX_TESTS_SHARED_FOLDER", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_read_once() -> Iterator[None]:
+    """PyTorch's exporter parses the sources of its 500 operators in each export, which takes a second."""
+    if "onnxscript" not in sys.modules:  # no test that exports was collected
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         yield
 
 

@@ -1,12 +1,11 @@
 """One exported bundle for all tests of the exporter (a test that changes it takes a copy), and TensorRT's bindings."""
 
 import fcntl
-import functools
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,13 +94,3 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"the bindings of {request.param} cannot be downloaded here; our calls are checked all the same")
     environment: dict[str, str] = GENERATOR.unpack_bindings(next(folder.glob("*.whl")), folder)
     return request.param, environment
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operators_read_once() -> Iterator[None]:
-    """PyTorch's exporter parses the sources of its 500 operators in each export, which takes a second."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
-        yield
