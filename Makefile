@@ -29,6 +29,9 @@ check: $(VENV)/.dev.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Hundreds of processes and two test workers import the same files: compiled ones are kept, whatever the shell says.
+test coverage: export PYTHONDONTWRITEBYTECODE =
+
 test: check
 	$(BIN)/pytest -n 2 --dist worksteal
 

@@ -1,6 +1,9 @@
 """One thread: networks here are small, and pytest's workers and the servers they start share the cores."""
 
+import functools
+import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +21,30 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("VITX_CACHE", str(folder / "cache"))
         patch.setenv("VITX_TESTS_SHARED_FOLDER", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def operators_read_once() -> Iterator[None]:
+    """PyTorch's exporter parses the sources of its 500 operators in each export, which takes a second."""
+    if "onnxscript" not in sys.modules:  # no test that exports was collected
+        yield
+        return
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
+        yield
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays: the garbage collector need not look through its 800,000 objects again.
+
+    Tracing a network allocates so much that looking every 700 objects took a tenth of such a test.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report as leaks what is never collected

@@ -125,26 +125,21 @@ def stride_of(name: str, width: int) -> int:
     return row if name.endswith("_n") else TOKENS * row
 
 
-def resources(binary: Any) -> dict[str, Any]:
-    """Registers, stack and shared memory of a compiled kernel, and its longest loop by kind of instruction."""
+def resources(binary: Any) -> dict[str, int]:
+    """Registers, stack (spilled registers) and shared memory of a compiled kernel."""
+    usage = tool("cuobjdump", "-res-usage", binary=binary)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found is not None, usage
+    return {"registers": int(found[1]), "stack_bytes": int(found[2]), "shared_bytes": binary.metadata.shared}
+
+
+def tool(name: str, option: str, *, binary: Any) -> str:
+    """What one of CUDA's tools says of a compiled kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(binary.asm["cubin"])
-        usage = tool("cuobjdump", "-res-usage", cubin)
-        listing = tool("nvdisasm", "-c", cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found is not None, usage
-    return {
-        "registers": int(found[1]),
-        "stack_bytes": int(found[2]),
-        "shared_bytes": binary.metadata.shared,
-        "loop": longest_loop(listing),
-    }
-
-
-def tool(name: str, *arguments: object) -> str:
-    command = [str(TOOLS / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        command = [str(TOOLS / name), option, str(cubin)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def longest_loop(listing: str) -> dict[str, int]:
@@ -195,7 +190,10 @@ def roofline(rows: dict[str, dict[str, Any]], width: int, gpu: Gpu) -> dict[str,
 
 
 def measured(architecture: int, width: int) -> dict[str, Any]:
-    rows = {kernel.title: resources(compiled(kernel, width, architecture)) for kernel in kernels(width)}
+    rows: dict[str, dict[str, Any]] = {}
+    for kernel in kernels(width):
+        binary = compiled(kernel, width, architecture)
+        rows[kernel.title] = {**resources(binary), "loop": longest_loop(tool("nvdisasm", "-c", binary=binary))}
     for title, row in rows.items():
         loop = sum(row["loop"].values())
         print(

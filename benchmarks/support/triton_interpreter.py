@@ -1,6 +1,7 @@
-"""Triton's interpreter, mended for NumPy 2.5 and for products of bfloat16."""
+"""Triton's interpreter, mended for NumPy 2.5 and for products of bfloat16, and made faster."""
 
 import os
+from inspect import getmembers
 from typing import Any
 
 
@@ -28,5 +29,16 @@ def patch_interpreter() -> None:
         """The interpreter keeps bfloat16 as bits, and would multiply those."""
         return multiply(builder, in_float32(a), in_float32(b), *rest)
 
+    packages = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor_descriptor_base)
+    names = {each: [name for name, member in getmembers(each) if tl.core.is_builtin(member)] for each in packages}
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        """The interpreter looks for them among all members at each call of a function."""
+        for name in names[package]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # not patched already, by the function that calls this one
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang_tensor = patched
     interpreter.InterpreterBuilder.create_dot = dot

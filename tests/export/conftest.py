@@ -1,12 +1,11 @@
 """One exported bundle for all tests of the exporter (a test that changes it takes a copy), and TensorRT's bindings."""
 
 import fcntl
-import functools
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -47,6 +46,7 @@ def export(out: Path) -> None:
     from vitx.cli import main
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vitx.export.bundling.run_limited", run_here)
         patch.setattr(sys, "argv", ["vitx", "export", *SOURCE, "--out", str(out), "--quiet"])
         with pytest.raises(SystemExit) as ended:
             main()
@@ -62,11 +62,12 @@ def own_bundle(exported_bundle: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trace and lower in this process, which has imported PyTorch; tests/core/test_sandbox.py tests the limits."""
+    monkeypatch.setattr("vitx.export.bundling.run_limited", run_here)
 
-    def run(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
-        return function(*arguments)
 
-    monkeypatch.setattr("vitx.export.bundling.run_limited", run)
+def run_here(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+    """In place of a process of its own, which tests/house/test_readme.py starts."""
+    return function(*arguments)
 
 
 def load_generator() -> ModuleType:
@@ -93,13 +94,3 @@ def bindings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip(f"the bindings of {request.param} cannot be downloaded here; our calls are checked all the same")
     environment: dict[str, str] = GENERATOR.unpack_bindings(next(folder.glob("*.whl")), folder)
     return request.param, environment
-
-
-@pytest.fixture(scope="session", autouse=True)
-def operators_read_once() -> Iterator[None]:
-    """PyTorch's exporter parses the sources of its 500 operators in each export, which takes a second."""
-    from torch.onnx._internal.exporter._registration import ONNXRegistry
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
-        yield

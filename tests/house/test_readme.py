@@ -1,6 +1,7 @@
 """The README's step-by-step block, run command by command, and its Python block against the same server.
 
-Training is a process of its own; the other verbs that need PyTorch run in this one, which has imported it already.
+Training is a process of its own, forked from one that has imported PyTorch; the other verbs that need it run in this
+process, which has imported it too.
 """
 
 import json
@@ -22,7 +23,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from cli_fixture import run_in_process
-from training_jobs import TINY_SETTINGS
+from training_jobs import TINY_SETTINGS, VitxProcess
 from vitx.data.open import open_images
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +108,10 @@ def test_the_steps_of_the_readme(
         verb = step.split()[1]
         if verb in IN_THIS_PROCESS:
             code, _, said = run_in_process(tuple(shlex.split(step)[1:]), monkeypatch, capsys)
+            assert code == 0, f"{step}\n{said}"
+        elif verb == "train":
+            arguments = (*shlex.split(step)[1:], *SHORTER[verb])
+            code, said = VitxProcess(tmp_path, arguments, tmp_path / "train.log").wait()
             assert code == 0, f"{step}\n{said}"
         else:
             run(shlex.join([*shlex.split(step), *SHORTER.get(verb, [])]), tmp_path)

@@ -15,6 +15,7 @@ from run_fixture import write_trained_run
 from vitx.core.bundle import Bundle, Precision
 from vitx.core.run import RunFolder
 from vitx.export import ExportOptions, SourceRequest, export_bundle
+from vitx.export.bundling import trace_to_file
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.half import HALVES, HalfGraph
 
@@ -26,10 +27,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def in_this_process() -> Iterator[None]:
-    """Export here, where PyTorch is imported already."""
+    """Export here, where PyTorch is imported already; one graph serves every precision that is made of it."""
+    traced: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
 
     def run(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
-        return function(*arguments)
+        if function is not trace_to_file:
+            return function(*arguments)
+        request, rewrites, path, opset = arguments
+        key = (request, rewrites, opset)
+        if key not in traced:
+            traced[key] = function(*arguments), path.read_bytes()
+        result, graph = traced[key]
+        path.write_bytes(graph)
+        return result
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vitx.export.bundling.run_limited", run)

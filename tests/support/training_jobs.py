@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -103,19 +104,35 @@ def train_one(recipe: Recipe, out: Path, environment: Mapping[str, str], resume:
 
 def vitx_in(folder: Path, arguments: tuple[str, ...], errors: Path) -> None:
     """Run the command line in this process, with one thread and no GPU; what it prints goes to `errors`."""
-    import torch
-
     from vitx.cli import main
+
+    _prepare(folder, errors)
+    sys.argv = ["vitx", *arguments]
+    main()
+
+
+def script_in(folder: Path, program: Path, printed: Path) -> None:
+    """Run a Python file as `vitx_in` does the command line, its conversions in this process too."""
+    import vitx.export.bundling
+
+    def run_here(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
+        return function(*arguments)
+
+    _prepare(folder, printed)
+    vitx.export.bundling.run_limited = run_here  # type: ignore[attr-defined]  # in this process only
+    runpy.run_path(str(program), run_name="__main__")
+
+
+def _prepare(folder: Path, printed: Path) -> None:
+    import torch
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.chdir(folder)
-    with errors.open("w") as file:
+    with printed.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = ["vitx", *arguments]
-    main()
 
 
 class VitxProcess:

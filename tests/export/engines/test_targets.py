@@ -1,6 +1,8 @@
 """Precision, engines, OpenVINO and Triton through `vitx export`, and a compiler that crashes."""
 
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -50,6 +52,13 @@ def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_pr
         tensor.data_type for tensor in onnx.load(str(bundle.model_path)).graph.initializer if len(tensor.dims) > 1
     }
     assert onnx.TensorProto.FLOAT16 in weights
+
+
+def test_the_process_of_a_conversion_imports_no_torch() -> None:
+    """It would take 3 s and 600 MB of each, under its limits."""
+    code = "import sys; import vitx.export.engines.targets; print({'torch', 'timm'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "set()\n"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,11 @@
 """Every line that calls TensorRT, against the names and signatures of TensorRT 10.16, 11.4 and TensorRT for RTX 1.7."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -31,23 +33,6 @@ NEEDED = (
 )
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The modules that call TensorRT and what they import, without the rest of their stages and its torch."""
-    return copy_modules(tmp_path_factory.mktemp("sources"), NEEDED)
-
-
-def type_errors(sources: Path, version: str, *names: str) -> str:
-    """What a strict mypy says of the modules, with the stub's conditions set to one version."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=silent"]
-    command += ["--explicit-package-bases", f"--cache-dir={sources / 'cache' / version}"]
-    command += [f"--always-{str(name == version).lower()}={name}" for name in VERSIONS]
-    command += names
-    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(sources), str(ROOT / "typings")])}
-    done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stdout + done.stderr
-
-
 WRONG = """    def wrong(self) -> None:
         self.trt.Bilder
         self.trt.BuilderFlag.FP61
@@ -66,35 +51,6 @@ FOREIGN = {
     ),
     RTX: ("self.trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS", '"PREFER_AOT_PYTHON_PLUGINS"'),
 }
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_calls_exist_in_every_version(sources: Path, version: str) -> None:
-    callers = CALLERS if version == RTX else (*CALLERS, *CLASSIC_CALLERS)
-    assert type_errors(sources, version, *callers) == ""
-    # And the check can fail: of names, of attributes, of signatures, of names that other versions have.
-    wrong, place = sources / "vitx" / "export" / "engines" / "wrong.py", "    def _logger("
-    library = (sources / "vitx" / "export" / "engines" / "tensorrt_library.py").read_text()
-    assert place in library
-    foreign, error = FOREIGN[version]
-    wrong.write_text(library.replace(place, WRONG.format(foreign=foreign) + place))
-    errors = type_errors(sources, version, "vitx/export/engines/wrong.py")
-    for text in ('"Bilder"', '"FP61"', '"max_workspace_size"', '"OnnxParser"', error):
-        assert text in errors, f"{text} not found in:\n{errors}"
-
-
-def test_a_call_of_one_flavour_alone_needs_its_branch(sources: Path) -> None:
-    """Without its `hasattr`, what only TensorRT for RTX has is an error with the classic one."""
-    path = sources / "vitx" / "export" / "engines" / "unguarded.py"
-    text = (sources / "vitx" / "export" / "engines" / "tensorrt_library.py").read_text()
-    guard = 'if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):'
-    assert guard in text
-    path.write_text(text.replace(guard, "if not architectures:"))
-    errors = type_errors(sources, "TENSORRT_11_4", "vitx/export/engines/unguarded.py")
-    assert 'has no attribute "set_compute_capability"' in errors
-    assert type_errors(sources, RTX, "vitx/export/engines/unguarded.py") == ""
-
-
 RUNNING_WRONG = """    def wrong(self) -> None:
         self._engine.create_context()
         self._context(0).execute_async_v2(self._stream.handle)
@@ -102,39 +58,108 @@ RUNNING_WRONG = """    def wrong(self) -> None:
         self.trt.ExecutionContextAllocationStrategy.ON_DEMAND
 
 """
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_check_of_the_serving_session_can_fail(sources: Path, version: str) -> None:
-    path, place = sources / "vitx" / "runtimes" / "wrong.py", "    def _name("
-    session = (sources / "vitx" / "runtimes" / "tensorrt.py").read_text()
-    assert session.count(place) == 1
-    path.write_text(session.replace(place, RUNNING_WRONG + place))
-    errors = type_errors(sources, version, "vitx/runtimes/wrong.py")
-    for text in ('"create_context"', '"execute_async_v2"', '"set_tensor_address"', '"ON_DEMAND"'):
-        assert text in errors, f"{text} not found in:\n{errors}"
-
-
 PLUGIN_WRONG = {
     '"liek"': ("query.like()", "query.liek()"),
     '"grid"': ("grid_y=batch", "grid=batch"),
     '"FormatCombination"': ("[trtp.AutoTuneCombination(", "[trtp.FormatCombination("),
     '"aot_implement"': ("@trtp.aot_impl(REATTENTION)", "@trtp.aot_implement(REATTENTION)"),
 }
+GUARD = 'if not hasattr(self.trt, "ComputeCapability") or not hasattr(config, "set_compute_capability"):'
 
 
-def test_the_check_of_the_plugin_can_fail(sources: Path) -> None:
-    path = sources / "vitx" / "export" / "engines" / "wrong_plugin.py"
-    text = (sources / "vitx" / "export" / "engines" / "flash_plugin.py").read_text()
-    for right, wrong in PLUGIN_WRONG.values():
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The modules that call TensorRT and what they import, without the rest of their stages and its torch."""
+    return copy_modules(tmp_path_factory.mktemp("sources"), NEEDED)
+
+
+def replaced(path: Path, changes: Iterable[tuple[str, str]]) -> str:
+    """The text of a module after changes: what to look for, and what to put there."""
+    text = path.read_text()
+    for right, wrong in changes:
         assert right in text
         text = text.replace(right, wrong)
-    path.write_text(text)
-    errors = type_errors(sources, "TENSORRT_11_4", "vitx/export/engines/wrong_plugin.py")
+    return text
+
+
+def write_wrong_modules(sources: Path) -> list[str]:
+    """Copies of modules with wrong lines; wrong_VERSION.py is for that version alone."""
+    engines = "vitx/export/engines"
+    place = "    def _logger("
+    texts = {
+        f"{engines}/wrong_{version}.py": replaced(
+            sources / engines / "tensorrt_library.py", [(place, WRONG.format(foreign=foreign) + place)]
+        )
+        for version, (foreign, _) in FOREIGN.items()
+    }
+    texts[f"{engines}/unguarded.py"] = replaced(
+        sources / engines / "tensorrt_library.py", [(GUARD, "if not architectures:")]
+    )
+    texts[f"{engines}/wrong_plugin.py"] = replaced(sources / engines / "flash_plugin.py", PLUGIN_WRONG.values())
+    place = "    def _name("
+    texts["vitx/runtimes/wrong.py"] = replaced(
+        sources / "vitx" / "runtimes" / "tensorrt.py", [(place, RUNNING_WRONG + place)]
+    )
+    for name, text in texts.items():
+        (sources / name).write_text(text)
+    return list(texts)
+
+
+@pytest.fixture(scope="module")
+def type_errors(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
+    """(version, module) -> what a strict mypy says of the module, with the stub's conditions set to one version.
+
+    mypy reads all modules once a version. Only the stub's sections differ between versions, so what the modules import
+    from elsewhere is analysed once.
+    """
+    names = [*CALLERS, *CLASSIC_CALLERS, *write_wrong_modules(sources)]
+    folder = tmp_path_factory.mktemp("mypy")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--explicit-package-bases"]
+    command += [f"--cache-dir={folder / 'cache'}", f"--config-file={folder / 'mypy.ini'}", *names]
+    environment = {**os.environ, "MYPYPATH": os.pathsep.join([str(sources), str(ROOT / "typings")])}
+
+    @functools.cache
+    def all_errors(version: str) -> list[str]:
+        others = ",".join(name for name in VERSIONS if name != version)
+        of_the_stub = f"[mypy-tensorrt,tensorrt.*]\nalways_true = {version}\nalways_false = {others}\n"
+        (folder / "mypy.ini").write_text(f"[mypy]\n{of_the_stub}")
+        done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stdout + done.stderr  # errors were found, the wrong modules'
+        return done.stdout.splitlines()
+
+    return lambda version, name: "\n".join(line for line in all_errors(version) if line.startswith(f"{name}:"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_calls_exist_in_every_version(type_errors: Callable[[str, str], str], version: str) -> None:
+    for name in CALLERS if version == RTX else (*CALLERS, *CLASSIC_CALLERS):
+        assert type_errors(version, name) == ""
+    # And the check can fail: of names, of attributes, of signatures, of names that other versions have.
+    errors = type_errors(version, f"vitx/export/engines/wrong_{version}.py")
+    for text in ('"Bilder"', '"FP61"', '"max_workspace_size"', '"OnnxParser"', FOREIGN[version][1]):
+        assert text in errors, f"{text} not found in:\n{errors}"
+
+
+def test_a_call_of_one_flavour_alone_needs_its_branch(type_errors: Callable[[str, str], str]) -> None:
+    """Without its `hasattr`, what only TensorRT for RTX has is an error with the classic one."""
+    errors = type_errors("TENSORRT_11_4", "vitx/export/engines/unguarded.py")
+    assert 'has no attribute "set_compute_capability"' in errors
+    assert type_errors(RTX, "vitx/export/engines/unguarded.py") == ""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_check_of_the_serving_session_can_fail(type_errors: Callable[[str, str], str], version: str) -> None:
+    errors = type_errors(version, "vitx/runtimes/wrong.py")
+    for text in ('"create_context"', '"execute_async_v2"', '"set_tensor_address"', '"ON_DEMAND"'):
+        assert text in errors, f"{text} not found in:\n{errors}"
+
+
+def test_the_check_of_the_plugin_can_fail(type_errors: Callable[[str, str], str]) -> None:
+    errors = type_errors("TENSORRT_11_4", "vitx/export/engines/wrong_plugin.py")
     for name in PLUGIN_WRONG:
         assert name in errors, f"{name} not found in:\n{errors}"
     # TensorRT for RTX has no plugins: there every line is wrong.
-    assert '"register"' in type_errors(sources, RTX, *CLASSIC_CALLERS)
+    assert '"register"' in type_errors(RTX, *CLASSIC_CALLERS)
 
 
 def names_of(body: list[ast.stmt], version: str) -> set[str]:

@@ -67,7 +67,9 @@ DEEPVIT_S: dict[str, Any] = {"depth": 2, "attention": ["plain", "re-attention"],
 @pytest.mark.parametrize(
     ("name", "options"), [("deit_small_12", {}), ("deepvit_s", DEEPVIT_S)], ids=["deit_small_12", "deepvit_s"]
 )
-def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_fp16_plans(
+    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The steps of `vitx export --precision fp16 --trt-rtx`: float32 graph, islands, plan; DeiT-S at 224 px.
 
     DeepViT-S, of which two blocks are built, needs no island (test_networks.py), so its search is left out.
@@ -78,7 +80,8 @@ def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     exact = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "fp32.onnx")
     lowered = HalfGraph(Dataflow(exact), TensorProto.FLOAT16).build(())
     if name == "deit_small_12":
-        found = lower_precision(exact, "fp16", crops(32, 224), quiet=True)
+        monkeypatch.setattr("vitx.export.precision.lower.MIN_HALF_IMAGES", 8)
+        found = lower_precision(exact, "fp16", crops(8, 224), quiet=True)
         assert found.graph == lowered
     graph, plan = tmp_path / "model.onnx", tmp_path / "model.plan"
     onnx.save(lowered, graph)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 
@@ -20,10 +21,12 @@ from vitx.core.files import sha256_bytes, sha256_file, write_bytes
 from vitx.core.machine import local_architectures
 from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.engines.build_log import BuildLog, BuildProgress
-from vitx.export.engines.flash_nodes import FusedGraph, plugin_graph
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.engines.tensorrt_library import BuildJob, LayerRow, load_flavor
+
+if TYPE_CHECKING:
+    from vitx.export.engines.flash_nodes import FusedGraph
 
 # Reported, neither confirmed nor closed: worth a warning. (11.2 folds a transposed network *input* into attention
 # wrongly, issues/4826; our graphs are not affected, their input is pixels.)
@@ -157,7 +160,7 @@ def known_issues(flavor: Flavor, architectures: Sequence[str], precision: str) -
     return (_FUSED_ATTENTION_SM120,) if flavor == "tensorrt" and low and "sm120" in architectures else ()
 
 
-def plugin_warnings(version: str, fused: FusedGraph | None) -> tuple[str, ...]:
+def plugin_warnings(version: str, fused: "FusedGraph | None") -> tuple[str, ...]:
     """Reasons for caution with a plan that has the flash plugin; none without it."""
     if fused is None:
         return ()
@@ -166,8 +169,9 @@ def plugin_warnings(version: str, fused: FusedGraph | None) -> tuple[str, ...]:
     return (_PLUGIN_NEVER_RAN, *leak, *skipped)
 
 
-def _with_plugin(model: onnx.ModelProto, architecture: str) -> FusedGraph:
+def _with_plugin(model: onnx.ModelProto, architecture: str) -> "FusedGraph":
     """The graph with plugin nodes; the plugins are registered, so that the parser finds them."""
+    from vitx.export.engines.flash_nodes import plugin_graph  # imports PyTorch, which other plans need not wait for
     from vitx.export.engines.flash_plugin import register  # imports TensorRT
 
     fused = plugin_graph(model)
