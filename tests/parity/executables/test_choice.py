@@ -92,7 +92,8 @@ def test_the_server_says_what_it_chose(witnessed: Bundle) -> None:
     async def metadata() -> dict[str, Any]:
         model = ServedModel(warm, Metrics())
         try:
-            return model.metadata(["1"])["vitx"]
+            own: dict[str, Any] = model.metadata(["1"])["vitx"]
+            return own
         finally:
             await model.close()
 
