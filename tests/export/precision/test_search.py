@@ -120,7 +120,7 @@ def test_what_the_manifest_says_of_a_quantised_graph() -> None:
         "methods": {method: agreement.as_json() for method, agreement in compared.items()},
         "sensitivity": {},
         "trials": [{"what": "0 layers in float32", **compared[best].as_json(), "within_bounds": True}],
-        "ranges": {name: ranges[name].threshold(best) for name in ("r", "t", "x")},  # type: ignore[arg-type]
+        "ranges": {name: ranges[name].threshold(best) for name in ("r", "t", "x")},
     }
     written = QuantizedGraph(Dataflow(GRAPH), "int8", "cpu").build(LAYERS, ranges, best)  # type: ignore[arg-type]
     assert lowered.graph.SerializeToString() == written.SerializeToString()
