@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, LayerScale
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 
 from reference import randomize, randomize_like_trained
@@ -137,6 +138,16 @@ def test_how_a_network_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     skipped = network(weight_init="skip")
     assert len({network(weight_init=mode).head.bias[0].item() for mode in ("jax", "jax_nlhb")}) == 2
     assert skipped.cls_token is not None
+
+
+def test_timm_is_told_how_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = network(), list[Any]()
+    model.cls_token.data.zero_()
+    monkeypatch.setattr(TimmVisionTransformer, "init_weights", lambda _, *given: asked.append(given))
+    model.init_weights("jax", False)
+    model.init_weights()
+    assert asked == [("jax", False), ("", True)]
+    assert model.cls_token.all()
 
 
 def test_attention_is_one_kind_or_one_a_block() -> None:

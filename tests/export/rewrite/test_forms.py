@@ -1,6 +1,7 @@
 """The form of blocks that rewrites work on, the rewrites' names and check, and what is said of their cost."""
 
 import copy
+from dataclasses import FrozenInstanceError
 from types import SimpleNamespace
 from typing import Any
 
@@ -307,6 +308,9 @@ def test_each_rewrite_is_explained_by_what_it_removes(monkeypatch: pytest.Monkey
     assert rows[0].identity == "Blocks in the form that rewrites work on"
     assert rows[2].identity == "3. `1/√d` into W_q and b_q, a factor of the maps into W_v and b_v"
     assert rows[0].before == cost.Cost(99, 50, 990, 5)
+    for one, field in ((rows[0], "places"), (rows[0].before, "nodes")):
+        with pytest.raises(FrozenInstanceError):
+            setattr(one, field, 0)
     assert [row.removed for row in rows] == [
         cost.Cost(1, 0, 10, 0),
         cost.Cost(0, 0, 0, 0),
