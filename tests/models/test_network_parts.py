@@ -219,6 +219,16 @@ def test_another_classifier() -> None:
     assert network(device="meta", patch_head=True).patch_head.weight.shape == (5, 24)
 
 
+def test_every_tensor_is_made_on_the_device_and_in_the_type() -> None:
+    options = {"init_values": 0.1, "dtype": torch.float64}
+    for parameter in network(**options).parameters():
+        assert parameter.dtype == torch.float64
+    on_meta = network(init_values=0.1, patch_head=False, device="meta")
+    on_meta.patch_head = nn.Linear(24, 5, device="meta")
+    on_meta.reset_classifier(7)
+    assert {parameter.device.type for parameter in on_meta.parameters()} == {"meta"}
+
+
 def test_another_size_moves_the_means() -> None:
     model = network(attention="re-attention", dynamic_img_size=False).double()
     attention = model.blocks[0].attn

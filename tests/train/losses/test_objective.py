@@ -362,6 +362,29 @@ def test_boxes_are_the_first_that_the_generator_draws() -> None:
     assert torch.equal(found.images_B3SS, expected.images_B3SS)
 
 
+@pytest.mark.parametrize(("variant", "classified"), [("paper", True), ("official", False)])
+def test_single_patches_are_classified_where_their_logits_are_used(
+    model: Any, batch: MixedBatch, monkeypatch: pytest.MonkeyPatch, variant: str, classified: bool
+) -> None:
+    asked: list[bool] = []
+    forward = model.forward_with_tokens
+
+    def recorded(images: Tensor, *, classify_patches: bool = True) -> Any:
+        asked.append(classify_patches)
+        return forward(images, classify_patches=classify_patches)
+
+    monkeypatch.setattr(model, "forward_with_tokens", recorded)
+    compute_losses(model, batch, apply_overrides(RECIPE, [f"losses.mixing_variant={variant}"]), 10)
+    assert asked == [classified]
+
+
+def test_a_batch_without_a_box_is_on_the_device_of_its_images() -> None:
+    labels = torch.zeros(2, dtype=torch.long, device="meta")
+    found = unmixed(torch.zeros(2, 3, 8, 8, device="meta"), labels, 4)
+    assert {found.partner_Bn.device.type, found.weight_B.device.type} == {"meta"}
+    assert (found.partner_Bn.shape, found.weight_B.shape) == ((2, 4), (2,))
+
+
 def test_what_was_mixed_stays_as_it_was(batch: MixedBatch) -> None:
     for thing, field in ((batch, "labels_B"), (Box(0, 1, 2, 3), "top"), (PatchGrid(8, 4), "size")):
         with pytest.raises(dataclasses.FrozenInstanceError):
