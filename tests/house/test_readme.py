@@ -111,8 +111,8 @@ def test_the_steps_of_the_readme(
             assert code == 0, f"{step}\n{said}"
         elif verb == "train":
             arguments = (*shlex.split(step)[1:], *SHORTER[verb])
-            code, said = VitxProcess(tmp_path, arguments, tmp_path / "train.log").wait()
-            assert code == 0, f"{step}\n{said}"
+            ended, said = VitxProcess(tmp_path, arguments, tmp_path / "train.log").wait()
+            assert ended == 0, f"{step}\n{said}"
         else:
             run(shlex.join([*shlex.split(step), *SHORTER.get(verb, [])]), tmp_path)
     certificate = json.loads((tmp_path / "runs/digits.vitx/certificate.json").read_text())

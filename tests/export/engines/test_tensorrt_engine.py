@@ -67,9 +67,7 @@ DEEPVIT_S: dict[str, Any] = {"depth": 2, "attention": ["plain", "re-attention"],
 @pytest.mark.parametrize(
     ("name", "options"), [("deit_small_12", {}), ("deepvit_s", DEEPVIT_S)], ids=["deit_small_12", "deepvit_s"]
 )
-def test_fp16_plans(
-    name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of `vitx export --precision fp16 --trt-rtx`: float32 graph, islands, plan; DeiT-S at 224 px.
 
     DeepViT-S, of which two blocks are built, needs no island (test_networks.py), so its search is left out.
