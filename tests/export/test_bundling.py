@@ -67,6 +67,8 @@ def test_the_witness_set_has_the_checkpoint_s_logits(exported_bundle: Path) -> N
         (("--calibration-data", "digits"), 2, "--calibration-data digits goes with a --precision below fp32"),
         (("--precision", "fp8", "--quantize-for", "cpu"), 2, "--quantize-for cpu is of int8, and fp8 has one form"),
         (("--weights", "nowhere.pth"), 2, "no checkpoint at 'nowhere.pth'"),
+        (("--model-arg", "heads=3"), 2, "'deepvit_digits' cannot be built with --model-arg heads=3: .*'heads'"),
+        (("--model-arg", "depth"), 2, "--model-arg depth: expected KEY=VALUE"),
     ],
 )
 def test_a_failed_export_leaves_the_old_bundle(
@@ -106,6 +108,37 @@ def test_what_cannot_be_exported(
     assert message in errors
     assert (tmp_path / "precious" / "thesis.txt").read_text() == "years of work"
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+BEIT = ("img_size=32", "patch_size=8", "depth=1", "embed_dim=24", "num_heads=2")
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_network_of_timm_with_arguments_is_certified(tmp_path: Path, vitx: Vitx) -> None:
+    """BEiT's masks cannot be traced in the fused form; the certificate is made against the network of the manifest."""
+    given = [part for argument in BEIT for part in ("--model-arg", argument)]
+    source = ("model:timm/beit_base_patch16_224", "--weights", "random", "--data", "digits")
+    code, _, errors = vitx("export", *source, *given, "--out", tmp_path / "beit.vitx", "--max-flip-rate", "0.02")
+    assert code == 0, errors
+    bundle = Bundle.open(tmp_path / "beit.vitx")
+    kwargs = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    assert bundle.manifest.model == ModelSpec(name="beit_base_patch16_224", num_classes=10, kwargs=kwargs)
+    assert bundle.manifest.input.shape == ("N", 32, 32, 3)
+    assert bundle.require_certificate().flips == ()
+    provenance = bundle.manifest.provenance
+    assert provenance.source == f"model:timm/beit_base_patch16_224?{'&'.join(BEIT)}"
+    again = SourceRequest(provenance.source, weights=provenance.checkpoint, data=bundle.manifest.data).load()
+    assert again.checkpoint_sha256 == provenance.checkpoint_sha256
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_a_network_that_cannot_be_exported_is_one_message(tmp_path: Path, vitx: Vitx) -> None:
+    source = ("model:timm/beit_base_patch16_224", "--weights", "random", "--uncertified", "--out", tmp_path / "b.vitx")
+    code, _, errors = vitx("export", *source, "--quiet", "--model-arg", "embed_dim=33", "--model-arg", "depth=1")
+    assert code == 2
+    assert errors.startswith("error: this network cannot classify images of 224 × 224 pixels, in 'model.blocks.0.attn'")
+    assert len(errors.strip().splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_random_weights_are_the_same_in_every_process() -> None:

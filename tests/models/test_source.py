@@ -17,7 +17,14 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import build_model, source
 from vitx.models.public_checkpoint import save_weights
-from vitx.models.source import Source, SourceInfo, SourceRequest, preprocessing_of, untrained_norms
+from vitx.models.source import (
+    Source,
+    SourceInfo,
+    SourceRequest,
+    preprocessing_of,
+    untrained_norms,
+    with_arguments,
+)
 
 RANDOM = SourceRequest("model:deit_digits", weights="random")
 
@@ -92,6 +99,150 @@ def test_weights_of_a_file_are_loaded(tmp_path: Path) -> None:
     found = SourceRequest("model:deit_digits", weights=str(tmp_path / "w.safetensors")).load()
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in found.model.state_dict().items())
     assert found.checkpoint == str(tmp_path / "w.safetensors")
+
+
+SMALL_BEIT = ["img_size=32", "patch_size=8", "depth=1", "embed_dim=24", "num_heads=2"]
+
+
+def test_arguments_of_a_network_stand_behind_its_name() -> None:
+    target = with_arguments("model:timm/beit_base_patch16_224", [*SMALL_BEIT, "num_classes=5"])
+    assert target == (
+        "model:timm/beit_base_patch16_224?img_size=32&patch_size=8&depth=1&embed_dim=24&num_heads=2&num_classes=5"
+    )
+    request = SourceRequest(target, weights="random")
+    assert request.network == "beit_base_patch16_224"
+    found = request.load()
+    assert found.name == target
+    kwargs = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 24, "num_heads": 2}
+    assert found.spec == ModelSpec(name="beit_base_patch16_224", num_classes=5, kwargs=kwargs)
+    assert (found.class_names, found.preprocessing.image_size) == (tuple("01234"), 32)
+    # What a bundle records, its name and its specification, builds the same network again.
+    assert SourceRequest(found.name, weights="random").load().checkpoint_sha256 == found.checkpoint_sha256
+    rebuilt = build_model(ModelSpec.model_validate_json(found.spec.model_dump_json())).state_dict()
+    shapes = {key: value.shape for key, value in found.model.state_dict().items()}
+    assert {key: value.shape for key, value in rebuilt.items()} == shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("384", 384),
+        ("0.5", 0.5),
+        ("True", True),
+        ("None", None),
+        ("avg", "avg"),
+        ("'avg'", "avg"),
+        ("", ""),
+        ("(2, 1)", [2, 1]),
+        ("{'a': [1]}", {"a": [1]}),
+        ("a=b&c d+e%", "a=b&c d+e%"),
+        ("é", "é"),
+    ],
+)
+def test_a_value_is_a_literal_or_a_text(text: str, value: Any) -> None:
+    target = with_arguments("model:deit_digits", [f"key={text}", "other=1"])
+    assert SourceRequest(target).arguments == {"key": value, "other": 1}
+    assert SourceRequest(with_arguments(with_arguments("model:a", [f"key={text}"]), ["b=2"])).arguments == {
+        "key": value,
+        "b": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["depth"], "--model-arg depth: expected KEY=VALUE, such as img_size=384"),
+        (["a-b=1"], "--model-arg a-b=1: expected KEY=VALUE, such as img_size=384"),
+        (["depth=1", "depth=2"], "--model-arg depth is given twice, as 1 and as 2: choose one"),
+        (["pretrained=True"], "--model-arg pretrained is no argument of 'deit_digits': say --weights"),
+        (
+            ["in_chans=1"],
+            "--model-arg in_chans is no argument of 'deit_digits': leave it out, bundles classify RGB images",
+        ),
+        (
+            ["depth={1, 2}"],
+            "--model-arg depth={1, 2}: expected a number, text, True, False, None, or a list or dictionary of them",
+        ),
+        (
+            ["depth=1e999"],
+            "--model-arg depth=1e999: expected a number, text, True, False, None, or a list or dictionary of them",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_named(given: list[str], message: str) -> None:
+    with pytest.raises(InputError) as error:
+        with_arguments("model:deit_digits", given)
+    assert str(error.value) == message
+
+
+def test_an_argument_in_the_name_is_checked_before_anything_is_built() -> None:
+    with pytest.raises(InputError, match="--model-arg checkpoint_path is no argument of 'deit_digits': say --weights"):
+        SourceRequest("model:deit_digits?checkpoint_path=x").require_known()
+
+
+def test_a_run_takes_no_arguments() -> None:
+    assert with_arguments("runs/mine", []) == "runs/mine"
+    with pytest.raises(InputError) as error:
+        with_arguments("runs/mine", ["depth=1"])
+    assert str(error.value) == "--model-arg depth=1 goes with model:NAME: the network of the run 'runs/mine' is trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "reason"),
+    [
+        ("deit_digits", "no_such=1", r"no_such=1: model 'deit_digits' does not take these arguments: .*'no_such'"),
+        ("deit_digits", "embed_dim=33", "embed_dim=33: embed_dim 33 is not divisible by num_heads 4"),
+        ("timm/swin_tiny_patch4_window7_224", "num_heads=(2, 4)", r"num_heads=\[2, 4\]: "),
+    ],
+)
+def test_an_argument_that_the_network_refuses_is_named(name: str, argument: str, reason: str) -> None:
+    for weights in ("random", "pretrained"):
+        request = SourceRequest(with_arguments(f"model:{name}", [argument]), weights=weights)
+        with pytest.raises(InputError, match=rf"'.*' cannot be built with --model-arg {reason}") as error:
+            request.load()
+        assert "\n" not in str(error.value)
+
+
+def test_the_classes_of_a_network_that_was_published_without_a_classifier() -> None:
+    target = with_arguments("model:timm/eva02_tiny_patch14_224", ["depth=1", "embed_dim=24", "num_heads=2"])
+    with pytest.raises(InputError) as error:
+        SourceRequest(target, weights="random").load()
+    assert str(error.value) == (
+        "'eva02_tiny_patch14_224' was published without a classifier: give --data, whose classes it gets, or "
+        "--model-arg num_classes=N"
+    )
+    found = SourceRequest(with_arguments(target, ["num_classes=3"]), weights="random").load()
+    assert found.class_names == ("0", "1", "2")
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "2.0", "few", "True"])
+def test_a_number_of_classes_is_positive(count: str) -> None:
+    with pytest.raises(InputError, match=f"--model-arg num_classes={count}: expected a positive number"):
+        SourceRequest(f"model:deit_digits?num_classes={count}", weights="random").load()
+
+
+def test_the_classes_of_the_data_are_those_of_the_network() -> None:
+    with pytest.raises(InputError, match="--model-arg num_classes=5: 'digits' has 10 classes"):
+        SourceRequest("model:deit_digits?num_classes=5", weights="random", data="digits").load()
+    found = SourceRequest("model:deit_digits?num_classes=10", weights="random", data="digits").load()
+    assert found.spec == ModelSpec(name="deit_digits", num_classes=10)
+
+
+def test_published_weights_are_asked_for_with_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+
+    def create(name: str, **options: Any) -> nn.Module:
+        made.append({"name": name, **options})
+        return nn.Linear(2, 2)
+
+    monkeypatch.setattr(timm, "create_model", create)
+    SourceRequest("model:deit_digits?depth=1").load()
+    assert made[-1] == {"name": "deit_digits", "pretrained": True, "num_classes": 10, "depth": 1}
+
+
+def test_a_size_that_is_not_square_is_refused() -> None:
+    with pytest.raises(InputError, match="takes 3 × 32 × 64 values: expected RGB and a square"):
+        SourceRequest("model:deit_digits?img_size=(32, 64)", weights="random").load()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -22,6 +22,10 @@ def command(
     weights: Annotated[
         str, typer.Option("--weights", help="Of a model: a checkpoint file, 'pretrained' (timm's) or 'random'.")
     ] = "pretrained",
+    model_arg: Annotated[
+        list[str] | None,
+        typer.Option("--model-arg", metavar="KEY=VALUE", help="Of a model: img_size=384, say; may be repeated."),
+    ] = None,
     options: ExportOptions = _DEFAULTS,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -30,6 +34,10 @@ def command(
 
     A bundle that fails its parity is not written: exit code 1, with the numbers.
     """
+    if model_arg:
+        from vitx.models.source import with_arguments
+
+        source = with_arguments(source, model_arg)
     if options.explain:
         _explain(source, weights, options, as_json=as_json)
         return

@@ -1,9 +1,13 @@
 """Where a network comes from: a run's checkpoint, or a name timm knows with weights of a file, published or random."""
 
+import ast
 import hashlib
-from dataclasses import dataclass, field, fields
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, quote
 
 import timm
 import torch
@@ -18,6 +22,13 @@ from vitx.data.open import open_images
 from vitx.models import build_model, load_public_checkpoint, load_run_model
 
 PREFIX = "model:"
+# Arguments of timm's factory that are not of the network, with what to do instead.
+NOT_OF_THE_NETWORK = {
+    **dict.fromkeys(("pretrained", "checkpoint_path", "pretrained_strict", "cache_dir"), "say --weights"),
+    **dict.fromkeys(("pretrained_cfg", "pretrained_cfg_overlay", "model_name"), "choose another model:NAME"),
+    **dict.fromkeys(("scriptable", "exportable", "no_jit", "device", "dtype"), "leave it out, export sets it"),
+    **dict.fromkeys(("in_chans", "features_only", "out_indices"), "leave it out, bundles classify RGB images"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +61,8 @@ class Source(SourceInfo):
 class SourceRequest:
     """How to load a source: `RUN`, `model:NAME` or `model:timm/NAME`. It is picklable, to load in another process.
 
+    A network's arguments stand behind its name, so that one text says which network it is, in a bundle's provenance
+    too: `model:NAME?img_size=384&depth=6`; see `with_arguments`.
     which: the run's checkpoint. weights: of a `model:`, a checkpoint file, "pretrained" (timm's) or "random" (seed 0).
     data: the image set whose classes a `model:` gets; without one they are numbered.
     """
@@ -65,6 +78,8 @@ class SourceRequest:
             RunFolder.open(self.target)
         elif not timm.is_model(self.network):
             raise unknown_name("model", self.network, timm.list_models())
+        else:
+            _ = self.arguments
 
     @property
     def is_model(self) -> bool:
@@ -74,7 +89,13 @@ class SourceRequest:
     @property
     def network(self) -> str:
         """timm's name of a `model:`."""
-        return self.target.removeprefix(PREFIX).removeprefix("timm/")
+        return self.target.partition("?")[0].removeprefix(PREFIX).removeprefix("timm/")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a `model:`, what its constructor is given, as JSON has it; raise InputError for what it cannot be."""
+        _, _, text = self.target.partition("?")
+        return _parsed_arguments(self.network, [f"{key}={value}" for key, value in parse_qsl(text, True)])
 
     def load(self) -> Source:
         """Build the network with its weights.
@@ -89,6 +110,52 @@ class SourceRequest:
             source = _source_from_run(RunFolder.open(self.target), self.which)
         _require_finite(source)
         return source
+
+
+def with_arguments(target: str, given: Sequence[str]) -> str:
+    """`model:NAME` with the arguments KEY=VALUE behind its name: `model:NAME?KEY=VALUE&KEY=VALUE`.
+
+    A value is a Python literal (384, 0.5, True, (2, 2)), or else a text. Raises InputError, naming the argument, for
+    one without a value, given twice, or of timm's factory instead of the network; and for arguments of a run.
+    """
+    if not given:
+        return target
+    if not target.startswith(PREFIX):
+        raise InputError(f"--model-arg {given[0]} goes with model:NAME: the network of the run '{target}' is trained")
+    request = SourceRequest(target)
+    before = [f"{key}={value}" for key, value in parse_qsl(target.partition("?")[2], True)]
+    _parsed_arguments(request.network, [*before, *given])
+    pairs = (argument.partition("=") for argument in given)
+    text = "&".join(f"{quote(key)}={quote(value, safe='(),')}" for key, _, value in pairs)
+    return f"{target}{'&' if before else '?'}{text}"
+
+
+def _parsed_arguments(network: str, given: Sequence[str]) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for argument in given:
+        key, equals, text = argument.partition("=")
+        if not equals or not key.isidentifier():
+            raise InputError(f"--model-arg {argument}: expected KEY=VALUE, such as img_size=384")
+        if key in arguments:
+            raise InputError(f"--model-arg {key} is given twice, as {arguments[key]!r} and as {text}: choose one")
+        if key in NOT_OF_THE_NETWORK:
+            raise InputError(f"--model-arg {key} is no argument of '{network}': {NOT_OF_THE_NETWORK[key]}")
+        arguments[key] = _literal(argument, text)
+    return arguments
+
+
+def _literal(argument: str, text: str) -> Any:
+    """The value as the manifest will hold it: a JSON value, so a tuple is a list."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        raise InputError(
+            f"--model-arg {argument}: expected a number, text, True, False, None, or a list or dictionary of them"
+        ) from None
 
 
 def untrained_norms(model: nn.Module) -> list[str]:
@@ -131,10 +198,14 @@ def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:
 def _source_from_model(request: SourceRequest) -> Source:
     config = timm.get_pretrained_cfg(request.network)
     assert config is not None
-    images = open_images(request.data, "val") if request.data else None
-    class_names = tuple(images.class_names) if images else tuple(map(str, range(config.num_classes)))
-    spec = ModelSpec(name=request.network, num_classes=len(class_names))
+    arguments = request.arguments
+    class_names = _class_names(request, config.num_classes, arguments.pop("num_classes", None))
+    spec = ModelSpec(name=request.network, num_classes=len(class_names), kwargs=arguments)
     model = _weighted(spec, request.weights).eval()
+    if "img_size" in arguments:
+        size = arguments["img_size"]
+        height, width = size if isinstance(size, list) else (size, size)
+        config = replace(config, input_size=(3, height, width))
     return Source(
         name=request.target,
         model=model,
@@ -145,6 +216,24 @@ def _source_from_model(request: SourceRequest) -> Source:
         checkpoint=request.weights,
         checkpoint_sha256=_weights_digest(model),
     )
+
+
+def _class_names(request: SourceRequest, published: int, given: Any) -> tuple[str, ...]:
+    """Those of the data, or numbers: as many as `given` (an argument) or the published network has."""
+    if request.data:
+        names = tuple(open_images(request.data, "val").class_names)
+        if given not in (None, len(names)):
+            raise InputError(f"--model-arg num_classes={given}: '{request.data}' has {len(names)} classes")
+        return names
+    count = published if given is None else given
+    if given is not None and (type(given) is not int or given < 1):
+        raise InputError(f"--model-arg num_classes={given}: expected a positive number")
+    if not count:
+        raise InputError(
+            f"'{request.network}' was published without a classifier: give --data, whose classes it gets, or "
+            "--model-arg num_classes=N"
+        )
+    return tuple(map(str, range(count)))
 
 
 def preprocessing_of(config: Any) -> Preprocessing:
@@ -169,16 +258,30 @@ def _weighted(spec: ModelSpec, weights: str) -> nn.Module:
         return _pretrained(spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # "random" is the same network in every process
-        model = build_model(spec)
+        model = _built(spec)
     if weights != "random":
         load_public_checkpoint(model, Path(weights))
     return model
 
 
+def _built(spec: ModelSpec) -> nn.Module:
+    """The network with fresh weights; raise InputError for arguments that its constructor refuses."""
+    if not spec.kwargs:
+        return build_model(spec)
+    try:
+        return build_model(spec)
+    # What a constructor raises for a value that it cannot use is its own choice; InputError is a ValueError.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs.items())
+        raise InputError(f"'{spec.name}' cannot be built with --model-arg {given}: {_first_line(error)}") from None
+
+
 def _pretrained(spec: ModelSpec) -> nn.Module:
     remedy = f"give the weights of '{spec.name}' with --weights FILE, or say --weights random"
+    if spec.kwargs:
+        _built(spec)  # or arguments that cannot be used would be taken for weights that cannot be had
     try:
-        model: nn.Module = timm.create_model(spec.name, pretrained=True, num_classes=spec.num_classes)
+        model: nn.Module = timm.create_model(spec.name, pretrained=True, num_classes=spec.num_classes, **spec.kwargs)
     except RuntimeError as error:
         raise InputError(f"timm knows no published weights: {remedy} ({_first_line(error)})") from None
     except OSError as error:

@@ -92,7 +92,16 @@ def test_blocks_that_were_not_simplified_are_fused(graph_of: Graphs) -> None:
     require_equal(plain, fused)
 
 
-def test_blocks_in_the_form_of_training_are_skipped(graph_of: Graphs) -> None:
+def test_blocks_in_the_form_of_training_are_fused_once_the_graph_is_folded(graph_of: Graphs) -> None:
+    plain = graph_of("talking heads, class token", ("remove-dead-outputs",))
+    fused = fuse_reattention(plain)
+    assert operators(fused.model) == ["TalkingHeads"] * 2
+    require_equal(plain, fused)
+
+
+def test_blocks_in_the_form_of_training_are_skipped(graph_of: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the folds of the graph, which put 1/√d into the queries' weights."""
+    monkeypatch.setattr("vitx.export.graph.from_model.simplify", lambda model: {})
     fused = fuse_reattention(graph_of("talking heads, class token", ()))
     assert fused.fused == ()
     assert [reason.endswith("comes from Mul, not Transpose") for reason in fused.skipped.values()] == [True, True]

@@ -7,11 +7,13 @@ import pytest
 import timm
 import torch
 from timm.layers import Mlp, RmsNorm, StdConv2d
+from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
 from reference import randomize
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import Preprocessing
+from vitx.export.rewrite.canonical import canonical_blocks
 from vitx.export.rewrite.rewrites import REWRITES, ImageClassifier, applied_rewrites, rewrite_checked
 from vitx.models import Block, VisionTransformer
 
@@ -90,6 +92,41 @@ def test_values_keep_their_bias_where_the_number_of_tokens_may_change(attention:
     """A bias on a map counts once a token; with another size the fold would be of the wrong number."""
     model = vitx_network(attention=attention, dynamic_img_size=True)
     assert places_of_identities(model, size=24)["fold-value-bias"] == places
+
+
+class OtherHead(VisionTransformerDistilled):
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        logits: Tensor = super().forward_head(x)
+        logits += self.head(x.mean(1))  # reads all tokens
+        return logits
+
+
+def test_a_distilled_network_with_another_head_computes_all_tokens() -> None:
+    small = {**SMALL, "weight_init": "skip"}
+    networks: list[tuple[Any, int, int]] = [(VisionTransformerDistilled, 1, 5), (OtherHead, 0, 4)]
+    for network, tokens, norms in networks:
+        applied = places_of_identities(randomize(network(**small).double()).eval())
+        assert (applied["compute-class-token-only"], applied["fold-layer-norm-affine"]) == (tokens, norms)
+
+
+def test_a_distilled_network_without_a_second_classifier_keeps_its_last_norm() -> None:
+    model: Any = VisionTransformerDistilled(**SMALL)  # type: ignore[no-untyped-call]  # timm's
+    model.head_dist = nn.Sequential(nn.Linear(24, 5))
+    assert places_of_identities(randomize(model.double()).eval())["fold-layer-norm-affine"] == 4
+
+
+def test_two_queries_pass_through_mixes_and_biases_over_heads() -> None:
+    """No published network has two class tokens and a mix over heads; the canonical block has both."""
+    for attention in ("plain", "re-attention", "talking-heads"):
+        model = vitx_network(attention=attention, talking_heads_bias=attention == "talking-heads")
+        x = torch.randn(3, 17, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            expected = model.blocks[-1](x)[:, :2]
+            block = canonical_blocks(model)[-1]
+            block.attn.queries = 2
+            for joined in (False, True):
+                block.joined = joined
+                torch.testing.assert_close(block(x), expected, atol=1e-10, rtol=1e-10)
 
 
 class OtherBlock(Block):

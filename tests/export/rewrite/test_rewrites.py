@@ -161,6 +161,7 @@ PLACES = {
         **dict.fromkeys(MODELS, 1),
         "deit_tiny_patch16_224": 1,
         "vit_tiny_patch16_224": 1,
+        "deit_tiny_distilled_patch16_224": 1,
         "gap": 0,
         "gap-fc-norm": 0,
     },
@@ -180,6 +181,16 @@ def test_layer_norm_affine_reaches_the_head() -> None:
         classifier = ImageClassifier(network(name), IMAGENET)
         assert applied_rewrites(classifier, ["fold-layer-norm-affine"]) == {"fold-layer-norm-affine": 7}
         assert not any(m.elementwise_affine for m in classifier.modules() if isinstance(m, nn.LayerNorm))
+
+
+def test_both_class_tokens_of_a_distilled_network() -> None:
+    """Its last block computes two tokens, and its last norm goes into two classifiers."""
+    classifier = ImageClassifier(network("deit_tiny_distilled_patch16_224"), IMAGENET)
+    assert applied_rewrites(classifier, ["fold-layer-norm-affine"]) == {"fold-layer-norm-affine": 5}
+    applied_rewrites(classifier, ALL)
+    blocks = [module for module in classifier.modules() if isinstance(module, ExportBlock)]
+    assert [block.attn.queries for block in blocks] == [0, 2]
+    assert blocks[-1](torch.zeros(3, 18, 24, dtype=torch.float64)).shape == (3, 2, 24)
 
 
 def test_biases_that_softmax_or_proj_can_take_are_gone() -> None:

@@ -39,7 +39,8 @@ def name_block_outputs(model: Any) -> None:
             # A float tensor that leaves its block is the residual stream; integers that leave one are shapes.
             if block is not None and block != reader:
                 outputs[block] = value
-            elif block is None and reader == 0:
+            # The first that block 0 reads: the exporter leaves some nodes within a block without their module.
+            elif block is None and reader == 0 and embedding is None:
                 embedding = value
     # A gap means that the scopes are not what they are taken for: then no name is better than a wrong one.
     if sorted(outputs) != list(range(len(outputs))):

@@ -1,9 +1,6 @@
 """From a rewritten network to an ONNX graph: traced by torch.export, cleaned, and compared with the network."""
 
 import json
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,8 @@ from vitx.core.preprocess import Preprocessing
 from vitx.export.graph.block_names import name_block_outputs
 from vitx.export.graph.onnx_file import write_onnx
 from vitx.export.graph.operator_check import expected_operators, require_operators
-from vitx.export.rewrite.canonical import ExportAttention
+from vitx.export.graph.simplify import simplify
+from vitx.export.graph.tracing import attention_form, trace, without_logs
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -33,7 +31,7 @@ TOLERANCE = 1e-3
 
 # Opset 20 is the first with Gelu. From 23 on plain attention becomes one `Attention` node; on a CPU its kernel in ONNX
 # Runtime 1.31 is slower than the fused products (docs/export.md).
-DEFAULT_OPSET, ATTENTION_OPSET = 20, 23
+DEFAULT_OPSET = 20
 # Convolution and pooling take bfloat16 since opset 22; in 20 a ResNet would stay in float32 as a whole.
 BFLOAT16_OPSET = 22
 OPSETS = range(18, 25)
@@ -59,9 +57,9 @@ def onnx_from_model(
     Labels and preprocessing go into the metadata properties. The file passes ONNX's full check. `opset` decides the
     form of plain attention: below 23 two products around a Softmax, from 23 on one `Attention` node.
 
-    Raises InputError for an opset outside 18 to 24. Raises CheckFailed when the traced graph has a fixed batch, lacks a
-    fused operator that the network implies, or (with `check`, which runs it in ONNX Runtime) differs from the network
-    at batches that were never traced.
+    Raises InputError for an opset outside 18 to 24 and for a network that PyTorch's exporter cannot trace. Raises
+    CheckFailed when the traced graph has a fixed batch, lacks a fused operator that the network implies, or (with
+    `check`, which runs it in ONNX Runtime) differs from the network at batches that were never traced.
     """
     model = graph_of(classifier, preprocessing, opset=opset)
     model.metadata_props.update(
@@ -83,32 +81,45 @@ def opset_for(precision: Precision) -> int:
     return BFLOAT16_OPSET if precision == "bf16" else DEFAULT_OPSET
 
 
-def graph_of(classifier: nn.Module, preprocessing: Preprocessing, *, opset: int | None = None) -> Any:
-    """Trace `classifier` to a cleaned onnx_ir.Model in memory; see `onnx_from_model` for opset and errors."""
+def graph_of(
+    classifier: nn.Module, preprocessing: Preprocessing, *, opset: int | None = None, folded: bool = True
+) -> Any:
+    """Trace `classifier` to a cleaned onnx_ir.Model in memory; see `onnx_from_model` for opset and errors.
+
+    Without `folded` the graph keeps what the folds of vitx/export/graph/simplify.py would remove.
+    """
     wanted = DEFAULT_OPSET if opset is None else opset
     if wanted not in OPSETS:
         raise InputError(f"opset {wanted}: expected {OPSETS.start} to {OPSETS.stop - 1}")
     size = preprocessing.image_size
     device = next(classifier.parameters()).device
     example = torch.zeros(EXAMPLE_BATCH, size, size, 3, dtype=torch.uint8, device=device)
-    with _attention_form(classifier, fused=wanted >= ATTENTION_OPSET):
-        model = _traced(classifier, example, wanted).model
+    model, fused = trace(classifier, example, wanted, (INPUT, OUTPUT))
+    with attention_form(classifier, fused=fused):
         require_operators(expected_operators(classifier, example[:1], wanted), model.graph)
     name_block_outputs(model)
-    clean(model)
+    clean(model, folded=folded)
     return model
 
 
-def clean(model: Any) -> None:
+def clean(model: Any, *, folded: bool = True) -> None:
     """Compute what depends on weights alone, share equal constants and expressions, drop paths of this machine.
 
-    `model` is an onnx_ir.Model and is changed in place.
+    `model` is an onnx_ir.Model and is changed in place. With `folded` all folds of simplify.py are applied.
     """
-    fold_constants_ir(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
+    with without_logs():  # of constants that it leaves to the folds below
+        fold_constants_ir(model, input_size_limit=FOLD_LIMIT, output_size_limit=FOLD_LIMIT)
     PassManager(
         [
             common.IdentityEliminationPass(),
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+            common.RemoveUnusedNodesPass(),
+        ]
+    )(model)
+    if folded:
+        simplify(model)
+    PassManager(
+        [
             common.DeduplicateInitializersPass(size_limit=SHARED_LIMIT),
             common.CommonSubexpressionEliminationPass(),
             common.RemoveUnusedNodesPass(),
@@ -142,37 +153,6 @@ def require_equal(classifier: nn.Module, path: Path, size: int) -> None:
                 f"the graph differs from the network at a batch of {batch}: by {error:.2g} of the largest logit, "
                 f"{TOLERANCE:g} is allowed"
             )
-
-
-def _traced(classifier: nn.Module, example: torch.Tensor, opset: int) -> Any:
-    with warnings.catch_warnings():
-        # The exporter's deprecation warnings are about its own internals: the caller can do nothing about them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        return torch.onnx.export(
-            classifier,
-            (example,),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("N")},),
-            input_names=[INPUT],
-            output_names=[OUTPUT],
-            opset_version=opset,
-            verbose=False,
-        )
-
-
-@contextmanager
-def _attention_form(classifier: nn.Module, *, fused: bool) -> Iterator[None]:
-    """Set the form in which plain attention is traced; the layers are as before afterwards."""
-    layers = [module for module in classifier.modules() if isinstance(module, ExportAttention)]
-    before = [layer.fused for layer in layers]
-    for layer in layers:
-        layer.fused = fused
-    try:
-        yield
-    finally:
-        for layer, value in zip(layers, before, strict=True):
-            layer.fused = value
 
 
 def _require_dynamic_batch(model: Any) -> None:

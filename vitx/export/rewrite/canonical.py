@@ -12,6 +12,7 @@ import torch
 import torch.onnx.ops
 from timm.layers import LayerScale, Mlp
 from timm.layers.attention import Attention as TimmAttention
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block as TimmBlock
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
@@ -55,8 +56,8 @@ class ExportAttention(nn.Module):
 
     `A = after(softmax(before((scale · Q)Kᵀ)))`, out = `proj(value_scale · (A V + row_bias ⊗ Σ_j V_j))`, with A
     (B, H, M, N), V (B, H, N, K) and row_bias (H,).
-    `one_query`: compute the first token's output only. `fused`: trace to one `Attention` node (opset 23) instead of
-    two products around a Softmax, where no mix comes before or after the softmax.
+    `queries`: compute the outputs of so many first tokens only; 0: of all. `fused`: trace to one `Attention` node
+    (opset 23) instead of two products around a Softmax, where no mix comes before or after the softmax.
     """
 
     row_bias_H: Tensor | None
@@ -69,7 +70,7 @@ class ExportAttention(nn.Module):
         self.before: nn.Module | None = None
         self.after: nn.Module | None = None
         self.value_scale = 1.0
-        self.one_query = self.fused = False
+        self.queries, self.fused = 0, False
         self.register_buffer("row_bias_H", None)
         if isinstance(trained, TalkingHeadsAttention):
             self.before = HeadMix(trained.proj_pre.weight, trained.proj_pre.bias)
@@ -85,11 +86,11 @@ class ExportAttention(nn.Module):
     @property
     def is_fused(self) -> bool:
         """Whether it is traced to one `Attention` node: asked for, and without a mix, which that node cannot have."""
-        return self.fused and not self.one_query and self.before is None and self.after is None
+        return self.fused and not self.queries and self.before is None and self.after is None
 
     def forward(self, x: Tensor, tokens: int) -> Tensor:
         """(B, N, D) → (B, M, D), or (B·N, D) → (B·M, D) where blocks are joined; `tokens` is N."""
-        out_BMC = self._first_token(x, tokens) if self.one_query else self._all_tokens(x, tokens)
+        out_BMC = self._first_tokens(x, tokens) if self.queries else self._all_tokens(x, tokens)
         out: Tensor = self.proj(out_BMC.flatten(0, 1) if x.ndim == 2 else out_BMC)
         return out
 
@@ -111,28 +112,32 @@ class ExportAttention(nn.Module):
             out_BNC = out_BNC + bias_C * value.sum(dim=1, keepdim=True)
         return out_BNC if self.value_scale == 1.0 else out_BNC * self.value_scale
 
-    def _first_token(self, x: Tensor, tokens: int) -> Tensor:
-        """The first token's output (B, 1, C), without forming keys or values.
+    def _first_tokens(self, x: Tensor, tokens: int) -> Tensor:
+        """The output of the first M tokens (B, M, C), without forming keys or values.
 
-        By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`: for one query two products
+        By associativity `q·W_k x_j = (W_kᵀq)·x_j` and `Σ_j a_j W_v x_j = W_v Σ_j a_j x_j`: for each query two products
         of D·K a head instead of N·D·K. The key bias adds the same number to every score of a row, so softmax drops it.
         """
-        H, K = self.num_heads, self.head_dim
+        H, K, M = self.num_heads, self.head_dim, self.queries
         x_BND = x.view(-1, tokens, self.key.in_features)
-        query_HBK = self._scaled(self.query(x_BND[:, 0])).view(-1, H, K).transpose(0, 1)
-        query_BHD = (query_HBK @ self.key.weight.view(H, K, -1)).transpose(0, 1)
-        maps_BHN = self._maps((query_BHD @ x_BND.transpose(1, 2)).unsqueeze(2)).squeeze(2)
+        first = x_BND[:, 0] if M == 1 else x_BND[:, :M]
+        # The queries of a head together, for all images: P = B·M.
+        query_HPK = self._scaled(self.query(first)).view(-1, H, K).transpose(0, 1)
+        query_PHD = (query_HPK @ self.key.weight.view(H, K, -1)).transpose(0, 1)
+        scores = query_PHD.reshape(-1, M * H, x_BND.shape[2]) @ x_BND.transpose(1, 2)
+        maps_BHMN = self._maps(scores.unsqueeze(2) if M == 1 else scores.view(-1, M, H, tokens).transpose(1, 2))
         if self.row_bias_H is not None:
-            # Here the bias goes back into the map: one row of N is small, and Σ_j V_j is not at hand.
-            maps_BHN = maps_BHN + self.row_bias_H[:, None]
+            # Here the bias goes back into the map: M rows of N are small, and Σ_j V_j is not at hand.
+            maps_BHMN = maps_BHMN + self.row_bias_H[:, None, None]
         if self.value_scale != 1.0:
-            maps_BHN = maps_BHN * self.value_scale
-        values_HBD = (maps_BHN @ x_BND).transpose(0, 1)
-        out_BHK = (values_HBD @ self.value.weight.view(H, K, -1).transpose(1, 2)).transpose(0, 1)
+            maps_BHMN = maps_BHMN * self.value_scale
+        maps = maps_BHMN.squeeze(2) if M == 1 else maps_BHMN.transpose(1, 2).reshape(-1, M * H, tokens)
+        values_HPD = (maps @ x_BND).view(-1, H, x_BND.shape[2]).transpose(0, 1)
+        out_PHK = (values_HPD @ self.value.weight.view(H, K, -1).transpose(1, 2)).transpose(0, 1)
         if self.value.bias is not None:
             # Σ_j a_j (W_v x_j + b_v): the bias counts as often as the row sums to, which after a mix is not 1.
-            out_BHK = out_BHK + maps_BHN.sum(dim=2, keepdim=True) * self.value.bias.view(H, K)
-        return out_BHK.reshape(-1, 1, H * K)
+            out_PHK = out_PHK + maps.sum(dim=2).view(-1, H, 1) * self.value.bias.view(H, K)
+        return out_PHK.reshape(-1, M, H * K)
 
     def _maps(self, scores_BHMN: Tensor) -> Tensor:
         if self.before is not None:
@@ -147,14 +152,14 @@ class ExportAttention(nn.Module):
         return x_BNC.view(-1, x_BNC.shape[1], self.num_heads, self.head_dim).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, one_query={self.one_query}"
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, queries={self.queries or 'all'}"
 
 
 class ExportBlock(nn.Module):
     """`x + ls1(attn(norm1(s·x)))/s`, then `x + ls2(mlp(norm2(s·x)))/s`: (B, N, D) → (B, M, D).
 
-    s is the residual scale, 1 in most networks. M is N, or 1 where attention has one query. With `joined` the tokens of
-    all images share one axis (B·N, D) inside the block, so that each Linear is one matrix product with its bias inside.
+    s is the residual scale, 1 in most networks. M is N, or the number of queries of attention. With `joined` the tokens
+    of all images share one axis (B·N, D) inside the block: each Linear is one matrix product with its bias inside.
     """
 
     def __init__(self, trained: Any) -> None:
@@ -173,11 +178,14 @@ class ExportBlock(nn.Module):
         tokens, s = x_BND.shape[1], self.residual_scale
         x = x_BND.flatten(0, 1) if self.joined else x_BND
         skip = x
-        if self.attn.one_query:  # the shortcut of the class token alone
+        queries = self.attn.queries
+        if queries == 1:  # the shortcut of the class token alone
             skip = x_BND[:, 0] if self.joined else x_BND[:, :1]
+        elif queries:
+            skip = x_BND[:, :queries].flatten(0, 1) if self.joined else x_BND[:, :queries]
         x = skip + self._branch(self.ls1(self.attn(self.norm1(x if s == 1.0 else x * s), tokens)))
         x = x + self._branch(self.ls2(self.mlp(self.norm2(x if s == 1.0 else x * s))))
-        return x.view(-1, 1 if self.attn.one_query else tokens, x.shape[-1]) if self.joined else x
+        return x.view(-1, queries or tokens, x.shape[-1]) if self.joined else x
 
     def _branch(self, out: Tensor) -> Tensor:
         return out if self.residual_scale == 1.0 else out / self.residual_scale
@@ -199,14 +207,29 @@ def canonical_blocks(root: nn.Module) -> list[ExportBlock]:
 def vision_transformer(root: nn.Module) -> TimmVisionTransformer | None:
     """The vision transformer under `root` whose features, pooling and head are timm's own, or None.
 
-    A subclass with its own forward pass may use the blocks' outputs in other ways than the rewrites assume.
+    Distilled DeiT is one, with two class tokens and two classifiers (`class_tokens`, `classifiers`). Another subclass
+    with its own forward pass may use the blocks' outputs in other ways than the rewrites assume.
     """
     own = ("forward", "forward_features", "pool", "forward_head")
     for module in root.modules():
         if isinstance(module, TimmVisionTransformer):
-            same = all(getattr(type(module), name) is getattr(TimmVisionTransformer, name) for name in own)
+            distilled = isinstance(module, VisionTransformerDistilled)
+            known = VisionTransformerDistilled if distilled else TimmVisionTransformer
+            same = all(getattr(type(module), name) is getattr(known, name) for name in own)
             return module if same and module.attn_pool is None else None
     return None
+
+
+def class_tokens(model: TimmVisionTransformer) -> int:
+    """How many first tokens alone the head reads; 0 where it reads others."""
+    if isinstance(model, VisionTransformerDistilled):
+        return 2
+    return 1 if model.global_pool == "token" else 0
+
+
+def classifiers(model: TimmVisionTransformer) -> list[nn.Module]:
+    """The classifiers, each of which reads the output of the last norm."""
+    return [model.head, model.head_dist] if isinstance(model, VisionTransformerDistilled) else [model.head]
 
 
 def _is_supported(module: nn.Module) -> bool:

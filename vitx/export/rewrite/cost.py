@@ -24,8 +24,8 @@ EXPORT_FORM = "export-form"
 class Cost:
     """The cost of one network; FLOPs and bytes are for one image.
 
-    `nodes` counts those of the cleaned ONNX graph, and `activation_bytes` what they write. `flops` are of matrix
-    products and convolutions (a multiply-add counts two), as in `count_flops`.
+    `nodes` counts those of the traced ONNX graph before its own folds (graph/simplify.py), and `activation_bytes` what
+    they write. `flops` are of matrix products and convolutions (a multiply-add counts two), as in `count_flops`.
     """
 
     nodes: int
@@ -88,7 +88,8 @@ def measured_cost(classifier: ImageClassifier, preprocessing: Preprocessing, ops
     """The cost of `classifier`: of its traced graph, and of one image through its products."""
     size = preprocessing.image_size
     image = torch.empty(1, size, size, 3, dtype=torch.uint8, device="meta")
-    graph = graph_of(classifier, preprocessing, opset=opset).graph
+    # Without the folds of the graph, which would do afterwards what some of the rewrites do.
+    graph = graph_of(classifier, preprocessing, opset=opset, folded=False).graph
     return Cost(
         nodes=len(graph),
         parameters=sum(parameter.numel() for parameter in classifier.parameters()),

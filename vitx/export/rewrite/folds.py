@@ -14,7 +14,15 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
 
-from vitx.export.rewrite.canonical import ExportAttention, HeadMix, canonical_blocks, set_bias, vision_transformer
+from vitx.export.rewrite.canonical import (
+    ExportAttention,
+    HeadMix,
+    canonical_blocks,
+    class_tokens,
+    classifiers,
+    set_bias,
+    vision_transformer,
+)
 
 # Matrix engines and vector registers take multiples of eight.
 HEAD_DIM_MULTIPLE = 8
@@ -118,16 +126,19 @@ def fold_layer_norm_affine(root: nn.Module) -> int:
     """5. γ and β of a LayerNorm into the Linear after it: `W(γ⊙x̂ + β) + b = (Wγ)x̂ + (Wβ + b)`; return how many.
 
     γ and β are (D,), W (out, D); Wγ scales column d by γ_d. Norms in blocks always. The last norm goes into the
-    classifier where pooling takes one token or the average of tokens: both commute with an affine map.
+    classifier where pooling takes one token or the average of tokens: both commute with an affine map; with a
+    distillation token into both classifiers.
     """
     pairs: list[tuple[Any, list[nn.Linear]]] = []
     for block in canonical_blocks(root):
         pairs.append((block.norm1, [block.attn.query, block.attn.key, block.attn.value]))
         pairs.append((block.norm2, [block.mlp.fc1]))
     model = vision_transformer(root)
-    if model is not None and model.global_pool in ("token", "avg") and isinstance(model.head, nn.Linear):
-        last = model.norm if isinstance(model.fc_norm, nn.Identity) else model.fc_norm
-        pairs.append((last, [model.head]))
+    if model is not None and model.global_pool in ("token", "avg"):
+        heads = [head for head in classifiers(model) if isinstance(head, nn.Linear)]
+        if len(heads) == len(classifiers(model)):
+            last = model.norm if isinstance(model.fc_norm, nn.Identity) else model.fc_norm
+            pairs.append((last, heads))
     return sum(_fold_affine(norm, linears) for norm, linears in pairs)
 
 
@@ -160,20 +171,20 @@ def fold_value_bias(root: nn.Module) -> int:
 
 
 def compute_class_token_only(root: nn.Module) -> int:
-    """7. With class-token pooling the last block computes one token; return 1 if it does.
+    """7. With class-token pooling the last block computes one token, of distilled DeiT two; return 1 if it does.
 
-    No other token of the last block is read. Queries, projection and MLP are computed for one token; keys and values
+    No other token of the last block is read. Queries, projection and MLP are computed for those tokens; keys and values
     are not formed at all, as `ExportAttention` describes: a block's 12·N·D² + 2·N²·D multiply-adds become
     12·D² + 2·H·N·D.
     """
     model = vision_transformer(root)
     blocks = canonical_blocks(root)
-    if model is None or not blocks or model.global_pool != "token" or model.blocks[-1] is not blocks[-1]:
+    if model is None or not blocks or not class_tokens(model) or model.blocks[-1] is not blocks[-1]:
         return 0
     # A norm over each token alone does not see that the others are gone.
-    if not isinstance(model.norm, nn.LayerNorm | nn.Identity) or blocks[-1].attn.one_query:
+    if not isinstance(model.norm, nn.LayerNorm | nn.Identity) or blocks[-1].attn.queries:
         return 0
-    blocks[-1].attn.one_query = True
+    blocks[-1].attn.queries = class_tokens(model)
     return 1
 
 

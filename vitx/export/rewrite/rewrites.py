@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import CheckFailed, InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
+from vitx.export.graph.tracing import failure_of
 from vitx.export.rewrite.folds import (
     compute_class_token_only,
     drop_row_constants,
@@ -150,11 +151,20 @@ def rewrite_checked(
 ) -> dict[str, int]:
     """Apply the named rewrites and return in how many places each applied; `rebuild` builds the classifier anew.
 
-    Raises CheckFailed naming the first rewrite that changed the logits of random images: the rewrites assume that a
-    layer is used in one place only, and that no code but the layer's reads its weights.
+    Raises InputError where the network cannot run on images of this size, and CheckFailed naming the first rewrite that
+    changed the logits of random images: the rewrites assume that a layer is used in one place only, and that no code
+    but the layer's reads its weights.
     """
     images = torch.randint(0, 256, (2, image_size, image_size, 3), dtype=torch.uint8, generator=_seeded())
-    expected = _logits(classifier, images)
+    try:
+        expected = _logits(classifier, images)
+    # A network checks its input by whatever raises; the message says in which of its modules.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        place, reason = failure_of(error, classifier)
+        raise InputError(
+            f"this network cannot classify images of {image_size} × {image_size} pixels, {place}: {reason}; give it "
+            "other arguments with --model-arg, or take another network of its family"
+        ) from None
     applied = applied_rewrites(classifier, rewrites)
     if _change(expected, _logits(classifier, images)) <= TOLERANCE:
         return applied

@@ -1,0 +1,353 @@
+"""Each fold of a traced graph: the same values from fewer nodes, and none where it would be wrong."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from vitx.export.graph.linear_folds import (
+    JOINED_LIMIT,
+    fold_scales,
+    join_added_constants,
+    linears_as_gemm,
+    split_joint_projections,
+)
+from vitx.export.graph.simplify import simplify
+from vitx.export.graph.view_folds import (
+    drop_empty_pads,
+    fix_reshape_targets,
+    merge_slices,
+    merge_transposes,
+    merge_views,
+    split_constants,
+    view_after_elementwise,
+    view_transposes,
+)
+
+Array = npt.NDArray[Any]
+RNG = np.random.default_rng(0)
+
+
+def values(*shape: int) -> Array:
+    return RNG.standard_normal(shape).astype(np.float32)
+
+
+def graph(
+    x: Sequence[Any], nodes: Sequence[onnx.NodeProto], outputs: Sequence[str] = ("y",), **constants: Any
+) -> onnx.ModelProto:
+    """A graph of float32 `x` (the first dimension 'N' is the batch) with these constants."""
+    made = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, x)],
+        [onnx.ValueInfoProto(name=name) for name in outputs],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
+
+
+node = helper.make_node
+
+
+def run(model: onnx.ModelProto, x: Array) -> list[Array]:
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    found: list[Array] = session.run(None, {"x": x})
+    return found
+
+
+def folded(model: onnx.ModelProto, fold: Callable[[ir.Graph], int], places: int) -> Counter[str]:
+    """The operators after a fold that must apply in so many places and keep the values at three batches."""
+    before = ir.serde.deserialize_model(model)
+    assert fold(before.graph) == places
+    after = ir.serde.serialize_model(before)
+    onnx.checker.check_model(after)
+    shape = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
+    for batch in (1, 2, 3):
+        x = values(batch, *shape[1:]) if not shape[0] else values(*shape)
+        for expected, found in zip(run(model, x), run(after, x), strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+    return Counter(each.op_type for each in after.graph.node)
+
+
+LINEAR = [node("MatMul", ["x", "w"], ["p"]), node("Add", ["p", "b"], ["l"])]
+WEIGHTS: dict[str, Any] = {"w": values(6, 4), "b": values(4)}
+
+
+@pytest.mark.parametrize(
+    ("behind", "constants"),
+    [
+        ([node("Mul", ["l", "c"], ["y"])], {"c": values(4)}),
+        ([node("Mul", ["c", "l"], ["y"])], {"c": values(1, 1, 4)}),
+        ([node("Mul", ["l", "c"], ["y"])], {"c": np.float32(0.25)}),
+        ([node("Transpose", ["l"], ["t"], perm=[0, 2, 1]), node("Mul", ["t", "c"], ["y"])], {"c": values(1, 4, 1)}),
+        ([node("Reshape", ["l", "s"], ["t"]), node("Mul", ["t", "c"], ["y"])], {"s": [-1, 4], "c": values(4)}),
+        ([node("Reshape", ["l", "s"], ["t"]), node("Mul", ["t", "c"], ["y"])], {"s": [-1, 2], "c": values(1)}),
+    ],
+    ids=["channels", "first operand", "number", "transposed", "viewed", "number behind a view"],
+)
+def test_a_factor_goes_into_the_layer(behind: list[onnx.NodeProto], constants: dict[str, Any]) -> None:
+    model = graph(["N", 5, 6], [*LINEAR, *behind], **WEIGHTS, **constants)
+    assert folded(model, fold_scales, 1)["Mul"] == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "x", "weights"),
+    [
+        (node("Conv", ["x", "w", "b"], ["l"], group=2), ["N", 4, 3, 3], {"w": values(6, 2, 1, 1), "b": values(6)}),
+        (node("Conv", ["x", "w"], ["l"]), ["N", 4, 3, 3], {"w": values(6, 4, 2, 2)}),
+        (node("Gemm", ["x", "w", "b"], ["l"], transB=1), ["N", 4], {"w": values(6, 4), "b": values(6)}),
+        (node("Gemm", ["x", "w", "b"], ["l"], alpha=0.5, beta=2.0), ["N", 4], {"w": values(4, 6), "b": values(6)}),
+        (node("MatMul", ["x", "w"], ["l"]), ["N", 3, 4], {"w": values(4, 6)}),
+    ],
+    ids=["grouped convolution", "convolution", "rows", "columns", "product alone"],
+)
+def test_a_factor_goes_into_every_kind_of_layer(layer: onnx.NodeProto, x: list[Any], weights: dict[str, Any]) -> None:
+    factor = values(6, 1, 1) if layer.op_type == "Conv" else values(6)
+    model = graph(x, [layer, node("Mul", ["l", "c"], ["y"])], **weights, c=factor)
+    assert folded(model, fold_scales, 1) == Counter([layer.op_type])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "outputs", "constants"),
+    [
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"]), node("Neg", ["l"], ["z"])], ["y", "z"], {"c": values(4)}),
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"])], ["y", "l"], {"c": values(4)}),
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"]), node("Neg", ["p"], ["z"])], ["y", "z"], {"c": values(4)}),
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"])], ["y"], {"c": values(5, 1)}),
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"])], ["y"], {"c": values(5, 4)}),
+        ([*LINEAR, node("Mul", ["l", "c"], ["y"])], ["y"], {"c": values(2, 1, 1, 1)}),
+        ([*LINEAR, node("Mul", ["l", "l"], ["y"])], ["y"], {}),
+        (
+            [*LINEAR, node("Reshape", ["l", "s"], ["t"]), node("Mul", ["t", "c"], ["y"])],
+            ["y"],
+            {"s": [-1, 2], "c": values(2)},
+        ),
+        ([*LINEAR, node("Relu", ["l"], ["t"]), node("Mul", ["t", "c"], ["y"])], ["y"], {"c": values(4)}),
+    ],
+    ids=[
+        "other reader",
+        "output",
+        "sum's other reader",
+        "tokens",
+        "both",
+        "wider",
+        "square",
+        "split view",
+        "not linear",
+    ],
+)
+def test_a_factor_stays_where_folding_it_would_be_wrong(
+    nodes: list[onnx.NodeProto], outputs: list[str], constants: dict[str, Any]
+) -> None:
+    folded(graph(["N", 5, 6], nodes, outputs, **WEIGHTS, **constants), fold_scales, 0)
+
+
+def test_a_factor_stays_behind_another_kind_of_sum_and_where_it_widens() -> None:
+    scaled = [*LINEAR, node("Mul", ["l", "c"], ["y"])]
+    # Position embeddings are added to tokens, not to channels.
+    folded(graph(["N", 5, 6], scaled, w=values(6, 4), b=values(5, 4), c=values(4)), fold_scales, 0)
+    folded(graph(["N", 5, 6], scaled, w=values(6, 1), b=values(1), c=values(4)), fold_scales, 0)
+    assert folded(graph(["N", 5, 6], scaled, w=values(6, 4), b=np.float32(0.5), c=values(4)), fold_scales, 1)
+    pixels = [node("Conv", ["x", "w"], ["l"]), node("Mul", ["l", "c"], ["y"])]
+    folded(graph(["N", 4, 3, 3], pixels, w=values(6, 4, 1, 1), c=values(6, 1, 3)), fold_scales, 0)
+
+
+def test_a_weight_that_two_layers_share_is_scaled_in_one() -> None:
+    nodes = [*LINEAR, node("Mul", ["l", "c"], ["y"]), node("MatMul", ["x", "w"], ["z"])]
+    model = graph(["N", 5, 6], nodes, ["y", "z"], **WEIGHTS, c=values(4))
+    assert folded(model, fold_scales, 1)["MatMul"] == 2
+
+
+def joint(takers: list[onnx.NodeProto], outputs: Sequence[str] = ("q", "k")) -> onnx.ModelProto:
+    """(N, 5, 6) · (6, 2·2·3) + b, viewed as (N, 5, 2, 2, 3) and transposed to (2, N, 2, 5, 3)."""
+    nodes = [*LINEAR, node("Reshape", ["l", "s"], ["v"]), node("Transpose", ["v"], ["t"], perm=[2, 0, 3, 1, 4])]
+    sizes: dict[str, Any] = {
+        "s": [-1, 5, 2, 2, 3],
+        "zero": np.int64(0),
+        "one": np.int64(1),
+        "at0": [0],
+        "at1": [1],
+        "at2": [2],
+    }
+    return graph(["N", 5, 6], [*nodes, *takers], outputs, w=values(6, 12), b=values(12), **sizes)
+
+
+def test_a_joint_projection_is_taken_apart() -> None:
+    gathers = [node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])]
+    operators = folded(joint(gathers), split_joint_projections, 1)
+    assert operators == Counter(MatMul=2, Add=2, Reshape=2, Transpose=2)
+    slices = [
+        node("Slice", ["t", "at0", "at1", "at0"], ["s0"]),
+        node("Squeeze", ["s0", "at0"], ["q"]),
+        node("Slice", ["t", "at1", "at2", "at0"], ["s1"]),
+        node("Squeeze", ["s1", "at0"], ["k"]),
+    ]
+    assert folded(joint(slices), split_joint_projections, 1) == operators
+
+
+def test_a_joint_projection_stays_where_its_whole_is_read() -> None:
+    folded(joint([node("Gather", ["t", "zero"], ["q"]), node("Neg", ["t"], ["k"])]), split_joint_projections, 0)
+    folded(joint([node("Gather", ["t", "zero"], ["q"])], ["q", "t"]), split_joint_projections, 0)
+    folded(joint([node("Gather", ["t", "zero"], ["q"])], ["q", "l"]), split_joint_projections, 0)
+    both = [node("Slice", ["t", "at0", "at2", "at0"], ["q"]), node("Gather", ["t", "one"], ["k"])]
+    folded(joint(both), split_joint_projections, 0)
+
+
+def test_position_biases_and_window_masks_are_added_at_once() -> None:
+    """Scores (N·4, 2, 3, 3), a bias for each head, a mask for each of four windows."""
+    nodes = [
+        node("Reshape", ["x", "s1"], ["w"]),
+        node("Add", ["w", "bias"], ["a"]),
+        node("Reshape", ["a", "s2"], ["v"]),
+        node("Add", ["v", "mask"], ["y"]),
+    ]
+    constants: dict[str, Any] = {"s1": [-1, 2, 3, 3], "s2": [-1, 4, 2, 3, 3], "mask": values(1, 4, 1, 3, 3)}
+    model = graph(["N", 72], nodes, **constants, bias=values(1, 2, 3, 3))
+    assert folded(model, join_added_constants, 1)["Add"] == 1
+    # A bias that differs from window to window of the joint axis cannot move behind the view.
+    nodes[0] = node("Reshape", ["x", "s0"], ["w"])
+    fixed = graph([1, 72], nodes, **constants | {"s0": [4, 2, 3, 3]}, bias=values(4, 2, 3, 3))
+    folded(fixed, join_added_constants, 0)
+
+
+def test_constants_are_not_joined_where_a_sum_is_read_or_would_be_large() -> None:
+    sums = [node("Add", ["x", "a"], ["t"]), node("Add", ["t", "b"], ["y"])]
+    assert folded(graph(["N", 3], sums, a=values(3), b=values(1)), join_added_constants, 1) == Counter(["Add"])
+    folded(graph(["N", 3], sums, ["y", "t"], a=values(3), b=values(3)), join_added_constants, 0)
+    side = int(JOINED_LIMIT**0.5) + 1
+    folded(graph([1, side, 1], sums, a=values(side, 1), b=values(1, side)), join_added_constants, 0)
+
+
+def test_a_layer_of_tokens_is_one_gemm() -> None:
+    operators = folded(graph(["N", 5, 6], [*LINEAR[:1], node("Add", ["p", "b"], ["y"])], **WEIGHTS), linears_as_gemm, 1)
+    assert operators == Counter(Reshape=2, Gemm=1)
+
+
+@pytest.mark.parametrize(
+    ("x", "nodes", "outputs", "bias"),
+    [
+        (["N", 6], LINEAR, ["l"], values(4)),
+        (["N", 5, 6], LINEAR, ["l"], values(5, 1)),
+        (["N", 5, 6], LINEAR, ["l", "p"], values(4)),
+        (["N", "M", 6], LINEAR, ["l"], values(4)),
+        (["N", 5, 6], [node("MatMul", ["x", "w"], ["l"])], ["l"], values(4)),
+    ],
+    ids=["rows already", "bias of tokens", "product is read", "two dynamic sizes", "no bias"],
+)
+def test_a_layer_stays_a_product_elsewhere(
+    x: list[Any], nodes: list[onnx.NodeProto], outputs: list[str], bias: Array
+) -> None:
+    model = ir.serde.deserialize_model(graph(x, nodes, outputs, w=WEIGHTS["w"], b=bias))
+    assert linears_as_gemm(model.graph) == 0
+
+
+def test_a_computed_target_of_one_dynamic_size_is_a_constant() -> None:
+    nodes = [
+        node("Shape", ["x"], ["d"], start=0, end=1),
+        node("Concat", ["d", "rest"], ["s"], axis=0),
+        node("Reshape", ["x", "s"], ["y"]),
+    ]
+    model = graph(["N", 4, 6], nodes, rest=[24])
+    assert folded(model, fix_reshape_targets, 1) == Counter(["Reshape"])
+    two = graph(["N", "M", 6], [node("Shape", ["x"], ["s"]), node("Reshape", ["x", "s"], ["y"])])
+    assert fix_reshape_targets(ir.serde.deserialize_model(two).graph) == 0
+
+
+def test_a_pad_by_nothing_is_dropped() -> None:
+    nodes = [node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])]
+    assert folded(graph(["N", 3], nodes, p=[0, 0, 0, 0]), drop_empty_pads, 1) == Counter(["Neg"])
+    folded(graph(["N", 3], nodes, p=[0, 0, 0, 1]), drop_empty_pads, 0)
+
+
+def test_the_parts_of_a_constant_are_constants() -> None:
+    nodes = [node("Split", ["c"], ["a", "b"], axis=1, num_outputs=2), node("Mul", ["x", "a"], ["t"])]
+    model = graph(["N", 2], [*nodes, node("Add", ["t", "b"], ["y"])], c=values(1, 4))
+    assert folded(model, split_constants, 1) == Counter(Mul=1, Add=1)
+    folded(graph(["N", 4], [node("Split", ["x"], ["y", "z"], axis=1, num_outputs=2)], ["y", "z"]), split_constants, 0)
+
+
+def test_transposes_in_a_row_are_one_or_none() -> None:
+    def two(second: list[int], *outputs: str) -> onnx.ModelProto:
+        nodes = [node("Transpose", ["x"], ["t"], perm=[0, 2, 1, 3]), node("Transpose", ["t"], ["u"], perm=second)]
+        return graph(["N", 2, 3, 4], [*nodes, node("Neg", ["u"], ["y"])], ["y", *outputs])
+
+    assert folded(two([0, 1, 3, 2]), merge_transposes, 1) == Counter(Transpose=1, Neg=1)
+    assert folded(two([0, 2, 1, 3]), merge_transposes, 1) == Counter(["Neg"])
+    assert folded(two([0, 1, 3, 2], "t"), merge_transposes, 1) == Counter(Transpose=2, Neg=1)
+
+
+def test_a_transpose_of_axes_of_one_is_a_view() -> None:
+    def moved(size: int) -> onnx.ModelProto:
+        return graph(["N", 4, 1, size], [node("Transpose", ["x"], ["y"], perm=[0, 2, 3, 1])])
+
+    assert folded(moved(1), view_transposes, 1) == Counter(["Reshape"])
+    folded(moved(2), view_transposes, 0)
+
+
+def test_views_in_a_row_are_one_or_none() -> None:
+    def two(target: list[int], *outputs: str) -> onnx.ModelProto:
+        nodes = [node("Reshape", ["x", "s1"], ["t"]), node("Reshape", ["t", "s2"], ["u"]), node("Neg", ["u"], ["y"])]
+        return graph(["N", 2, 3], nodes, ["y", *outputs], s1=[-1, 6], s2=target)
+
+    assert folded(two([-1, 3, 2]), merge_views, 1) == Counter(Reshape=1, Neg=1)
+    assert folded(two([-1, 2, 3]), merge_views, 1) == Counter(["Neg"])
+    folded(two([-1, 3, 2], "t"), merge_views, 0)
+
+
+def test_the_name_between_blocks_is_kept() -> None:
+    """Parity compares the residual stream by name, so the view that carries it stays."""
+    nodes = [node("Reshape", ["x", "s1"], ["blocks.0"]), node("Reshape", ["blocks.0", "s2"], ["y"])]
+    folded(graph(["N", 2, 3], nodes, s1=[-1, 6], s2=[-1, 3, 2]), merge_views, 0)
+    linear = [LINEAR[0], node("Add", ["p", "b"], ["blocks.0"]), node("Neg", ["blocks.0"], ["y"])]
+    model = ir.serde.deserialize_model(graph(["N", 5, 6], linear, **WEIGHTS))
+    assert linears_as_gemm(model.graph) == 1
+    assert "blocks.0" in {each.name for made in model.graph for each in made.outputs}
+
+
+def test_a_function_of_each_value_needs_no_view_around_it() -> None:
+    def between(*outputs: str, operator: str = "Relu") -> onnx.ModelProto:
+        nodes = [node("Reshape", ["x", "s1"], ["t"]), node(operator, ["t"], ["u"]), node("Reshape", ["u", "s2"], ["v"])]
+        return graph(["N", 2, 3], [*nodes, node("Neg", ["v"], ["y"])], ["y", *outputs], s1=[-1, 6], s2=[-1, 3, 2])
+
+    assert folded(between(), view_after_elementwise, 1) == Counter(Relu=1, Reshape=1, Neg=1)
+    folded(between("u"), view_after_elementwise, 0)
+    folded(between(operator="Softmax"), view_after_elementwise, 0)
+
+
+def test_slices_along_two_axes_are_one() -> None:
+    def two(axis: str, *outputs: str) -> onnx.ModelProto:
+        nodes = [node("Slice", ["x", "o", "t", "o"], ["s"]), node("Slice", ["s", "z", "o", axis], ["y"])]
+        return graph(["N", 5, 6], nodes, ["y", *outputs], z=[0], o=[1], t=[4], last=[-1])
+
+    assert folded(two("last"), merge_slices, 1) == Counter(["Slice"])
+    folded(two("o"), merge_slices, 0)
+    folded(two("last", "s"), merge_slices, 0)
+
+
+def test_folds_are_repeated_until_none_applies() -> None:
+    """LayerScale behind a transpose, which another transpose undoes: a Gemm between two views is left."""
+    nodes = [
+        *LINEAR,
+        node("Transpose", ["l"], ["t"], perm=[0, 2, 1]),
+        node("Mul", ["t", "c"], ["m"]),
+        node("Transpose", ["m"], ["u"], perm=[0, 2, 1]),
+        node("Neg", ["u"], ["y"]),
+    ]
+    model = ir.serde.deserialize_model(graph(["N", 5, 6], nodes, **WEIGHTS, c=values(4, 1)))
+    places = simplify(model)
+    assert {name: count for name, count in places.items() if count} == {
+        "fold_scales": 1,
+        "merge_transposes": 1,
+        "linears_as_gemm": 1,
+    }
+    assert [each.op_type for each in model.graph] == ["Reshape", "Gemm", "Reshape", "Neg"]

@@ -1,0 +1,52 @@
+"""All folds of a traced graph, in turn, until none of them finds anything more."""
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+
+from vitx.export.graph.linear_folds import (
+    fold_scales,
+    join_added_constants,
+    linears_as_gemm,
+    split_joint_projections,
+)
+from vitx.export.graph.view_folds import (
+    drop_empty_pads,
+    fix_reshape_targets,
+    merge_slices,
+    merge_transposes,
+    merge_views,
+    split_constants,
+    view_after_elementwise,
+    view_transposes,
+)
+
+# In this order: a joint projection is taken apart before its layer is a Gemm between views.
+FOLDS: tuple[Callable[[ir.Graph], int], ...] = (
+    fix_reshape_targets,
+    drop_empty_pads,
+    split_constants,
+    merge_slices,
+    split_joint_projections,
+    fold_scales,
+    merge_transposes,
+    view_transposes,
+    join_added_constants,
+    linears_as_gemm,
+    view_after_elementwise,
+    merge_views,
+)
+
+
+def simplify(model: Any) -> dict[str, int]:
+    """Apply all folds to an onnx_ir.Model in place; return in how many places each of them applied."""
+    places = {fold.__name__: 0 for fold in FOLDS}
+    found = True
+    while found:
+        found = False
+        for fold in FOLDS:
+            count = fold(model.graph)
+            places[fold.__name__] += count
+            found = found or count > 0
+    return places

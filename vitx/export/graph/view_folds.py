@@ -1,0 +1,188 @@
+"""Exact folds of what only moves values, in place: shapes, views, transposes, slices and pads.
+
+Each takes an onnx_ir.Graph and returns the number of places it changed. A shape may have one dimension that is no
+number: the batch, or a multiple of it. What would need a second one stays as it is.
+"""
+
+import numpy as np
+import onnx_ir as ir
+
+from vitx.export.graph.edits import (
+    UNKNOWN,
+    array_of,
+    constant,
+    dims_of,
+    insert,
+    is_free,
+    is_inner,
+    nodes_of,
+    producer_of,
+    remove_unused,
+    replace,
+    reshape_target,
+    reshaped,
+    shape_of,
+    source_of,
+)
+
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
+# Functions of each value alone, which do not see the shape.
+ELEMENTWISE = ("Gelu", "Relu", "Sigmoid", "Tanh", "Erf", "HardSigmoid", "HardSwish", "Softplus")
+
+
+def fix_reshape_targets(graph: ir.Graph) -> int:
+    """A target that is computed from shapes becomes a constant where the result has one dynamic dimension."""
+    changed = 0
+    for node in nodes_of(graph, "Reshape"):
+        target = reshape_target(node.outputs[0])
+        if array_of(node.inputs[1]) is None and target is not None:
+            values = constant(graph, node.outputs[0], np.array(target, np.int64))
+            shapes = source_of(node, 1).producer()
+            node.replace_input_with(1, values)
+            if shapes is not None:
+                remove_unused(graph, shapes)
+            changed += 1
+    return changed
+
+
+def drop_empty_pads(graph: ir.Graph) -> int:
+    """A Pad by no element at either end of any axis is its input."""
+    changed = 0
+    for node in nodes_of(graph, "Pad"):
+        pads = array_of(node.inputs[1])
+        if pads is not None and not pads.any() and is_free(node.outputs[0]):
+            replace(graph, node, source_of(node))
+            changed += 1
+    return changed
+
+
+def split_constants(graph: ir.Graph) -> int:
+    """The parts of a constant that is split are constants."""
+    changed = 0
+    for node in nodes_of(graph, "Split"):
+        array = array_of(node.inputs[0])
+        shapes = [shape_of(output) for output in node.outputs]
+        axis = node.attributes.get_int("axis", 0)
+        if array is None or not all(shape and UNKNOWN not in shape for shape in shapes):
+            continue
+        ends = np.cumsum([shape[axis] for shape in shapes if shape])[:-1]
+        for output, part in zip(node.outputs, np.split(array, ends, axis), strict=True):
+            ir.convenience.replace_all_uses_with(output, constant(graph, output, part))
+        graph.remove(node, safe=True)
+        changed += 1
+    return changed
+
+
+def merge_transposes(graph: ir.Graph) -> int:
+    """Two transposes in a row are one, or none where the second undoes the first."""
+    changed = 0
+    for node in nodes_of(graph, "Transpose"):
+        before = producer_of(node.inputs[0], "Transpose")
+        if before is None:
+            continue
+        first, second = _permutation(before), _permutation(node)
+        if first is None or second is None:
+            continue
+        both = [first[axis] for axis in second]
+        if both == sorted(both):
+            if not is_free(node.outputs[0]):
+                continue
+            replace(graph, node, source_of(before))
+        else:
+            node.replace_input_with(0, before.inputs[0])
+            node.attributes["perm"] = ir.AttrInt64s("perm", both)
+            remove_unused(graph, before)
+        changed += 1
+    return changed
+
+
+def view_transposes(graph: ir.Graph) -> int:
+    """A transpose that moves only axes of length one is a view."""
+    changed = 0
+    for node in nodes_of(graph, "Transpose"):
+        shape, order = shape_of(node.inputs[0]), _permutation(node)
+        if shape is None or order is None or reshape_target(node.outputs[0]) is None:
+            continue
+        moved = [axis for axis in order if shape[axis] != 1]
+        if moved == sorted(moved):
+            replace(graph, node, reshaped(graph, node, source_of(node), dims_of(node.outputs[0])))
+            changed += 1
+    return changed
+
+
+def merge_views(graph: ir.Graph) -> int:
+    """A view of a view is one view, or none where it has the shape of the value that it began with."""
+    changed = 0
+    for node in nodes_of(graph, *VIEWS):
+        source, output = source_of(node), node.outputs[0]
+        before = producer_of(source, *VIEWS)
+        origin = source_of(before) if before is not None and is_inner(source) else source
+        if reshape_target(output) is None:
+            continue
+        if _same_shape(origin, output) and is_free(output):
+            replace(graph, node, origin)
+        elif origin is not source:
+            replace(graph, node, reshaped(graph, node, origin, dims_of(output)))
+        else:
+            continue
+        changed += 1
+    return changed
+
+
+def view_after_elementwise(graph: ir.Graph) -> int:
+    """A function of each value alone between two views: `view(f(view(x))) = view(f(x))`."""
+    changed = 0
+    for node in nodes_of(graph, *ELEMENTWISE):
+        before = producer_of(node.inputs[0], *VIEWS)
+        after = [usage.node for usage in node.outputs[0].uses()]
+        if before is None or not is_inner(source_of(node)) or not is_inner(node.outputs[0]):
+            continue
+        if after[0].op_type in VIEWS and reshape_target(after[0].outputs[0]) is not None:
+            last = after[0]
+            (output,) = last.outputs
+            source = source_of(before)
+            node.replace_input_with(0, source)
+            node.outputs[0].shape = source.shape
+            graph.remove(before, safe=True)
+            replace(graph, last, reshaped(graph, last, node.outputs[0], dims_of(output)))
+            changed += 1
+    return changed
+
+
+def merge_slices(graph: ir.Graph) -> int:
+    """Two slices in a row along different axes are one."""
+    changed = 0
+    for node in nodes_of(graph, "Slice"):
+        before = producer_of(node.inputs[0], "Slice")
+        if before is None or not is_inner(source_of(node)):
+            continue
+        first, second = slice_of(before), slice_of(node)
+        if first is None or second is None or set(first[2].tolist()) & set(second[2].tolist()):
+            continue
+        parts = [constant(graph, node.outputs[0], np.concatenate(pair)) for pair in zip(first, second, strict=True)]
+        replace(graph, node, insert(graph, node, "Slice", [source_of(before), *parts], dims_of(node.outputs[0])))
+        changed += 1
+    return changed
+
+
+def _permutation(node: ir.Node) -> list[int] | None:
+    attribute = node.attributes.get("perm")
+    if attribute is not None:
+        return list(attribute.as_ints())
+    shape = shape_of(node.inputs[0])
+    return None if shape is None else list(range(len(shape)))[::-1]
+
+
+def slice_of(node: ir.Node) -> tuple[np.ndarray, ...] | None:
+    """Starts, ends, axes (not negative) and steps, if all are constants and given."""
+    shape = shape_of(node.inputs[0])
+    arrays = [array_of(value) for value in node.inputs[1:]]
+    if shape is None or len(arrays) < 3 or any(array is None for array in arrays):
+        return None
+    starts, ends, axes = (array.astype(np.int64) for array in arrays[:3] if array is not None)
+    steps = arrays[3].astype(np.int64) if len(arrays) > 3 and arrays[3] is not None else np.ones_like(starts)
+    return starts, ends, axes % len(shape), steps
+
+
+def _same_shape(first: ir.Value, second: ir.Value) -> bool:
+    return reshape_target(first) is not None and reshape_target(first) == reshape_target(second)
