@@ -111,7 +111,7 @@ def test_blocks_are_replaced_in_place_and_in_order() -> None:
         found[0](x, attn_mask=x)
     with pytest.raises(AssertionError):
         found[0](x, is_causal=True)
-    assert found[1].attn.extra_repr() == "num_heads=3, head_dim=4, one_query=False"
+    assert found[1].attn.extra_repr() == "num_heads=3, head_dim=4, queries=all"
 
 
 def test_what_can_be_one_node() -> None:
@@ -120,7 +120,7 @@ def test_what_can_be_one_node() -> None:
         assert not attention.is_fused
         attention.fused = True
         assert attention.is_fused is (name == "plain")
-    attentions["plain"].one_query = True
+    attentions["plain"].queries = 1
     assert not attentions["plain"].is_fused
     talking = attentions["talking"]
     talking.after = None
@@ -341,6 +341,6 @@ def test_the_cost_is_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = sum(parameter.numel() for parameter in classifier.parameters())
     assert cost.measured_cost(classifier, PREPROCESSING, 21) == cost.Cost(3, parameters, 17, 36)
     assert asked == [
-        ((classifier, PREPROCESSING), {"opset": 21}),
+        ((classifier, PREPROCESSING), {"opset": 21, "folded": False}),
         (classifier, (1, 8, 8, 3), torch.uint8, "meta"),
     ]

@@ -52,8 +52,8 @@ def add_witness(
     """Write a witness set into a bundle that is being made, list it in its manifest, and return the new bundle.
 
     margins, logit_std: of the reference's logits of all `images`. reference: its logits in float64 (N, C). count: how
-    many images; None for as many as keep the bundle from growing by more than 20 MB or a tenth of its graph. Without room for one
-    image the bundle stays as it is, and the log says so.
+    many images; None for as many as keep the bundle from growing by more than 20 MB or a tenth of its graph. Without
+    room for one image the bundle stays as it is, and the log says so.
     """
     limit = min(MOST_BYTES, int(MOST_SHARE * bundle.manifest.files[MODEL].size))
     seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
