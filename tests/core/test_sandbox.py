@@ -37,9 +37,10 @@ def test_a_full_disk_is_told_as_it_was() -> None:
 
 
 def test_no_process_is_left_of_a_hang() -> None:
+    before = {*multiprocessing.active_children()}  # a loader of another test may still be ending
     with pytest.raises(ConversionCrashed, match=r"^converting took longer than its limit of 0\.2 s and was ended$"):
         run_limited("converting", time.sleep, 60, seconds=0.2)
-    assert multiprocessing.active_children() == []
+    assert {*multiprocessing.active_children()} <= before
 
 
 def test_resident_memory_is_of_the_process() -> None:
