@@ -203,6 +203,31 @@ def test_a_joint_projection_stays_where_its_whole_is_read() -> None:
     folded(joint(both), split_joint_projections, 0)
 
 
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_a_joint_gemm_stays_whole(transposed: int) -> None:
+    """Its weight may lie transposed, and it may have factors of its own."""
+    rows = [node("Gemm", ["x", "w", "b"], ["l"], transB=transposed), node("Reshape", ["l", "s"], ["v"])]
+    takers = [node("Transpose", ["v"], ["t"], perm=[1, 0, 2, 3]), node("Gather", ["t", "one"], ["y"])]
+    weight = values(12, 12)
+    model = graph(["N", 12], [*rows, *takers], w=weight, b=values(12), s=[-1, 2, 2, 3], one=np.int64(1))
+    folded(model, split_joint_projections, 0)
+
+
+def test_a_joint_projection_with_one_number_as_bias_stays_whole() -> None:
+    nodes = [*LINEAR, node("Reshape", ["l", "s"], ["v"]), node("Transpose", ["v"], ["t"], perm=[2, 0, 3, 1, 4])]
+    taken = node("Gather", ["t", "one"], ["y"])
+    sizes: dict[str, Any] = {"s": [-1, 5, 2, 2, 3], "one": np.int64(1)}
+    folded(graph(["N", 5, 6], [*nodes, taken], w=values(6, 12), b=values(1), **sizes), split_joint_projections, 0)
+
+
+def test_a_convolution_s_last_axis_is_not_its_channels() -> None:
+    nodes = [node("Conv", ["x", "w"], ["l"]), node("Reshape", ["l", "s"], ["v"])]
+    takers = [node("Transpose", ["v"], ["t"], perm=[3, 0, 1, 2, 4]), node("Gather", ["t", "one"], ["y"])]
+    sizes: dict[str, Any] = {"s": [-1, 6, 6, 2, 3], "one": np.int64(1)}
+    model = graph(["N", 4, 6, 6], [*nodes, *takers], w=values(6, 4, 1, 1), **sizes)
+    folded(model, split_joint_projections, 0)
+
+
 def test_position_biases_and_window_masks_are_added_at_once() -> None:
     """Scores (N·4, 2, 3, 3), a bias for each head, a mask for each of four windows."""
     nodes = [

@@ -71,6 +71,9 @@ def split_joint_projections(graph: ir.Graph) -> int:
         layer = None if view is None else _linear(view.inputs[0])
         if view is None or layer is None or not perm or not is_inner(source_of(node)) or not is_inner(source_of(view)):
             continue
+        # Of a Gemm or Conv the last axis of the weight is not, or need not be, that of the channels.
+        if layer.product.op_type != "MatMul" or (layer.bias is not None and layer.bias.size != layer.weight.shape[1]):
+            continue
         joint, parted = shape_of(view.inputs[0]), shape_of(view.outputs[0])
         axis = perm[0]
         if joint is None or parted is None or axis != len(joint) - 1 or joint[:-1] != parted[:axis]:
