@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -362,3 +364,29 @@ def test_the_doctor_lists_every_runtime(vitx: Vitx) -> None:
     code, out, _ = vitx("doctor")
     assert code == 0
     assert "onnxruntime-tensorrt" in out
+
+
+CLOSED_ELSEWHERE = """
+import signal, sys, threading
+from vitx.core.bundle import Bundle
+from vitx.runtimes import load_session
+
+for _ in range(2):
+    session = load_session(Bundle.open(sys.argv[1]), "openvino", threads=1)
+    closing = threading.Thread(target=session.close)
+    closing.start()
+    closing.join()
+    del session, closing
+received = []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+signal.raise_signal(signal.SIGTERM)
+print(received == [signal.SIGTERM])
+"""
+
+
+def test_a_signal_after_a_model_was_closed_by_another_thread(bundle_with_ir: Bundle) -> None:
+    """As a server does. On processors with AMX OpenVINO gives the thread that loads a stack for signals of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSED_ELSEWHERE, str(bundle_with_ir.path)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr

@@ -1,5 +1,7 @@
 """OpenVINO: the bundle's IR on the CPU."""
 
+from functools import cache
+from importlib.metadata import version
 from queue import Empty, LifoQueue
 from typing import Any
 
@@ -10,6 +12,21 @@ from vitx.runtimes.session import Float32Array, Session, check_images, image_sha
 
 IR = "openvino/model.xml"
 _WEIGHTS = "openvino/model.bin"
+
+
+@cache
+def openvino_core() -> Any:
+    """The process's `openvino.Core`; raise EnvironmentMissing where OpenVINO is not installed.
+
+    One for all models, and for good: where the processor has AMX, loading the CPU plugin gives the calling thread a
+    stack for signals, and unloading it, when the last model and core are gone, frees that stack, on whatever thread
+    that happens. The first thread's next signal would then end the process (seen in OpenVINO 2026.4.1).
+    """
+    try:
+        import openvino
+    except ModuleNotFoundError:
+        raise missing_package("openvino", "openvino") from None
+    return openvino.Core()
 
 
 class OpenVinoSession(Session):
@@ -27,10 +44,7 @@ class OpenVinoSession(Session):
             raise InputError(
                 f"'{bundle.path}' has no OpenVINO IR: export it again with --openvino, or choose onnxruntime-cpu"
             )
-        try:
-            import openvino
-        except ModuleNotFoundError:
-            raise missing_package("openvino", "openvino") from None
+        core = openvino_core()
         # By default OpenVINO multiplies in bf16 where the CPU can; a bundle's precision is that of its graph.
         hint = "bf16" if bf16 else "f32"
         options: dict[str, Any] = {"INFERENCE_PRECISION_HINT": hint, "PERFORMANCE_HINT": "LATENCY"}
@@ -39,14 +53,14 @@ class OpenVinoSession(Session):
             options |= {"INFERENCE_NUM_THREADS": threads, "ENABLE_CPU_PINNING": False}
         path = bundle.path / IR
         try:
-            self._model = openvino.Core().compile_model(str(path), "CPU", options)
+            self._model = core.compile_model(str(path), "CPU", options)
         except RuntimeError as error:
             raise InputError(f"OpenVINO cannot load {path}: {error}") from None
         if bf16 and (taken := self._model.get_property("INFERENCE_PRECISION_HINT").get_type_name()) != "bf16":
             raise EnvironmentMissing(
                 f"this processor has no bfloat16 products, OpenVINO would take {taken}: choose the runtime openvino"
             )
-        self._version = str(openvino.__version__).split("-")[0]
+        self._version = version("openvino").split("-")[0]
         self._runtime = "openvino-bf16" if bf16 else "openvino"
         self._precision = "bf16" if bf16 else bundle.manifest.precision
         self._manifest = bundle.manifest

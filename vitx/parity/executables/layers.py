@@ -9,7 +9,7 @@ import numpy.typing as npt
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import UInt8Array
 from vitx.parity.executables.witness import Witness
-from vitx.runtimes.openvino import IR
+from vitx.runtimes.openvino import IR, openvino_core
 from vitx.runtimes.session import Session
 
 IMAGES = 4
@@ -39,9 +39,7 @@ def first_divergence(bundle: Bundle, session: Session, witness: Witness) -> str:
 
 
 def _openvino_tensors(bundle: Bundle, pixels: UInt8Array) -> Tensors:
-    import openvino
-
-    core = openvino.Core()
+    core = openvino_core()
     model = core.read_model(str(bundle.path / IR))
     names = {name for operation in model.get_ops() for port in operation.outputs() for name in port.get_names()}
     layers = sorted(filter(_LAYER.fullmatch, names))
