@@ -20,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from reference import randomize_like_trained
+from support.as_exported import export_as_it_comes, timed
 from support.onnx_session import cpu_session
 from support.simplifiers import SIMPLIFIERS, compute_nodes, removed_by
 from support.targets import all_hold, command_line, report_header, save_report, verdict
@@ -69,37 +69,16 @@ def network_of(name: str, options: dict[str, Any]) -> tuple[Any, Preprocessing]:
     return model, preprocessing.model_copy(update={"image_size": size})
 
 
-def export_as_it_comes(model: Any, size: int, path: Path) -> str:
+def export_other(model: Any, size: int, path: Path) -> str:
     """Write `torch.onnx.export`'s graph; return which form of attention it could trace."""
-
-    def export() -> None:
-        program: Any = torch.onnx.export(
-            model,
-            (torch.zeros(2, 3, size, size),),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("N")},),
-            input_names=["images"],
-            output_names=["logits"],
-            verbose=False,
-        )
-        program.save(str(path), external_data=False)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            export()
-        except torch.onnx.OnnxExporterError:
-            with attention_form(model, fused=False):
-                export()
-            return "without fused attention: it cannot trace the other"
+    example = torch.zeros(2, 3, size, size)
+    try:
+        export_as_it_comes(model, example, path)
+    except torch.onnx.OnnxExporterError:
+        with attention_form(model, fused=False):
+            export_as_it_comes(model, example, path)
+        return "without fused attention: it cannot trace the other"
     return "as it comes"
-
-
-def timed(session: Any, images: Any) -> tuple[float, float]:
-    """Wall and processor seconds of one call."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    session.run(None, {"images": images})
-    return time.perf_counter() - wall, time.thread_time() - cpu
 
 
 def speeds(ours: tuple[Any, Any], theirs: tuple[Any, Any], repeats: int) -> dict[str, Any]:
@@ -125,7 +104,7 @@ def measure(name: str, options: dict[str, Any], repeats: int, folder: Path) -> d
     plain = ImageClassifier(model, preprocessing).eval()
     before = graph_of(plain, preprocessing, folded=False)
     nodes_before = sum(compute_nodes(onnx.ModelProto.FromString(serialized(before))).values())
-    form = export_as_it_comes(model, size, folder / "theirs.onnx")
+    form = export_other(model, size, folder / "theirs.onnx")
     classifier = ImageClassifier(copy.deepcopy(model), preprocessing).eval()
     start = time.process_time()
     applied = rewrite_checked(

@@ -26,8 +26,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -41,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import engines
 import quantization
 import vitx.models
+from support.as_exported import export_as_it_comes, timed
 from support.onnx_session import cpu_session
 from support.process_tree import peak_resident_bytes, seconds_of
 from support.targets import all_hold, command_line, report_header, verdict, write_report
@@ -73,22 +72,6 @@ def network(name: str) -> Any:
     return timm.create_model(name).eval()
 
 
-def export_as_it_comes(name: str, path: Path) -> None:
-    """What a user gets from PyTorch's exporter alone: float32 (N, 3, 224, 224) → logits."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program: Any = torch.onnx.export(
-            network(name),
-            (torch.zeros(2, 3, 224, 224),),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("N")},),
-            input_names=["images"],
-            output_names=["logits"],
-            verbose=False,
-        )
-    program.save(str(path), external_data=False)
-
-
 def rewritten(name: str, path: Path, rewrites: Sequence[str] = ALL) -> Any:
     """A session of the network's graph with these rewrites."""
     classifier = rewrite_for_export(network(name), PREPROCESSING, rewrites=rewrites)
@@ -98,13 +81,6 @@ def rewritten(name: str, path: Path, rewrites: Sequence[str] = ALL) -> Any:
 
 def random_images(batch: int) -> Any:
     return np.random.default_rng(0).integers(0, 256, (batch, 224, 224, 3), dtype=np.uint8)
-
-
-def timed(session: Any, images: Any) -> tuple[float, float]:
-    """Wall and processor seconds of one call."""
-    wall, cpu = time.perf_counter(), time.thread_time()
-    session.run(None, {"images": images})
-    return time.perf_counter() - wall, time.thread_time() - cpu
 
 
 def pairs_of(batch: int, arguments: argparse.Namespace) -> int:
@@ -131,7 +107,7 @@ def against_as_it_comes(arguments: argparse.Namespace, folder: Path) -> dict[str
     """(a) fp32 graphs of DeiT-S and DeepViT-S."""
     report: dict[str, Any] = {}
     for title, (ours, theirs) in PAIRS.items():
-        export_as_it_comes(theirs, folder / "as_it_comes.onnx")
+        export_as_it_comes(network(theirs), torch.zeros(2, 3, 224, 224), folder / "as_it_comes.onnx")
         mine, other = rewritten(ours, folder / "ours.onnx"), cpu_session(folder / "as_it_comes.onnx")
         target, report[title] = SPEED_TARGETS[title], {}
         for batch in arguments.batch:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.as_exported import export_as_it_comes
 from support.http_load import Connection
 from support.server_peers import Server, package_versions, served, triton_server
 from support.server_turns import spread, turn
@@ -89,24 +89,13 @@ def vitx(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "vitx", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-def export_as_it_comes(run: RunFolder, path: Path) -> None:
+def export_other(run: RunFolder, path: Path) -> None:
     """`torch.onnx.export` of the checkpoint, uint8 (N, S, S, 3) → logits."""
     model, _ = load_run_model(run, "best")
     preprocessing = run.info.preprocessing
     module = AsTraced(model.eval(), preprocessing.mean, preprocessing.std).eval()
     size = preprocessing.image_size
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program: Any = torch.onnx.export(
-            module,
-            (torch.zeros(2, size, size, 3, dtype=torch.uint8),),
-            dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim("N")},),
-            input_names=["images"],
-            output_names=["logits"],
-            verbose=False,
-        )
-    program.save(str(path), external_data=False)
+    export_as_it_comes(module, torch.zeros(2, size, size, 3, dtype=torch.uint8), path)
 
 
 @contextmanager
@@ -117,7 +106,7 @@ def both_servers(run: RunFolder, folder: Path, venv: Path) -> Iterator[list[Serv
     bundle = Bundle.open(ours)
     theirs = Bundle(folder / "theirs", bundle.manifest)
     theirs.path.mkdir()
-    export_as_it_comes(run, theirs.model_path)
+    export_other(run, theirs.model_path)
     options = ("--instances", "2", "--threads", "1", "--max-batch", "32", "--max-delay-ms", "2")
     with (
         served("vitx", bundle, *options, allow_uncertified=False) as first,

@@ -1,12 +1,11 @@
 """`certificate.json`: what parity measured, bound by sha256 to the files it measured. Semantics: docs/parity.md."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
-from vitx.core.files import Record
+from vitx.core.files import Record, json_bytes
 from vitx.core.machine import describe_machine
 from vitx.core.sealed import SealedRecord, read_sealed
 
@@ -148,8 +147,7 @@ class Certificate(SealedRecord):
         """As the file was written: version 1 without a list of executables."""
         if self.format_version == 2:
             return super().file_bytes()
-        plain = self.model_dump(mode="json", exclude={"executables"})
-        return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return json_bytes(self.model_dump(mode="json", exclude={"executables"}))
 
 
 def read_certificate(path: Path) -> Certificate:

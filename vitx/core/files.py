@@ -100,8 +100,12 @@ def _umask() -> int:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON (a `Record` or plain values), whole or not at all."""
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    write_bytes(path, (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_bytes(path, json_bytes(value.model_dump(mode="json") if isinstance(value, BaseModel) else value))
+
+
+def json_bytes(plain: Any) -> bytes:
+    """Plain values as `write_json` writes them."""
+    return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def read_record(path: Path, schema: type[RecordT]) -> RecordT:

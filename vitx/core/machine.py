@@ -39,9 +39,8 @@ def local_gpus() -> tuple[Gpu, ...]:
     the GPUs in another order, and is missing in containers that were given the GPU for computing alone. Nothing is
     allocated on a GPU.
     """
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
+    driver = _cuda_library()
+    if driver is None:
         return ()
     count = ctypes.c_int(0)
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
@@ -106,16 +105,17 @@ def _cpu_flags(description: Path) -> list[str]:
 @cache
 def cuda_driver() -> str:
     """The newest CUDA that the NVIDIA driver runs, such as 13.0; empty without a driver."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
+    driver, version = _cuda_library(), ctypes.c_int(0)
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
         return ""
-    version = ctypes.c_int(0)
-    return (
-        ""
-        if driver.cuDriverGetVersion(ctypes.byref(version))
-        else f"{version.value // 1000}.{version.value % 1000 // 10}"
-    )
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _cuda_library() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
 
 
 def usable_cores() -> int:

@@ -1,13 +1,12 @@
 """Records that hold the sha256 of their own file: a changed byte is found though no other file lists the digest."""
 
-import json
 from pathlib import Path
 from typing import Self, TypeVar
 
 from pydantic import Field
 
 from vitx.core.errors import CheckFailed
-from vitx.core.files import Record, read_record, sha256_bytes
+from vitx.core.files import Record, json_bytes, read_record, sha256_bytes
 
 
 class SealedRecord(Record):
@@ -24,8 +23,7 @@ class SealedRecord(Record):
 
     def file_bytes(self) -> bytes:
         """As `vitx.core.files.write_json` writes it."""
-        plain = self.model_dump(mode="json")
-        return (json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        return json_bytes(self.model_dump(mode="json"))
 
 
 SealedT = TypeVar("SealedT", bound=SealedRecord)

@@ -41,26 +41,28 @@ def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:
 def cached_verdicts(bundle: Bundle) -> list[Verdict]:
     """What was found here on executables of exactly this bundle, the newest last; damaged records are left out."""
     found = []
+    manifest = bundle.subject()[MANIFEST]
     with suppress(OSError, RuntimeError):  # no cache, or a user without a home
-        for path in sorted(_folder(bundle).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
+        for path in sorted(_folder(manifest).glob("*.json"), key=lambda path: path.stat().st_mtime_ns):
             with suppress(VitxError):
                 record = read_sealed(path, CachedVerdict, remedy="remove it")
-                if record.manifest_sha256 == bundle.subject()[MANIFEST] and path.name == _name(record.verdict):
+                if record.manifest_sha256 == manifest and path.name == _name(record.verdict):
                     found.append(record.verdict)
     return found
 
 
 def keep_verdict(bundle: Bundle, verdict: Verdict) -> None:
     """Keep a verdict; where the cache cannot be written, say so: the next start measures again."""
-    record = CachedVerdict(manifest_sha256=bundle.subject()[MANIFEST], verdict=verdict).sealed()
+    manifest = bundle.subject()[MANIFEST]
+    record = CachedVerdict(manifest_sha256=manifest, verdict=verdict).sealed()
     try:
-        write_json(_folder(bundle) / _name(verdict), record)
+        write_json(_folder(manifest) / _name(verdict), record)
     except (OSError, RuntimeError) as error:
         log(f"vitx: the verdict is not kept ({error}): set VITX_CACHE to a folder that can be written")
 
 
-def _folder(bundle: Bundle) -> Path:
-    return cache_folder() / "verdicts" / bundle.subject()[MANIFEST]
+def _folder(manifest_sha256: str) -> Path:
+    return cache_folder() / "verdicts" / manifest_sha256
 
 
 def _name(verdict: Verdict) -> str:
