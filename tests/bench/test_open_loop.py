@@ -182,6 +182,8 @@ def test_tuning_finds_that_two_sessions_of_one_thread_are_faster(
     """A session of two threads that gains nothing from the second one: two of one thread each do twice as much."""
 
     class Machine(Session):
+        concurrent = True
+
         def _infer(self, images: UInt8Array) -> Float32Array:
             time.sleep(0.002 * len(images))
             return answer(images)
@@ -224,4 +226,10 @@ def test_instances_of_several_threads_have_their_own_sessions() -> None:
     assert pool.describe() == {"threads": 2, "sessions": 2}
     with ThreadPoolExecutor(6) as callers:
         assert [len(logits) for logits in callers.map(pool.infer, [IMAGES] * 6)] == [8] * 6
-    assert isinstance(load_instances(Busy, 4, 1), Busy)
+    assert load_instances(Busy, 4, 1).describe()["sessions"] == 4
+
+    class Concurrent(Busy):
+        concurrent = True
+
+    assert isinstance(load_instances(Concurrent, 4, 1), Concurrent)
+    assert isinstance(load_instances(Concurrent, 4, 2), SessionPool)

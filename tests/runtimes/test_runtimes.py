@@ -37,6 +37,7 @@ from vitx.runtimes import load_session
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
 from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Session
+from vitx.serve.models.instances import load_instances
 from vitx.serve.models.served_model import load_warm
 from vitx.serve.options import ServeOptions
 
@@ -240,6 +241,14 @@ def cores_of_threads() -> Iterator[set[int]]:
     for task in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):
             yield os.sched_getaffinity(int(task))
+
+
+def test_instances_in_openvino_have_a_session_each(bundle_with_ir: Bundle) -> None:
+    """One compiled for one thread has one stream, in which the batches of several callers run one after the other."""
+    with load_instances(lambda: load_session(bundle_with_ir, "openvino", threads=1), 2, 1) as served:
+        assert served.describe()["sessions"] == 2
+    with load_instances(lambda: load_session(bundle_with_ir, "onnxruntime-cpu", threads=1), 2, 1) as served:
+        assert "sessions" not in served.describe()
 
 
 def test_ir_equals_the_graph_in_onnx_runtime(bundle_with_ir: Bundle, colours: ImageSet) -> None:

@@ -48,6 +48,8 @@ class OnnxRuntimeSession(Session):
     removes. Not run on a GPU yet.
     """
 
+    concurrent = True
+
     def __init__(
         self,
         bundle: Bundle,

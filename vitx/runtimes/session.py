@@ -33,11 +33,13 @@ class Session(ABC):
 
     profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
     has_features: whether `infer_features` gives features.
+    concurrent: with one thread, calls from several threads are computed at once, not one after the other.
     artefacts: the files of the bundle that were loaded, by their names in it.
     """
 
     profiles: tuple[Profile, ...] = ()
     has_features: bool = False
+    concurrent: bool = False
     artefacts: tuple[str, ...] = (MODEL,)
 
     def __init__(self) -> None:

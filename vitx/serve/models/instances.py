@@ -39,14 +39,16 @@ class SessionPool(Session):
 def load_instances(load: Callable[[], Session], instances: int, threads: int | None) -> Session:
     """Return a session that `instances` callers may use at once, each with `threads` threads for its batch.
 
-    A session of one thread computes on its caller's thread, so a single one serves all callers with one copy of the
-    weights. Callers of a session of more threads would share its thread pool, so each gets a session, and a copy of the
-    weights, of its own.
+    A session of one thread may be concurrent: it computes on its callers' threads, and serves all of them with one copy
+    of the weights. Callers of any other would share its thread pool, or queue for its one stream (OpenVINO), so each
+    gets a session, and a copy of the weights, of its own.
     """
-    if instances == 1 or threads == 1:
-        return load()
+    first = load()
+    if instances == 1 or (threads == 1 and first.concurrent):
+        return first
     with ExitStack() as opened:  # closes those that were loaded when the next one cannot be
-        sessions = [opened.enter_context(load()) for _ in range(instances)]
+        sessions = [opened.enter_context(first)]
+        sessions += [opened.enter_context(load()) for _ in range(instances - 1)]
         opened.pop_all()
     return SessionPool(sessions)
 
