@@ -1,6 +1,6 @@
 """Twelve families of timm's networks: nodes before and after, what other simplifiers still find, error, and speed.
 
-    python benchmarks/families.py [--families vit,swin] [--repeats 9] [--json FILE]
+    python benchmarks/families.py [--families ViT,Swin] [--repeats 9] [--certify] [--json FILE]
 
 Each network is a published variant at its published size (registers: at 224 px) with random weights like trained ones.
 Ours is the graph that `vitx export` writes; the other is `torch.onnx.export`'s of the same network as it comes, from
@@ -11,12 +11,17 @@ the logits against the network in float64, over its largest logit; `agrees` says
 Both graphs run in ONNX Runtime on the processor, one thread, one image; calls take turns, and the ratio is the median
 of the pairs' ratios. `cpu` is of processor seconds, which other work on the machine moves less than `wall`. Exit code 1
 when a graph does not agree or a simplifier removes a node that computes.
+
+With `--certify` nothing is timed: each network, with ten classes, is exported as a user would, `vitx export …
+--openvino`, and the verdicts of its certificate over the evaluation images of scikit-learn's digits are kept. Exit code
+1 when one is not "pass".
 """
 
 import argparse
 import copy
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +42,7 @@ from support.onnx_session import cpu_session
 from support.simplifiers import SIMPLIFIERS, compute_nodes, removed_by
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from support.turns import take_turns
+from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing
 from vitx.export import ALL, ImageClassifier, onnx_from_model
 from vitx.export.graph.from_model import graph_of
@@ -136,6 +142,27 @@ def measure(name: str, options: dict[str, Any], repeats: int, folder: Path) -> d
     }
 
 
+def certify(name: str, options: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The verdict on each executable of the bundle that `vitx export` makes."""
+    options = {**options, "num_classes": 10}
+    model = randomize_like_trained(timm.create_model(name, **options))
+    torch.save(model.state_dict(), folder / "weights.pt")
+    out = folder / "network.vitx"
+    arguments = [part for key, value in options.items() for part in ("--model-arg", f"{key}={value}")]
+    arguments += ["--weights", str(folder / "weights.pt"), "--data", "digits", "--openvino", "--max-flip-rate", ".02"]
+    command = [sys.executable, "-m", "vitx", "export", f"model:timm/{name}", *arguments, "--out", str(out), "--quiet"]
+    subprocess.run(command, check=True)
+    certificate = Bundle.open(out).require_certificate()
+    kept = ("verdict", "evidence", "images", "flips", "flip_rate_bound", "max_logit_error", "max_logit_error_allowed")
+    verdicts = {each.executable.runtime: each.model_dump(include=set(kept)) for each in certificate.executables}
+    return {
+        "network": name,
+        "options": options,
+        "verdicts": verdicts,
+        "holds": all(each["verdict"] == "pass" for each in verdicts.values()),
+    }
+
+
 def serialized(model: Any) -> bytes:
     import onnx_ir
 
@@ -143,10 +170,20 @@ def serialized(model: Any) -> bytes:
     return content
 
 
+def described(row: dict[str, Any]) -> str:
+    return (
+        f"{row['pixels']} px, {row['nodes_before']} nodes before, {row['nodes']} after, the exporter's "
+        f"{row['exporter_nodes']} ({row['exporter']}); onnxslim and onnxsim remove {row['removed']}; "
+        f"error {row['logit_error']:.1e}; {row['images_per_s_wall']:.1f} images/s, × {row['speed_ratio_wall']:.3f} "
+        f"(processor × {row['speed_ratio_cpu']:.3f})"
+    )
+
+
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--repeats", type=int, default=9, help="pairs of calls")
+    parser.add_argument("--certify", action="store_true", help="the verdicts of the networks' certificates instead")
     arguments: argparse.Namespace = parser.parse_args()
     torch.set_num_threads(1)
     report: dict[str, Any] = report_header()
@@ -154,15 +191,13 @@ def main() -> int:
     print(json.dumps(report["machine"]))
     for family in arguments.families.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            row = measure(*FAMILIES[family], arguments.repeats, Path(folder))
+            if arguments.certify:
+                row = certify(*FAMILIES[family], Path(folder))
+            else:
+                row = measure(*FAMILIES[family], arguments.repeats, Path(folder))
         report[family] = row
-        print(
-            f"{family} ({row['network']}, {row['pixels']} px): {row['nodes_before']} nodes before, {row['nodes']} "
-            f"after, the exporter's {row['exporter_nodes']} ({row['exporter']}); onnxslim and onnxsim remove "
-            f"{row['removed']}; error {row['logit_error']:.1e}; {row['images_per_s_wall']:.1f} images/s, "
-            f"× {row['speed_ratio_wall']:.3f} (processor × {row['speed_ratio_cpu']:.3f}): {verdict(row)}",
-            flush=True,
-        )
+        said = row["verdicts"] if arguments.certify else described(row)
+        print(f"{family} ({row['network']}): {said}: {verdict(row)}", flush=True)
         save_report(report, arguments.json)
     return 0 if all_hold(report) else 1
 

@@ -1,16 +1,16 @@
 """A checkpoint as deployed: `vitx export --for cpu` and `vitx serve`, over Triton with the exporter's graph. Linux.
 
     python benchmarks/serve/asdeployed.py --triton VENV
-        [--networks vit_32px,deit_ti] [--rounds 5] [--seconds 4] [--folder DIR] [--json FILE]
+        [--networks vit_32px,deit_ti] [--rounds 5] [--seconds 4] [--connections 32] [--folder DIR] [--json FILE]
 
 Each network is trained first: a 32-px ViT of 6 blocks × 96 and DeiT-Ti at 224 px, on scikit-learn's digits, for a few
 epochs; the classes need not be good, but the weights are not random, so that a certificate means something. Then
 - ours: `vitx export RUN --for cpu`, which certifies each executable, and `vitx serve` with `--runtime auto`;
 - Triton 2.51: what `torch.onnx.export` makes of the same checkpoint, behind the same uint8 input, in ONNX Runtime, in
   its Python backend.
-Both have two one-thread instances, batches of up to 32 within 2 ms, and the same client: 32 connections, one image a
-request, binary tensors. They take turns; while one is measured the other is stopped. A ratio is the median of the
-rounds'. Both answers are compared with the checkpoint's on the evaluation images.
+Both have two one-thread instances, batches of up to 32 within 2 ms, and the same client: by default 32 connections,
+one image a request, binary tensors. They take turns; while one is measured the other is stopped. A ratio is the median
+of the rounds'. Both answers are compared with the checkpoint's on the evaluation images.
 """
 
 import argparse
@@ -41,7 +41,6 @@ from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models import load_run_model
 
-CONNECTIONS = 32
 # Settings of the recipe digits-deit, the epochs that suffice, and the ratio that was promised.
 NETWORKS: dict[str, tuple[dict[str, str], float]] = {
     "vit_32px": ({"epochs": "10"}, 2.0),
@@ -147,7 +146,7 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
     module = AsTraced(model.eval(), preprocessing.mean, preprocessing.std)
     with torch.inference_mode():
         expected = np.concatenate([module(torch.from_numpy(image[None])).numpy() for image in images])
-    report: dict[str, Any] = {"connections": CONNECTIONS, "seconds_a_turn": arguments.seconds}
+    report: dict[str, Any] = {"connections": arguments.connections, "seconds_a_turn": arguments.seconds}
     rows: dict[str, list[dict[str, Any]]] = {"vitx": [], "triton": []}
     with both_servers(run, folder, arguments.triton) as servers:
         report["ours"] = described(servers[0], "ours")
@@ -156,10 +155,12 @@ def measure(name: str, arguments: argparse.Namespace, folder: Path) -> dict[str,
             report[f"{server.name}: largest logit error"] = error
             report[f"{server.name}: other classes of {len(images)}"] = flips
             server.pause()
-        requests = {server.name: [server.request(image) for image in images[:CONNECTIONS]] for server in servers}
+        requests = {
+            server.name: [server.request(image) for image in images[: arguments.connections]] for server in servers
+        }
         for number in range(arguments.rounds):
             for server in servers if number % 2 == 0 else servers[::-1]:
-                rows[server.name].append(turn(server, requests[server.name], arguments.seconds, CONNECTIONS))
+                rows[server.name].append(turn(server, requests[server.name], arguments.seconds, arguments.connections))
             print(
                 f"{name}, round {number + 1}: { ({key: row[-1]['requests_per_second'] for key, row in rows.items()}) }"
             )
@@ -177,6 +178,7 @@ def main() -> int:
     parser.add_argument("--networks", default=",".join(NETWORKS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=4, help="of one turn")
+    parser.add_argument("--connections", type=int, default=32, help="each with one image a request")
     parser.add_argument("--folder", type=Path, help="where runs are kept; default: trained for each run")
     arguments = parser.parse_args()
     report = report_header()
@@ -190,6 +192,7 @@ def main() -> int:
                 print(error, file=sys.stderr)
                 return error.exit_code
     options = f"--networks {arguments.networks} --rounds {arguments.rounds} --seconds {arguments.seconds:g}"
+    options += f" --connections {arguments.connections}"
     save_report(report, arguments.json, f"python benchmarks/serve/asdeployed.py --triton VENV {options}")
     return 0 if all_hold(report) else 1
 

@@ -1,17 +1,18 @@
 """The Triton model repository: its configuration is read back with Triton's own schema."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import onnxruntime
 import pytest
 
-from bundle_fixture import LABELS, write_bundle
-from vitx.core.bundle import Bundle
+from bundle_fixture import LABELS, certificate, write_bundle
+from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.certificate import Executable, Verdict
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import sha256_bytes, sha256_file
-from vitx.core.tensorrt_plan import PlanInfo, PlanOptions
+from vitx.core.files import sha256_bytes, sha256_file, write_json
+from vitx.core.tensorrt_plan import PlanInfo, PlanOptions, read_sidecar
 from vitx.export.engines.profiles import profiles_for, write_plan
 from vitx.export.triton import triton_repository
 
@@ -29,17 +30,21 @@ def parsed(model: Path) -> Any:
     return text_format.Parse((model / "config.pbtxt").read_text(), schema.ModelConfig())
 
 
-def write_classic_plan(path: Path, bundle: Bundle, flavor: str = "tensorrt", onnx_sha256: str | None = None) -> Path:
+def write_classic_plan(
+    path: Path,
+    bundle: Bundle,
+    flavor: str = "tensorrt",
+    onnx_sha256: str | None = None,
+    sizes: tuple[int, ...] = (1, 8, 32),
+) -> Path:
     data = b"a plan"
     info = {
         "flavor": flavor,
         "version": "10.16.1.11",
         "architectures": ("sm89",),
-        "profiles": profiles_for((1, 8, 32)),
+        "profiles": profiles_for(sizes),
         "precision": "fp16",
-        "options": PlanOptions(
-            builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False
-        ),
+        "options": PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False),
         "onnx_sha256": onnx_sha256 or sha256_file(bundle.model_path),
         "sha256": sha256_bytes(data),
         "size": len(data),
@@ -100,6 +105,46 @@ def test_plan_repository(bundle: Bundle, tmp_path: Path) -> None:
     assert list(config.dynamic_batching.preferred_batch_size) == [8, 32]
     assert [entry.batch_size for entry in config.model_warmup] == [1, 8, 32]
     assert "# The plan is of TensorRT 10.16.1.11 for sm89" in (model / "config.pbtxt").read_text()
+
+
+def test_a_plan_needs_a_verdict_of_its_own(bundle: Bundle, tmp_path: Path) -> None:
+    """A certificate that passes is of the graph in ONNX Runtime first of all."""
+    plan = write_classic_plan(tmp_path / "a.plan", bundle)
+    run = Executable(
+        runtime="tensorrt", version="10.16.1.11", provider="GPU", architecture="sm89", precision="fp32",
+        artefacts={"engines/tensorrt.plan": read_sidecar(plan).sha256},
+    )  # fmt: skip
+
+    def certify(*verdicts: Verdict) -> None:
+        sealed = certificate(verdict="pass", subject=bundle.subject(), executables=verdicts).sealed()
+        write_json(bundle.path / CERTIFICATE, sealed)
+
+    def verdict(said: Literal["pass", "fail", "not run"], *reasons: str) -> Verdict:
+        return Verdict(executable=run, verdict=said, reasons=reasons, evidence="none")
+
+    certify()
+    with pytest.raises(CheckFailed, match=r"says of '.*a\.plan': nothing; certify it on its GPU"):
+        triton_repository(bundle.path, tmp_path / "models", plan=plan)
+    certify(verdict("not run", "no GPU was here"))
+    with pytest.raises(CheckFailed, match="not run: no GPU was here"):
+        triton_repository(bundle.path, tmp_path / "models", plan=plan)
+    certify(verdict("fail", "3 flips"))
+    with pytest.raises(CheckFailed, match="fail: 3 flips"):
+        triton_repository(bundle.path, tmp_path / "models", plan=plan)
+    assert not (tmp_path / "models").exists()
+    triton_repository(bundle.path, tmp_path / "graph")
+    certify(verdict("pass"))
+    model = triton_repository(bundle.path, tmp_path / "models", plan=plan)
+    assert (model / "1" / "model.plan").is_file()
+
+
+@pytest.mark.parametrize(("sizes", "largest"), [((1, 8), 8), ((1, 8, 128), 32)])
+def test_batches_are_no_larger_than_the_profiles(
+    bundle: Bundle, tmp_path: Path, sizes: tuple[int, ...], largest: int
+) -> None:
+    plan = write_classic_plan(tmp_path / "a.plan", bundle, sizes=sizes)
+    model = triton_repository(bundle.path, tmp_path / "models", plan=plan, allow_uncertified=True)
+    assert parsed(model).max_batch_size == largest
 
 
 def test_plans_that_cannot_be_served(bundle: Bundle, tmp_path: Path) -> None:

@@ -209,7 +209,11 @@ class Exporting:
         monkeypatch.setattr(exported, "export_bundle", self.export_bundle)
         monkeypatch.setattr(exported, "sampling_plan", self.sampling_plan)
         monkeypatch.setattr(exported, "certify_export", lambda *a, **o: self.calls.update(certify=(a, o)))
-        monkeypatch.setattr(exported, "triton_repository", lambda *a, **o: self.calls.update(triton=(a, o)))
+        monkeypatch.setattr(exported, "triton_repository", self.triton_repository)
+
+    def triton_repository(self, *asked: Any, **options: Any) -> Path:
+        self.calls["triton"] = (asked, options)
+        return Path("repository/tiny")
 
     def sampling_plan(self, *asked: Any) -> str:
         self.calls["plan"] = asked
@@ -257,8 +261,15 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
         },
     )
     assert exporting.calls["plan"] == (request, "d", 0.05)
-    assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), {"allow_uncertified": False})
-    assert capsys.readouterr().err == "export: model:deit_tiny to o.vitx\n"
+    of_graph: dict[str, Any] = {"plan": None, "allow_uncertified": False}
+    assert exporting.calls["triton"] == ((Path("o.vitx"), Path("repository")), of_graph)
+    assert capsys.readouterr().err == (
+        "export: model:deit_tiny to o.vitx\nexport: in 'repository/tiny' Triton runs the ONNX graph, on the CPU\n"
+    )
+    export_certified("runs/x", options=options.model_copy(update={"trt": True, "data": None}))
+    of_plan = {"plan": bundle.path / "engines" / "tensorrt.plan", "allow_uncertified": False}
+    assert exporting.calls["triton"] == ((Path("runs/x.vitx"), Path("repository")), of_plan)
+    assert "in 'repository/tiny' Triton runs the TensorRT plan, on the GPU" in capsys.readouterr().err
 
 
 def test_an_uncertified_export_looks_at_no_images(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +278,7 @@ def test_an_uncertified_export_looks_at_no_images(bundle: Bundle, monkeypatch: p
     export_certified("model:deit_tiny", options=options, quiet=True)
     assert set(exporting.calls) == {"export", "triton"}
     assert exporting.calls["export"] == ("model:deit_tiny", Path("deit_tiny.vitx"), options, None, True)
-    assert exporting.calls["triton"][1] == {"allow_uncertified": True}
+    assert exporting.calls["triton"][1] == {"plan": None, "allow_uncertified": True}
     with pytest.raises(InputError) as caught:
         export_certified("model:deit_tiny", quiet=True)
     assert str(caught.value) == ("'model:deit_tiny' brings no images to certify on: give --data, or say --uncertified")

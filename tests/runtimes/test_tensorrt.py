@@ -90,10 +90,6 @@ def test_plans_that_are_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stale = add_plan(write_bundle(tmp_path / "stale.vitx"), "tensorrt", onnx_sha256="1" * 64)
     with pytest.raises(CheckFailed, match=r"was not built from the graph of .*: export it again"):
         find_plan(stale, "tensorrt", "sm89")
-    stripped = OPTIONS.model_copy(update={"weight_stripped": True})
-    bundle = add_plan(write_bundle(tmp_path / "stripped.vitx"), "tensorrt", options=stripped)
-    with pytest.raises(InputError, match="has no weights, and vitx does not refit plans"):
-        find_plan(bundle, "tensorrt", "sm89")
 
 
 def test_the_bindings_have_every_name_that_is_used() -> None:

@@ -13,7 +13,7 @@ from vitx.core.files import sha256_bytes, sha256_file, write_bytes, write_json
 from vitx.core.tensorrt_plan import ENGINES_FOLDER, Flavor, PlanInfo, PlanOptions, Profile, sidecar_path
 
 PLAN = b"plan"
-OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False)
+OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False)
 PROFILES = tuple(Profile(minimum=low, optimum=high, maximum=high) for low, high in ((1, 1), (2, 8), (9, 32)))
 # Reports two GPUs of architecture sm90, by the functions of the driver that vitx calls. Attributes 75 and 76 are the
 # major and minor compute capability.

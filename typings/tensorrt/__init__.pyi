@@ -27,8 +27,6 @@ class Builder:
     def create_optimization_profile(self) -> IOptimizationProfile: ...
 
 class BuilderFlag:
-    REFIT_IDENTICAL: typing.ClassVar[BuilderFlag]
-    STRIP_PLAN: typing.ClassVar[BuilderFlag]
     TF32: typing.ClassVar[BuilderFlag]
     VERSION_COMPATIBLE: typing.ClassVar[BuilderFlag]
     def __int__(self) -> int: ...
@@ -152,6 +150,8 @@ class ILayer:
     def get_input(self, index: typing.SupportsInt) -> ITensor: ...
     def get_output(self, index: typing.SupportsInt) -> ITensor: ...
     name: str
+    @property
+    def num_outputs(self) -> int: ...
     if TENSORRT_10_16:
         precision: DataType
     @property
@@ -178,6 +178,8 @@ class INetworkDefinition:
     name: str
     @property
     def num_layers(self) -> int: ...
+    @property
+    def num_outputs(self) -> int: ...
 
 class IOptimizationProfile:
     def set_shape(self, input: str, min: Dims, opt: Dims, max: Dims) -> None: ...

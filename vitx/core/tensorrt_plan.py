@@ -44,7 +44,6 @@ class PlanOptions(Record):
     builder_level: int
     version_compatible: bool
     hardware_compatible: bool
-    weight_stripped: bool
     plugin: PluginName | None = None
 
 

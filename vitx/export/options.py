@@ -42,7 +42,6 @@ class EngineOptions(Options):
     timing_cache: Path | None = option(None, "With --trt: read if there, and written back.")
     version_compatible: bool = option(False, "Plan loads in newer TensorRT.")
     hardware_compatible: bool = option(False, "Plan runs on all since Ampere.")
-    weight_stripped: bool = option(False, "Plan without weights, to be refitted.")
     plugin: PluginName | None = option(None, "With --trt: Re-Attention through our kernels. Not run on a GPU yet.")
 
 

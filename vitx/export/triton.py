@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.certificate import Certificate
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file, staged_folder
 from vitx.core.tensorrt_plan import PlanInfo, read_plan
 
 CONFIG = "config.pbtxt"
 LABELS = "labels.txt"
+LARGEST_BATCH = 32
 _TYPES = {"uint8": "TYPE_UINT8", "float32": "TYPE_FP32"}
 
 
@@ -25,7 +27,7 @@ def triton_repository(
     out_dir: Path,
     *,
     plan: Path | None = None,
-    max_batch: int = 32,
+    max_batch: int | None = None,
     max_queue_delay_us: int = 2000,
     instances: int = 1,
     device: Literal["cpu", "gpu"] | None = None,
@@ -35,15 +37,18 @@ def triton_repository(
 
     Triton will serve the bundle's ONNX graph (on the CPU unless `device` says otherwise), or a classic TensorRT `plan`
     of that graph (on the GPU). A request waits up to `max_queue_delay_us` microseconds for others to make a batch of up
-    to `max_batch`.
+    to `max_batch`, by default 32 or the largest batch of the plan's profiles if that is less.
 
     Raises InputError for a batch that the plan's profiles do not take, a label that a line cannot hold, or an existing
-    folder that is no Triton model; CheckFailed for a bundle without a valid certificate or a plan of another graph.
+    folder that is no Triton model; CheckFailed for a bundle without a valid certificate, for a plan of another graph
+    and, unless `allow_uncertified`, for one without a passing verdict.
     """
     bundle = Bundle.open(bundle_path)
-    if not allow_uncertified:
-        bundle.require_certificate()
     info = None if plan is None else _matching_plan(plan, bundle)
+    if not allow_uncertified:
+        _check_verdict(bundle.require_certificate(), plan, info)
+    if max_batch is None:
+        max_batch = LARGEST_BATCH if info is None else min(LARGEST_BATCH, _largest_batch(info))
     _check_numbers(max_batch, max_queue_delay_us, instances)
     if info is not None:
         _check_plan_use(info, max_batch, device)
@@ -148,12 +153,29 @@ def _matching_plan(plan: Path, bundle: Bundle) -> PlanInfo:
 def _check_plan_use(info: PlanInfo, max_batch: int, device: str | None) -> None:
     if device == "cpu":
         raise InputError("a TensorRT plan runs on a GPU only: leave the device out, or serve the ONNX graph")
-    # Triton may form any batch from 1 to max_batch, so the profiles must cover them without a gap.
+    if max_batch > (largest := _largest_batch(info)):
+        raise InputError(f"max_batch {max_batch}: the plan's profiles take batches of 1 to {largest}")
+
+
+def _largest_batch(info: PlanInfo) -> int:
+    """Triton may form any batch from 1 to max_batch, so the profiles must cover them without a gap."""
     reach = 0
     for low, high in sorted((p.minimum, p.maximum) for p in info.profiles):
         reach = max(reach, high) if low <= reach + 1 else reach
-    if max_batch > reach:
-        raise InputError(f"max_batch {max_batch}: the plan's profiles take batches of 1 to {reach}")
+    return reach
+
+
+def _check_verdict(certificate: Certificate, plan: Path | None, info: PlanInfo | None) -> None:
+    """Raise CheckFailed unless the plan that is handed over, if it is one, has a passing verdict."""
+    if info is None:
+        return
+    of_plan = [verdict for verdict in certificate.executables if info.sha256 in verdict.executable.artefacts.values()]
+    if not of_plan or of_plan[-1].verdict != "pass":
+        said = f"{of_plan[-1].verdict}: {'; '.join(of_plan[-1].reasons)}" if of_plan else "nothing"
+        raise CheckFailed(
+            f"the certificate says of '{plan}': {said}; certify it on its GPU, `vitx parity RUN BUNDLE --runtime "
+            "tensorrt`, or hand over the ONNX graph"
+        )
 
 
 def _check_numbers(max_batch: int, max_queue_delay_us: int, instances: int) -> None:

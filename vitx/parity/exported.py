@@ -10,6 +10,7 @@ from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.run import RunFolder
+from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
@@ -57,7 +58,10 @@ def export_certified(
     plan = None if options.uncertified else sampling_plan(request, options.data, options.max_flip_rate)
     bundle = export_bundle(request, out, options, plan=plan, quiet=quiet, accept=accept)
     if options.triton is not None:
-        triton_repository(out, options.triton, allow_uncertified=options.uncertified)
+        engine = bundle.path / ENGINES_FOLDER / "tensorrt.plan" if options.trt else None
+        model = triton_repository(out, options.triton, plan=engine, allow_uncertified=options.uncertified)
+        what = "the TensorRT plan, on the GPU" if engine else "the ONNX graph, on the CPU"
+        log(f"export: in '{model}' Triton runs {what}", quiet=quiet)
     return bundle
 
 

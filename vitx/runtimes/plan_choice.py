@@ -13,7 +13,7 @@ def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, 
     """Return the bundle's plan of a flavour for this GPU, checked before TensorRT opens it.
 
     Only plans that the manifest names count, because the certificate covers only those. Raises InputError when there
-    is none or it has no weights, CheckFailed for a plan of another GPU, TensorRT version or graph, EnvironmentMissing
+    is none, CheckFailed for a plan of another GPU, TensorRT version or graph, EnvironmentMissing
     when no library that loads it is installed.
     """
     named = [bundle.path / name for name in sorted(bundle.manifest.files) if name.startswith(f"{ENGINES_FOLDER}/")]
@@ -28,8 +28,6 @@ def find_plan(bundle: Bundle, flavor: Flavor, architecture: str) -> tuple[Path, 
     info = check_plan(plan, architecture=architecture)
     if info.onnx_sha256 != bundle.manifest.files[bundle.model_path.name].sha256:
         raise CheckFailed(f"'{plan}' was not built from the graph of '{bundle.path}': export it again")
-    if info.options.weight_stripped:
-        raise InputError(f"'{plan}' has no weights, and vitx does not refit plans: export without --weight-stripped")
     return plan, info
 
 

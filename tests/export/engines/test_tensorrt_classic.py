@@ -42,8 +42,8 @@ class Config(SimpleNamespace):
     def clear_flag(self, flag: str) -> None:
         self.cleared.append(flag)
 
-    def create_timing_cache(self, content: bytes) -> Cache:
-        return Cache(content)
+    def create_timing_cache(self, content: bytes) -> Cache | None:
+        return None if content == b"damaged" else Cache(content)
 
     def set_timing_cache(self, cache: Cache, *, ignore_mismatch: bool) -> bool:
         assert not ignore_mismatch
@@ -64,7 +64,7 @@ class Profile:
 
 
 class Network:
-    num_layers = 1
+    num_layers = 2
 
     def __init__(self, flags: int) -> None:
         assert flags == 1 << 1  # strongly typed
@@ -73,8 +73,11 @@ class Network:
         return SimpleNamespace(name="images", shape=[-1, 4, 4, 3])
 
     def get_layer(self, index: int) -> Any:
-        output = SimpleNamespace(shape=[-1, 10], dtype=SimpleNamespace(name="HALF"))
-        return SimpleNamespace(name="head", type=SimpleNamespace(name="MATRIX_MULTIPLY"), get_output=lambda _: output)
+        outputs = [SimpleNamespace(shape=[-1, 10], dtype=SimpleNamespace(name="HALF"))][index:]
+        name, kind = (("head", "MATRIX_MULTIPLY"), ("check", "ASSERTION"))[index]
+        return SimpleNamespace(
+            name=name, type=SimpleNamespace(name=kind), num_outputs=len(outputs), get_output=lambda at: outputs[at]
+        )
 
 
 class ClassicTensorRT:
@@ -83,7 +86,7 @@ class ClassicTensorRT:
     __version__ = "10.16.1.11"
     Dims = list
     NetworkDefinitionCreationFlag = SimpleNamespace(STRONGLY_TYPED=1)
-    BuilderFlag = Names("VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL", "REFIT", "TF32")
+    BuilderFlag = Names("VERSION_COMPATIBLE", "TF32")
     HardwareCompatibilityLevel = Names("AMPERE_PLUS")
     ProfilingVerbosity = Names("DETAILED")
 
@@ -144,11 +147,10 @@ def test_every_option_reaches_the_builder(library: ClassicTensorRT, graph: Path,
         builder_level=5,
         version_compatible=True,
         hardware_compatible=True,
-        weight_stripped=True,
         quiet=True,
     )
     config = library.config
-    assert config.flags == ["VERSION_COMPATIBLE", "STRIP_PLAN", "REFIT_IDENTICAL"]
+    assert config.flags == ["VERSION_COMPATIBLE"]
     assert config.hardware_compatibility_level == "AMPERE_PLUS"
     assert config.profiling_verbosity == "DETAILED"
     assert config.builder_optimization_level == 5
@@ -159,7 +161,7 @@ def test_every_option_reaches_the_builder(library: ClassicTensorRT, graph: Path,
     assert info.timing_cache_in_sha256 == sha256_bytes(b"yesterday")
     assert info.timing_cache_out_sha256 == sha256_bytes(b"yesterday+timed")
     assert cache.read_bytes() == b"yesterday+timed"
-    assert report.layers == (("head", "MATRIX_MULTIPLY", "HALF", "Nx10"),)
+    assert report.layers == (("head", "MATRIX_MULTIPLY", "HALF", "Nx10"), ("check", "ASSERTION", "", ""))
     assert check_plan(tmp_path / "a.plan", architecture="sm120", version="10.17.0.1") == info
 
 
@@ -170,6 +172,14 @@ def test_defaults_set_no_flag(library: ClassicTensorRT, graph: Path, tmp_path: P
     assert not hasattr(library.config, "hardware_compatibility_level")
     assert not hasattr(library.config, "num_compute_capabilities")
     assert report.info.timing_cache_out_sha256 is None
+
+
+def test_a_damaged_timing_cache_is_begun_anew(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "timing.cache"
+    cache.write_bytes(b"damaged")
+    report = engine_from_onnx(graph, tmp_path / "a.plan", flavor="tensorrt", timing_cache=cache, quiet=True)
+    assert "the timing cache is damaged: it was begun anew" in report.info.warnings
+    assert cache.read_bytes() == b"+timed"
 
 
 def test_a_timing_cache_of_another_gpu(library: ClassicTensorRT, graph: Path, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from vitx.export.precision.half import HalfGraph
 from vitx.export.precision.lower import lower_precision
 
 RTX: Flavor = "tensorrt-rtx"
-OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False)
+OPTIONS = PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False)
 has_no_gpu = pytest.mark.skipif(bool(local_architectures()), reason="tests a machine without a GPU")
 
 
@@ -271,8 +271,6 @@ def test_options_that_would_be_ignored_are_refused(changes: dict[str, object], m
 def test_options_that_need_a_gpu_are_refused(tmp_path: Path, small_plan: EngineReport) -> None:
     with pytest.raises(InputError, match="no use for a timing cache"):
         check_options(RTX, OPTIONS, tmp_path / "cache")
-    with pytest.raises(EnvironmentMissing, match="asks the NVIDIA driver when it strips the weights"):
-        check_options(RTX, OPTIONS.model_copy(update={"weight_stripped": True}), None)
     with pytest.raises(EnvironmentMissing, match="can be inspected only on a GPU"):
         inspect_plan(small_plan.path)
 

@@ -143,9 +143,7 @@ def plan_of_another_gpu(bundle: Bundle) -> None:
             architectures=("sm70",),
             profiles=(Profile(minimum=1, optimum=1, maximum=1),),
             precision="fp32",
-            options=PlanOptions(
-                builder_level=3, version_compatible=False, hardware_compatible=False, weight_stripped=False
-            ),
+            options=PlanOptions(builder_level=3, version_compatible=False, hardware_compatible=False),
             onnx_sha256=subject[MODEL],
             sha256=sha256_bytes(b"plan"),
             size=4,

@@ -39,7 +39,8 @@ def inspect_plan(plan: Path) -> tuple[LayerRow, ...]:
             "the layers before fusion"
         )
     info = check_plan(plan, architecture=here[0])
-    information = load_flavor(info.flavor).engine_information(plan.read_bytes())
+    library = load_flavor(info.flavor)
+    information = library.engine_information(plan.read_bytes(), host_code=info.options.version_compatible)
     if information is None:
         raise CheckFailed(f"{info.flavor} {info.version} could not open '{plan}'")
     return layer_table(information)

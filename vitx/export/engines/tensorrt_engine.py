@@ -16,9 +16,8 @@ import onnx
 
 from vitx.core.bundle import timestamp
 from vitx.core.console import progress
-from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes, sha256_file, write_bytes
-from vitx.core.machine import local_architectures
 from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
 from vitx.export.engines.build_log import BuildLog, BuildProgress
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
@@ -61,7 +60,6 @@ def engine_from_onnx(
     builder_level: int = 3,
     version_compatible: bool = False,
     hardware_compatible: bool = False,
-    weight_stripped: bool = False,
     plugin: PluginName | None = None,
     quiet: bool = False,
 ) -> EngineReport:
@@ -73,7 +71,6 @@ def engine_from_onnx(
     builder_level: 0 to 5; higher levels try more kernels and build more slowly.
     version_compatible: the plan also loads in newer releases, and in the lean runtime.
     hardware_compatible: the plan runs on every GPU since Ampere.
-    weight_stripped: the plan has no weights and must be refitted with this graph's.
     plugin: with "flash", Re-Attention and talking heads of a float16 or bfloat16 graph run in our kernels, which are
         compiled here and stored in the plan. Classic library only.
 
@@ -86,7 +83,6 @@ def engine_from_onnx(
         builder_level=builder_level,
         version_compatible=version_compatible,
         hardware_compatible=hardware_compatible,
-        weight_stripped=weight_stripped,
         plugin=plugin,
     )
     check_options(flavor, options, timing_cache)
@@ -126,7 +122,7 @@ def engine_from_onnx(
 
 
 def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | None) -> None:
-    """Raise InputError for options that this TensorRT would ignore, EnvironmentMissing for one that needs a GPU."""
+    """Raise InputError for options that this TensorRT would ignore."""
     if not 0 <= options.builder_level <= 5:
         raise InputError(f"builder level {options.builder_level}: expected 0 (fast to build) to 5 (fast to run)")
     if flavor == "tensorrt":
@@ -145,11 +141,6 @@ def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | Non
         )
     if options.version_compatible:
         raise InputError("TensorRT for RTX loads plans of its own release only: version-compatible needs --trt")
-    if options.weight_stripped and not local_architectures():
-        raise EnvironmentMissing(
-            "TensorRT for RTX asks the NVIDIA driver when it strips the weights of a plan, and there is none here: "
-            "build this one on a machine with a GPU"
-        )
     if options.hardware_compatible:
         raise InputError("a TensorRT for RTX plan runs on the architectures it names: list them instead (--arch)")
 

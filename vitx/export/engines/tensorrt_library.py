@@ -142,19 +142,21 @@ class Library:
             config.set_flag(self.trt.BuilderFlag.VERSION_COMPATIBLE)
         if job.options.hardware_compatible:
             config.hardware_compatibility_level = self.trt.HardwareCompatibilityLevel.AMPERE_PLUS
-        if job.options.weight_stripped:
-            # STRIP_PLAN leaves out the weights, REFIT_IDENTICAL lets the same ones be put back. Never REFIT: with it
-            # TensorRT may drop the bias of a matrix product (11.3's release notes, known issues).
-            config.set_flag(self.trt.BuilderFlag.STRIP_PLAN)
-            config.set_flag(self.trt.BuilderFlag.REFIT_IDENTICAL)
         self._set_architectures(config, job.architectures)
-        # ignore_mismatch=False: a cache of another GPU or release is an error, not timings that mean nothing.
-        if job.keep_timing_cache and not config.set_timing_cache(
-            config.create_timing_cache(job.timing_cache or b""), ignore_mismatch=False
-        ):
-            raise InputError("the timing cache is of another GPU or TensorRT: delete it, or name another file")
+        if job.keep_timing_cache:
+            self._set_timing_cache(config, job)
         self._add_profiles(builder, network, config, job)
         return config
+
+    def _set_timing_cache(self, config: "trt.IBuilderConfig", job: BuildJob) -> None:
+        """Take the cache that was read; one that TensorRT cannot read is begun anew, with a warning."""
+        cache = config.create_timing_cache(job.timing_cache or b"")
+        if cache is None:
+            job.log.add("WARNING", "the timing cache is damaged: it was begun anew")
+            cache = config.create_timing_cache(b"")
+        # ignore_mismatch=False: a cache of another GPU or release is an error, not timings that mean nothing.
+        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+            raise InputError("the timing cache is of another GPU or TensorRT: delete it, or name another file")
 
     def _set_architectures(self, config: "trt.IBuilderConfig", architectures: tuple[str, ...]) -> None:
         """Set what to compile for, which only TensorRT for RTX lets one choose."""
@@ -185,15 +187,23 @@ class Library:
         rows = []
         for index in range(network.num_layers):
             layer = network.get_layer(index)
+            if layer.num_outputs == 0:  # an assertion, say
+                rows.append((layer.name, layer.type.name, "", ""))
+                continue
             output = layer.get_output(0)
             shape = "x".join("N" if size < 0 else str(size) for size in _sizes(output.shape))
             rows.append((layer.name, layer.type.name, output.dtype.name, shape))
         return tuple(rows)
 
-    def engine_information(self, plan: bytes) -> str | None:
-        """The engine inspector's JSON; None if the plan cannot be opened. Only with a GPU: see `inspect_plan`."""
+    def engine_information(self, plan: bytes, *, host_code: bool = False) -> str | None:
+        """The engine inspector's JSON; None if the plan cannot be opened. Only with a GPU: see `inspect_plan`.
+
+        host_code: a version-compatible plan contains the lean runtime, which is code, and is opened only with this.
+        """
         log = BuildLog()  # the caller says that the plan cannot be opened; TensorRT's messages add nothing
-        engine = self.trt.Runtime(self._logger(log)).deserialize_cuda_engine(plan)
+        runtime = self.trt.Runtime(self._logger(log))
+        runtime.engine_host_code_allowed = host_code
+        engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
             return None
         return engine.create_engine_inspector().get_engine_information(self.trt.LayerInformationFormat.JSON)
