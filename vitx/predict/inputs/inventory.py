@@ -8,8 +8,6 @@ import hashlib
 import io
 import itertools
 import os
-import tarfile
-import zlib
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +18,6 @@ from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
 from vitx.predict.inputs.stores import (
-    check_size,
     exists,
     expand,
     is_folder,
@@ -31,6 +28,8 @@ from vitx.predict.inputs.stores import (
     read_bytes,
     walk_images,
 )
+from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
+from vitx.predict.inputs.tars import tar_images
 
 ShardKind = Literal["images", "tar", "parquet"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
@@ -178,28 +177,12 @@ def read_item(item: Item) -> Item:
 
 def _tar_items(shard: Shard, base: str) -> Iterator[Item]:
     try:
-        with open_stream(join(base, shard.location)) as file, tarfile.open(fileobj=file, mode="r|*") as archive:
-            for member in archive:
-                # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
-                archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
-                if not member.isdir() and _is_visible_image(member.name):
-                    yield Item(f"{shard.location}/{member.name}", _tar_member(archive, member))
-    except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
-        yield Item(shard.location, ImageError(f"cannot read the tar file to its end: {error}"))
-
-
-def _is_visible_image(name: str) -> bool:
-    """By the last suffix, as for a file. (WebDataset goes by the first dot of a name, but any tar may come here.)"""
-    return is_image_name(name) and not name.rpartition("/")[2].startswith(".")
-
-
-def _tar_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | ImageError:
-    try:
-        check_size(member.size)
-    except ImageError as error:
-        return error
-    content = archive.extractfile(member) if member.isfile() else None
-    return ImageError("not a regular file") if content is None else content.read()
+        with open_stream(join(base, shard.location)) as file:
+            for name, content in tar_images(file):
+                yield Item(f"{shard.location}/{name}", content)
+    except TAR_ERRORS as error:
+        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
+        yield Item(shard.location, ImageError(reason))
 
 
 def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterator[Item]:

@@ -1,0 +1,93 @@
+"""Tar files: all of their images, or an error at the byte from which on they are lost."""
+
+import gzip
+import io
+import random
+import tarfile
+
+import pytest
+
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.tars import ERRORS, tar_images
+
+NAMES = [f"{index:02}.png" for index in range(20)]
+SIZE = 700
+MEMBER = 512 + 1024  # a header, and the content in whole blocks
+
+
+def archive(names: list[str] = NAMES) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for index, name in enumerate(names):
+            info = tarfile.TarInfo(name)
+            info.size = SIZE
+            tar.addfile(info, io.BytesIO(random.Random(index).randbytes(SIZE)))
+    return file.getvalue()
+
+
+def read(data: bytes) -> tuple[list[tuple[str, bytes | ImageError]], str]:
+    """The images, and the error at the end; "" without one."""
+    found = []
+    try:
+        for image in tar_images(io.BytesIO(data)):
+            found.append(image)
+    except ERRORS as error:
+        return found, str(error)
+    return found, ""
+
+
+WHOLE = archive()
+IMAGES = [(name, random.Random(index).randbytes(SIZE)) for index, name in enumerate(NAMES)]
+
+
+def test_a_whole_archive() -> None:
+    assert read(WHOLE) == (IMAGES, "")
+    assert read(gzip.compress(WHOLE)) == (IMAGES, "")
+    assert read(gzip.compress(WHOLE[:5000]) + gzip.compress(WHOLE[5000:])) == (IMAGES, "")
+    assert read(bytes(10_240)) == ([], "")
+    # One block of zeros instead of two; every reader takes it.
+    assert read(WHOLE[: 20 * MEMBER] + bytes(512)) == (IMAGES, "")
+
+
+@pytest.mark.parametrize("member", [0, 1, 10, 19])
+def test_a_header_with_one_bit_flipped_is_named(member: int) -> None:
+    generator = random.Random(member)
+    for _ in range(50):
+        data = bytearray(WHOLE)
+        data[member * MEMBER + generator.randrange(512)] ^= 1 << generator.randrange(8)
+        found, error = read(bytes(data))
+        if found != IMAGES:  # padding between the fields of the checksum is read as written
+            assert found == IMAGES[:member]
+            assert f"at byte {member * MEMBER:,}" in error
+
+
+def test_a_header_of_zeros_is_not_the_end() -> None:
+    start = 10 * MEMBER
+    found, error = read(WHOLE[:start] + bytes(512) + WHOLE[start + 512 :])
+    assert found == IMAGES[:10]
+    assert error.startswith("other bytes follow the block of zeros at byte 15,360: a header was lost")
+
+
+def test_what_follows_the_end_is_not_dropped() -> None:
+    found, error = read(WHOLE + WHOLE)
+    assert found == IMAGES
+    assert "several archives are in one file" in error
+    assert "other bytes follow" in read(WHOLE + bytes(100_000) + b"x")[1]
+
+
+def test_a_cut_anywhere_is_an_error() -> None:
+    end = 20 * MEMBER
+    for length in [*range(0, end, 512), *range(1, end, 997), end]:
+        found, error = read(WHOLE[:length])
+        assert found == IMAGES[: len(found)]
+        assert error != "", length
+    assert "ends without the zeros that end an archive, at byte 15,360" in read(WHOLE[: 10 * MEMBER])[1]
+
+
+def test_gzip_is_read_to_its_checksum() -> None:
+    packed = gzip.compress(WHOLE)
+    damaged = bytearray(packed)
+    damaged[-6] ^= 1
+    assert "CRC check failed" in read(bytes(damaged))[1]
+    for length in (1, 12, len(packed) // 2, len(packed) - 8, len(packed) - 1):
+        assert read(packed[:length])[1] != "", length

@@ -1,0 +1,84 @@
+"""The images of a tar file, read as a stream. What cannot be read to its end is an error, never taken for the end.
+
+tarfile ends quietly at a damaged header, at a file that was cut between two members and at a header of zeros, and does
+not check the CRC of gzip. Here a file is whole if its last member is followed by zeros alone, up to its end.
+"""
+
+import gzip
+import io
+import tarfile
+import zlib
+from collections.abc import Iterator
+
+# There since Python 3.0, and missing from the typing stubs.
+from tarfile import (  # type: ignore[attr-defined]
+    EmptyHeaderError,
+    InvalidHeaderError,
+    SubsequentHeaderError,
+    TruncatedHeaderError,
+)
+from typing import IO, BinaryIO, Self, cast
+
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.stores import check_size, is_image_name
+
+# What reading a stream may raise besides ImageError.
+ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
+_GZIP_MAGIC = b"\x1f\x8b"
+_BLOCK_BYTES = 1 << 16
+
+
+def tar_images(file: BinaryIO) -> Iterator[tuple[str, bytes | ImageError]]:
+    """Yield the name of each visible image and its content, or why it has none.
+
+    Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
+    """
+    with _uncompressed(file) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as archive:
+        for member in archive:
+            # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
+            archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
+            if not member.isdir() and _is_visible_image(member.name):
+                yield member.name, _content(archive, member)
+        # Also to the end of what is compressed, where gzip's CRC is.
+        rest = cast(IO[bytes], archive.fileobj)
+        while block := rest.read(_BLOCK_BYTES):
+            if block.count(0) < len(block):
+                raise tarfile.ReadError(
+                    f"other bytes follow the block of zeros at byte {archive.offset:,}: a header was lost, or several "
+                    "archives are in one file"
+                )
+
+
+class _Member(tarfile.TarInfo):
+    """A header whose damage tarfile does not take for the end of the archive."""
+
+    @classmethod
+    def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:  # tarfile's own name of the argument
+        try:
+            return super().fromtarfile(tarfile)
+        except EmptyHeaderError:
+            reason = "the file ends without the zeros that end an archive,"
+        except (TruncatedHeaderError, InvalidHeaderError) as error:
+            reason = str(error)
+        # The only one of its errors that TarFile.next raises wherever the header stands.
+        raise SubsequentHeaderError(f"{reason} at byte {tarfile.offset:,}")
+
+
+def _uncompressed(file: BinaryIO) -> io.BufferedIOBase:
+    """`file`, or what it holds if that is gzip, whose checksum tarfile would not look at."""
+    reader = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file))
+    return gzip.GzipFile(fileobj=reader) if reader.peek(2)[:2] == _GZIP_MAGIC else reader
+
+
+def _is_visible_image(name: str) -> bool:
+    """By the last suffix, as for a file. (WebDataset goes by the first dot of a name, but any tar may come here.)"""
+    return is_image_name(name) and not name.rpartition("/")[2].startswith(".")
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | ImageError:
+    try:
+        check_size(member.size)
+    except ImageError as error:
+        return error
+    content = archive.extractfile(member) if member.isfile() else None
+    return ImageError("not a regular file") if content is None else content.read()
