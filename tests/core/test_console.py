@@ -125,6 +125,15 @@ def test_a_table_on_a_terminal_is_as_wide_as_it(
     assert terminal.getvalue().count("x" * 56) == 2
 
 
+def test_brackets_in_a_name_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    """rich would take them for its markup, and raise for an end without a beginning."""
+    console.print_table("of x[/b]", ("a[red]",), [("[bold]c[/d]",)])
+    out = capsys.readouterr().out
+    assert "of x[/b]" in out
+    assert "[bold]c[/d]" in out
+    assert "a[red]" in out
+
+
 def test_fields_are_two_columns_without_a_heading(capsys: pytest.CaptureFixture[str]) -> None:
     console.print_fields("Title", {"images": 5, "name": "x"})
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]

@@ -228,9 +228,14 @@ def test_missing_pyarrow_names_the_extra(
 def test_predict_command(tiny_bundle: Bundle, photos: Path, tmp_path: Path, vitx: Vitx) -> None:
     arguments = (tiny_bundle.path, photos, "--out", tmp_path / "out", "--device", "cpu", "--quiet")
     code, out, err = vitx("predict", *arguments, "--json")
+    assert code == 1
+    assert err.startswith("error: 6 of 46 images are unreadable, more than --max-error-rate 0.01: the column `error`")
+    assert json.loads(out) == json.loads((tmp_path / "out" / SUMMARY).read_text())
+    allowed = ("--max-error-rate", ".14")
+    code, out, err = vitx("predict", *arguments, *allowed, "--json")
     assert code == 0, err
     assert json.loads(out) == json.loads((tmp_path / "out" / SUMMARY).read_text())
-    code, out, err = vitx("predict", *arguments)
+    code, out, err = vitx("predict", *arguments, *allowed)
     assert code == 0, err
     assert "unreadable" in out
     code, _, err = vitx("predict", *arguments, "--strict")

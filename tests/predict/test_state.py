@@ -39,7 +39,7 @@ def ledger(out: Path) -> Iterator[Ledger]:
 
 
 def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
-    return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
+    return {"input": str(images), "shard_size": 2, "image_column": None, "top_k": 5} | changes
 
 
 def lists(out: Path) -> list[str]:

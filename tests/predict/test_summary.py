@@ -9,6 +9,7 @@ import pytest
 
 from bundle_fixture import LABELS, write_bundle
 from vitx.core.bundle import MANIFEST
+from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.inventory import Inventory, Shard
@@ -150,3 +151,16 @@ def test_the_ledger_is_asked_twice_a_second_at_most_and_a_fiftieth_of_the_time(
         counts.now = now
         reporter.update(0, shares)
         assert counts.calls == calls
+
+
+def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
+    performance = Performance(6, 1.5, {"read": 0.2, "decode": 0.4, "infer": 0.7, "write": 0.1}, {})
+    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
+        ledger.create_or_join(lambda: ("", Inventory("", (Shard("images", "", 0, 50),), "")))
+        claim = ledger.claim()
+        assert claim is not None
+        ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}), lambda: None)
+        summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), "/in", performance, certified=True)
+    summary.check_errors(0.04)
+    with pytest.raises(CheckFailed, match=r"^2 of 50 images are unreadable, more than --max-error-rate 0\.039: the"):
+        summary.check_errors(0.039)

@@ -1,12 +1,15 @@
 """`vitx predict`: any number of images into Parquet."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vitx.cli.options import BundleArgument, Json, Quiet, from_records
 from vitx.predict.options import PredictOptions
+
+if TYPE_CHECKING:
+    from vitx.predict.summary import PredictionSummary
 
 INPUT_HELP = "A folder of images, a pattern, a list of paths (.txt), a .tar or .parquet file, or a URL of these."
 
@@ -20,18 +23,25 @@ def command(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Classify every image of an input. An unreadable image becomes a row with the reason.
+    """Classify every image of an input. An unreadable image becomes a row with the reason; many are exit code 1.
 
     Run it again to go on after a stop; run it several times at once to share the work.
     """
-    from vitx.core.console import print_fields, print_json
-    from vitx.predict import PREDICTIONS
+    from vitx.core.console import print_json
     from vitx.predict.launch import launch
 
     summary = launch(bundle, source, out, options, quiet=quiet)
     if as_json:
         print_json(summary.model_dump(mode="json"))
-        return
+    else:
+        _print(summary, out)
+    summary.check_errors(options.max_error_rate)
+
+
+def _print(summary: "PredictionSummary", out: Path) -> None:
+    from vitx.core.console import print_fields
+    from vitx.predict import PREDICTIONS
+
     common = sorted(summary.classes.items(), key=lambda item: item[1], reverse=True)[:5]
     busy = ", ".join(f"{stage} {share:.0%}" for stage, share in summary.stages.items())
     print_fields(

@@ -45,8 +45,12 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progres
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with RichProgress(*columns, TextColumn("{task.fields[note]}"), console=Console(stderr=True), transient=True) as bar:
+    # Names of files and classes are text, whatever brackets they have.
+    title_column, note_column = (
+        TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[note]}")
+    )
+    columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total, note="")
 
         class _Bar:
@@ -71,13 +75,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     """A table on standard output; numbers to the right."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=Text(title), title_justify="left")
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        table.add_row(*[f"{cell:.5g}" if isinstance(cell, float) else str(cell) for cell in row])
+        table.add_row(*[Text(f"{cell:.5g}" if isinstance(cell, float) else str(cell)) for cell in row])
     Console(width=None if sys.stdout.isatty() else 120).print(table)
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import uuid
 from contextlib import nullcontext
 from pathlib import Path
@@ -61,6 +62,8 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = _is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
+        raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
     where = _absolute(str(source))
     settings: dict[str, Any] = {
         "input": where,
@@ -81,7 +84,7 @@ def predict(
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
         base, listing, measured = open_run(ledger, out, settings, backoff, measure)
         if not _has_work(ledger, out, quiet=quiet):
-            _refuse_other_listing(ledger, where, listing, options.shard_size, backoff)
+            _refuse_other_listing(ledger, where, listing, options, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
             out=out,
@@ -149,12 +152,13 @@ def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
 
 
 def _refuse_other_listing(
-    ledger: Ledger, source: str, listing: Path, shard_size: int, backoff: DiskFullBackoff
+    ledger: Ledger, source: str, listing: Path, options: PredictOptions, backoff: DiskFullBackoff
 ) -> None:
     """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
     temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
+    size, column = options.shard_size, options.image_column
     try:
-        digest = backoff.retry(lambda: take_inventory(source, temporary, shard_size).digest)
+        digest = backoff.retry(lambda: take_inventory(source, temporary, size, column).digest)
     finally:
         temporary.unlink(missing_ok=True)
     if digest != ledger.listing_digest():

@@ -130,7 +130,7 @@ def open_run(
 
     def create() -> tuple[str, Inventory]:
         try:
-            inventory = take_inventory(settings["input"], listing, settings["shard_size"])
+            inventory = take_inventory(settings["input"], listing, settings["shard_size"], settings["image_column"])
             measured = measure(inventory, listing)
         except BaseException:
             listing.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import MANIFEST, Bundle, timestamp
+from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
 from vitx.predict.ledger.ledger import Ledger
@@ -42,6 +43,14 @@ class PredictionSummary(Record):
     versions: dict[str, str]
     created: str
     draft: DraftCheck | None = None
+
+    def check_errors(self, max_error_rate: float) -> None:
+        """Raise CheckFailed when a larger share of the images is unreadable than `max_error_rate`."""
+        if self.errors > max_error_rate * self.images:
+            raise CheckFailed(
+                f"{self.errors} of {self.images} images are unreadable, more than --max-error-rate {max_error_rate:g}: "
+                "the column `error` has the reasons; all others are predicted"
+            )
 
 
 def summarize(

@@ -23,8 +23,8 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).touch()
 
 
-def inventory(source: object, folder: Path, shard_size: int = 100) -> Inventory:
-    return take_inventory(str(source), folder / "list", shard_size)
+def inventory(source: object, folder: Path, shard_size: int = 100, column: str | None = None) -> Inventory:
+    return take_inventory(str(source), folder / "list", shard_size, column)
 
 
 def items(given: Inventory, folder: Path, column: str | None = None) -> list[Item]:
@@ -99,6 +99,18 @@ def test_a_list_keeps_its_order_and_its_odd_names(tmp_path: Path, name: str) -> 
         ("/abs.png", "/abs.png"),
         ("last", f"{tmp_path}/last"),
     ]
+
+
+def test_the_encoding_of_a_list(tmp_path: Path) -> None:
+    listing = tmp_path / "list.txt"
+    listing.write_text("a.png\nb.png\n", encoding="utf-8-sig")
+    assert [item.key for item in items(inventory(listing, tmp_path), tmp_path)] == ["a.png", "b.png"]
+    for data, line in ((b"a.png\nb\0c.png\nd.png\n", 2), ("a.png\nb.png\n".encode("utf-16"), 1)):
+        listing.write_bytes(data)
+        with pytest.raises(
+            InputError, match=rf"line {line} of '.*list.txt' has a zero byte, .*in UTF-8 \(a list in UTF-16"
+        ):
+            inventory(listing, tmp_path)
 
 
 def test_one_image_is_an_input(tmp_path: Path) -> None:
@@ -187,8 +199,8 @@ def test_the_column_of_the_images(tmp_path: Path, columns: list[str], given: str
     """Every column but `label` holds bytes: its own name."""
     table = {name: [1] if name == "label" else [name.encode()] for name in columns}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
-    found = inventory(tmp_path / "a.parquet", tmp_path)
     if taken is not None:
+        found = inventory(tmp_path / "a.parquet", tmp_path, column=given)
         assert sources(items(found, tmp_path, given)) == [("a.parquet/0000000", taken.encode())]
         return
     holding = ", ".join(name for name in columns if name != "label") or "none"
@@ -198,8 +210,20 @@ def test_the_column_of_the_images(tmp_path: Path, columns: list[str], given: str
         "name it with --image-column"
     )
     with pytest.raises(InputError) as raised:
-        items(found, tmp_path, given)
+        inventory(tmp_path / "a.parquet", tmp_path, column=given)
     assert str(raised.value) == expected
+
+
+def test_one_table_without_images_among_others_is_a_row(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    pq.write_table(pa.table({"label": [1]}), folder / "a.parquet")
+    with pytest.raises(InputError, match=r"^a\.parquet has the columns label, of which none may hold images"):
+        inventory(folder, tmp_path)
+    pq.write_table(pa.table({"image": [b"x"]}), folder / "b.parquet")
+    (key, reason), image = sources(items(inventory(folder, tmp_path), tmp_path))
+    assert (key, image) == ("a.parquet", ("b.parquet/0000000", b"x"))
+    assert reason.startswith("a.parquet has the columns label, of which none may hold images")
 
 
 def test_a_parquet_file_without_rows_gives_none(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 import errno
 import os
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
+from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import stores
 from vitx.predict.inputs.stores import check_size, expand, is_image_name, join, read_bytes, walk_images
@@ -127,7 +132,7 @@ def test_an_object_is_tried_three_times(read: Read, waits: list[float]) -> None:
 )
 def test_what_will_not_change_is_tried_once(read: Read, waits: list[float], error: OSError, message: str) -> None:
     store = Store([error])
-    with pytest.raises(ImageError, match=f"^{message}"):
+    with pytest.raises(ImageError, match=rf"^{message}"):
         read(store)
     assert store.calls == 1
     assert waits == []
@@ -149,3 +154,102 @@ def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ImageError, match=r"^cannot open the image: Is a directory$"):
         read_bytes(str(tmp_path / "folder.png"))
+
+
+@contextmanager
+def http_server(*statuses: int) -> Iterator[tuple[str, list[str]]]:
+    """A server that answers each GET with the next status, then with 200, and HEAD with 405; its URL, and the GETs."""
+    left, gets = list(statuses), []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            gets.append(self.path)
+            status = left.pop(0) if left else 200
+            self.send_response(status)
+            self.send_header("Content-Length", "5")
+            self.end_headers()
+            self.wfile.write(b"image")
+
+        def do_HEAD(self) -> None:
+            self.send_error(405)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", gets
+        server.shutdown()
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_http_server_is_asked_again(waits: list[float], status: int) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+    # The first status answers the question for the size, the next two the first attempts to read.
+    with http_server(status, status, status) as (url, gets):
+        assert read_bytes(f"{url}/a.png") == b"image"
+    assert gets == ["/a.png"] * len(gets)
+    assert waits in ([0.2], [0.2, 1.0])
+    with (
+        http_server(*[status] * 20) as (url, _),
+        pytest.raises(ImageError, match=rf"^cannot read the object: .*{status}"),
+    ):
+        read_bytes(f"{url}/a.png")
+
+
+def test_what_an_http_server_does_not_have_is_asked_for_once(waits: list[float]) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+    with http_server(*[404] * 9) as (url, _), pytest.raises(ImageError, match=r"^cannot open the image: "):
+        read_bytes(f"{url}/a.png")
+    assert waits == []
+
+
+def test_a_refused_connection_is_tried_again_and_named(waits: list[float]) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ImageError, match=r"^cannot read the object: .*Cannot connect"):
+        read_bytes(f"http://127.0.0.1:{port}/a.png")
+    assert waits == [0.2, 1.0]
+
+
+def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
+    with pytest.raises(ImageError, match=r"cannot open 'foo://x/a.png': .*foo"):
+        read_bytes("foo://x/a.png")
+
+
+class Tree:
+    """A store with folders of which some cannot be listed."""
+
+    def __init__(self, listings: dict[str, list[str] | Exception]) -> None:
+        self.listings = listings
+
+    def ls(self, path: str, *, detail: bool) -> list[dict[str, Any]]:
+        assert detail
+        found = self.listings[path]
+        if isinstance(found, Exception):
+            raise found
+        return [
+            {"name": name.rstrip("/"), "type": "directory" if name.endswith("/") else "file"} for name in (path, *found)
+        ]
+
+
+def test_a_remote_folder_that_cannot_be_listed_is_a_row(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
+    tree = Tree(
+        {
+            "b/in": ["b/in/1.png", "b/in/.x.png", "b/in/.y/", "b/in/sub/", "b/in/gone/", "b/in/a.txt"],
+            "b/in/sub": ["b/in/sub/2.jpg", "b/in/sub/shut/"],
+            "b/in/sub/shut": PermissionError("Access Denied"),
+            "b/in/gone": RuntimeError("reset by peer"),
+        }
+    )
+    monkeypatch.setattr(stores, "remote_filesystem", lambda location: (tree, location.partition("://")[2].rstrip("/")))
+    assert sorted(walk_images("s3://b/in")) == ["1.png", "gone/", "sub/2.jpg", "sub/shut/"]
+    assert waits == [0.2, 1.0]
+    with pytest.raises(ImageError, match=r"^cannot list the folder: Access Denied$"):
+        read_bytes("s3://b/in/sub/shut/")
+    with pytest.raises(ImageError, match=r"^cannot list the folder: RuntimeError: reset by peer$"):
+        read_bytes("s3://b/in/gone/")
+    tree.listings["b/in"] = PermissionError("Access Denied")
+    with pytest.raises(InputError, match=r"^cannot list the folder 's3://b/in': Access Denied$"):
+        list(walk_images("s3://b/in"))

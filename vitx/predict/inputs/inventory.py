@@ -70,19 +70,23 @@ class Inventory:
     digest: str
 
 
-def take_inventory(source: str, listing: Path, shard_size: int) -> Inventory:
+def take_inventory(source: str, listing: Path, shard_size: int, image_column: str | None = None) -> Inventory:
     """List `source`, and write the paths of its single images to the file `listing`, sorted.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict.
+    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, or
+    no Parquet file whose images are in `image_column`, or in one that can be told without it.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
     base, containers, images = _list_input(source, listing.parent)
     ranges, digest = write_list(listing, images, shard_size)
     shards = [Shard("images", "", part.start, part.count) for part in ranges]
+    refused: list[InputError] = []
     for name in containers:
-        shards += _container_shards(base, name)
+        shards += _container_shards(base, name, image_column, refused)
+    if refused and len(refused) == len(shards):
+        raise refused[0]
     if not shards:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if is_folder(source) else "names"
@@ -129,13 +133,20 @@ def _is_container(name: str) -> bool:
 
 
 def _lines(source: str) -> Iterator[str]:
-    with io.TextIOWrapper(open_stream(source), encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
+    # utf-8-sig: some editors begin a file with a mark of its encoding.
+    with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+        for number, line in enumerate(file, 1):
+            if "\0" in line:
+                raise InputError(
+                    f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
+                    "UTF-8 (a list in UTF-16 has to be converted)"
+                )
             if path := line.rstrip("\r\n"):
                 yield path
 
 
-def _container_shards(base: str, name: str) -> list[Shard]:
+def _container_shards(base: str, name: str, image_column: str | None, refused: list[InputError]) -> list[Shard]:
+    """The shards of a tar or Parquet file. One whose column of images is not clear is one shard, and is `refused`."""
     if not name.lower().endswith(".parquet"):
         return [Shard("tar", name)]
     import pyarrow as pa
@@ -143,18 +154,20 @@ def _container_shards(base: str, name: str) -> list[Shard]:
 
     try:
         with open_stream(join(base, name)) as file:
-            metadata = pq.ParquetFile(file).metadata
+            parquet = pq.ParquetFile(file)
+            metadata = parquet.metadata
+            _image_column(parquet.schema_arrow, image_column, name)
             rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
     except (OSError, pa.ArrowException):
         return [Shard("parquet", name)]  # reading it gives a row with the reason
+    except InputError as error:
+        refused.append(error)
+        return [Shard("parquet", name)]
     return [Shard("parquet", name, index, count) for index, count in enumerate(rows)]
 
 
 def read_shard(shard: Shard, base: str, listing: Path, image_column: str | None) -> Generator[Item, None, None]:
-    """Yield the images of a shard, always in the same order. An unreadable rest of a shard is one Item with the error.
-
-    Raises InputError if a Parquet file has no column `image_column`, or if that is None and the choice is not clear.
-    """
+    """Yield the images of a shard, always in the same order. If the rest is unreadable, one Item has the error."""
     match shard.kind:
         case "images":
             part = RecordRange(shard.start, shard.count or 0)
@@ -202,6 +215,8 @@ def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterato
                 for value in batch.column(0).to_pylist():
                     yield Item(f"{shard.location}/{first + row:07d}", _parquet_value(value, folder))
                     row += 1
+    except InputError as error:  # about its columns
+        yield Item(shard.location, ImageError(str(error)))
     except (OSError, pa.ArrowException) as error:
         reason = ImageError(f"cannot read row group {shard.start} of the Parquet file beyond row {row}: {error}")
         yield Item(f"{shard.location}/group-{shard.start}", reason)

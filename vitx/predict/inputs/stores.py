@@ -10,13 +10,16 @@ import importlib.util
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeVar, cast
 
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import InputError, VitxError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.data.image_set import EXTENSIONS
+
+T = TypeVar("T")
 
 # The size of an uncompressed image of MAX_PIXELS with four bytes a pixel. Larger files are not read into memory.
 MAX_IMAGE_BYTES = 4 * MAX_PIXELS
@@ -48,6 +51,8 @@ def read_bytes(location: str) -> bytes:
         return _read_remote(location) if is_url(location) else _read_file(location)
     except OSError as error:
         raise ImageError(f"cannot open the image: {error.strerror or error}") from None
+    except VitxError as error:  # a URL that nothing here can open is one bad row of a list
+        raise ImageError(str(error)) from None
 
 
 def open_stream(location: str) -> BinaryIO:
@@ -123,16 +128,26 @@ def check_size(size: int | None) -> None:
 
 def _read_remote(location: str) -> bytes:
     system, path = remote_filesystem(location)
+
+    def read() -> bytes:
+        with suppress(FileNotFoundError):  # from fsspec's HTTP it may mean any status; reading tells which
+            check_size(system.info(path).get("size"))
+        return bytes(system.cat_file(path))
+
+    return _attempts(read, "cannot read the object")
+
+
+def _attempts(function: Callable[[], T], problem: str) -> T:
+    """The value of `function`, which is called again unless its error will not change; at last raise ImageError."""
     for wait in (*REMOTE_WAITS, None):
         try:
-            check_size(system.info(path).get("size"))
-            return bytes(system.cat_file(path))
+            return function()
         except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError):
             raise
         # Each store raises its own library's errors. Whatever it is, it becomes the text of a row.
         except Exception as error:  # noqa: BLE001
             if wait is None:
-                raise ImageError(f"cannot read the object: {type(error).__name__}: {error}") from None
+                raise ImageError(f"{problem}: {type(error).__name__}: {error}") from None
             time.sleep(wait)
     raise AssertionError("the last attempt returns or raises")
 
@@ -171,6 +186,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _folder_problem(location: str) -> str:
+    if is_url(location):
+        try:
+            _list_remote(*remote_filesystem(location))
+        except (ImageError, OSError) as error:
+            return str(error) if isinstance(error, ImageError) else f"cannot list the folder: {error}"
+        return "the folder could not be listed, and now can: predict its images with another run"
     try:
         with os.scandir(location):
             return "a link to one of its own parent folders: not followed"
@@ -179,10 +200,30 @@ def _folder_problem(location: str) -> str:
 
 
 def _walk_remote(root: str) -> Iterator[str]:
+    """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
     top = top.rstrip("/")
-    for folder, _, names in system.walk(top):
-        inside = str(folder).rstrip("/")[len(top) :].strip("/")
-        prefix = f"{inside}/" if inside else ""
-        hidden = any(part.startswith(".") for part in inside.split("/"))
-        yield from (prefix + name for name in names if not hidden and not name.startswith(".") and is_image_name(name))
+    todo = [""]
+    while todo:
+        prefix = todo.pop()
+        try:
+            entries = _list_remote(system, f"{top}/{prefix}".rstrip("/") or "/")
+        except (ImageError, OSError) as error:
+            if not prefix:
+                raise InputError(f"cannot list the folder '{root}': {error}") from None
+            yield prefix
+            continue
+        for entry in entries:
+            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            if not name or name.startswith("."):
+                continue
+            if entry["type"] == "directory":
+                todo.append(f"{prefix}{name}/")
+            elif is_image_name(name):
+                yield prefix + name
+
+
+def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
+    """The entries of a folder, without the one that some stores give for the folder itself."""
+    entries: list[dict[str, Any]] = _attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
+    return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
