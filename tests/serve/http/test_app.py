@@ -296,7 +296,7 @@ def test_the_page_is_self_contained_and_its_figures_are_json(server: ServerProce
 
 def test_a_connection_survives_its_refusals(server: ServerProcess, pngs: list[bytes]) -> None:
     connection: http.client.HTTPConnection = server.connect()
-    for body, status in ((b"{", 400), (b"x" * 200_000, 400), (b"[]", 400)):
+    for body, status in ((b"{", 400), (b"x" * 200_000, 413), (b"[]", 400)):
         connection.request("POST", "/v2/models/tiny/infer", body)
         reply = connection.getresponse()
         assert (reply.status, set(json.loads(reply.read()))) == (status, {"error"})

@@ -4,9 +4,13 @@ A message is converted to the form of an HTTP request, a header and the tensor's
 parameters mean the same in both protocols, and the same requests are refused. The bytes are not copied.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
@@ -17,6 +21,9 @@ from vitx.serve.protocol.parameters import REGION_PARAMETERS
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 _InferResponse = message_class("ModelInferResponse")
+
+# Numbers that become Python's integers at once.
+_PIECE = 1 << 16
 
 # With this parameter a stream's client asks for an empty response after the last one of a request. Here each request
 # has exactly one response, which is marked as the last, so the parameter is ignored.
@@ -35,13 +42,18 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
             )
     parameters = _parameters(request.parameters)
     parameters.pop(_FINAL_RESPONSE, None)
-    header = {
+    header: dict[str, Any] = {
         "id": request.id,
         "inputs": [_input(tensor, raw) for tensor in request.inputs],
         "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in request.outputs],
         "parameters": parameters,
     }
-    return read_infer_request(header, memoryview(raw[0] if raw else b""), contract, limits, memory)
+    rest = memoryview(raw[0] if raw else b"")
+    typed = [tensor for tensor in request.inputs if not raw and tensor.HasField("contents")]
+    if len(request.inputs) == len(typed) == 1:
+        rest = _typed_pixels(typed[0], contract, limits).data
+        header["inputs"][0]["parameters"]["binary_data_size"] = len(rest)
+    return read_infer_request(header, rest, contract, limits, memory)
 
 
 def encode_infer_response(
@@ -72,9 +84,28 @@ def _input(tensor: Any, raw: Sequence[bytes]) -> dict[str, Any]:
     read = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape), "parameters": parameters}
     if raw:
         parameters["binary_data_size"] = len(raw[0])
-    elif tensor.HasField("contents"):
-        read["data"] = list(tensor.contents.uint_contents)
     return read
+
+
+def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array:
+    """The pixels of `contents.uint_contents`, a piece at a time; none for a shape that is refused anyway.
+
+    Raises RequestError for another number of them than the shape needs, and for a value above 255.
+    """
+    shape, given = tuple(tensor.shape), tensor.contents.uint_contents
+    if shape[1:] != contract.image_shape or not 1 <= shape[0] <= limits.images:
+        return np.empty(0, np.uint8)
+    if len(given) != math.prod(shape):
+        raise RequestError(
+            f"the data of input '{contract.input_name}' has shape [{len(given)}]: expected {list(shape)} or flat"
+        )
+    pixels = np.empty(len(given), np.uint8)
+    for start in range(0, len(given), _PIECE):
+        piece = np.array(given[start : start + _PIECE], np.uint32)
+        if piece.max() > 255:
+            raise RequestError(f"the data of input '{contract.input_name}' is not all integers from 0 to 255")
+        pixels[start : start + _PIECE] = piece
+    return pixels
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:

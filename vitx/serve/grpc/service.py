@@ -1,5 +1,6 @@
 """The calls of `inference.GRPCInferenceService` and `grpc.health.v1.Health`, specified in Triton's docs/protocol/."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,6 +19,7 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
 
+_MANY_NUMBERS = 1 << 14  # sent one by one: they are read beside the event loop
 _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 _CUDA = "CUDA shared memory is not offered: use system shared memory"
 _Empty = message_class("Empty")
@@ -61,7 +63,9 @@ class GrpcService:
 
     async def model_infer(self, request: Any, context: Any) -> Any:
         model = self._named(request.model_name, request.model_version)
-        decoded = decode_infer_request(request, model.contract, self._limits, self._memory)
+        asked = (request, model.contract, self._limits, self._memory)
+        large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
+        decoded = await asyncio.to_thread(decode_infer_request, *asked) if large else decode_infer_request(*asked)
         deadline = _deadline(context.time_remaining(), decoded.timeout)
         logits = await model.batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
         labels = model.bundle.manifest.labels

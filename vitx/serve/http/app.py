@@ -46,6 +46,7 @@ from vitx.serve.protocol.infer import (
     encode_infer_response,
     header_length,
 )
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 ACCEPT_ENCODING = b"accept-encoding"
@@ -109,8 +110,14 @@ class App:
         self._models.get(name, version)  # refuse an unknown model before its body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
         length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
-        model, request, deadline = self._decode(name, version, length, body, started)
-        if CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
+        if length is None and len(body) > SMALL_BYTES:  # not cached either: heads name the body's length
+            decoding = asyncio.to_thread(self._decode, name, version, length, body, started)
+            model, request, deadline = await decoding
+        else:
+            model, request, deadline = self._decode(name, version, length, body, started)
+        if (
+            length is not None or len(body) <= SMALL_BYTES
+        ) and CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
             self._cache("infer", scope, partial(self._start_infer, name, version, length))
         work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
         return self._logits_reply(await await_unless_gone(scope, work), request, model)

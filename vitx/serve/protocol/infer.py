@@ -20,6 +20,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
 from vitx.serve.protocol.classification import bytes_tensor, classification_texts
+from vitx.serve.protocol.json_pixels import SMALL_BYTES, cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
     Region,
@@ -133,13 +134,15 @@ def decode_infer_request(
         shape = (max(1, len(body) // row), *contract.image_shape)
         _check_count(shape[0], limits.images)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
-    text = body if length is None else body[:length]
+    text, data = (body, b"") if length is None else (body[:length], b"")
+    if len(text) > SMALL_BYTES:
+        text, data = cut_out_data(text)
     if length is not None and length <= _CACHED_HEADER_BYTES and not any(word in text for word in _NOT_CACHED):
         parsed = _cached_header(text, contract, limits.images, limits.json_depth)
     else:
         parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
-    return parsed.request(rest, contract, memory)
+    return parsed.request(rest, contract, memory, data)
 
 
 def read_infer_request(
@@ -174,15 +177,15 @@ class _ParsedHeader:
         size, region = places.get("binary_data_size"), Region.of(places)
         return cls(tensor, shape, size, region, _request_id(header), parameters, output)
 
-    def request(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> InferRequest:
-        """Return the request whose JSON is followed by the bytes `rest`."""
+    def request(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes = b"") -> InferRequest:
+        """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
         parameters, output = self.parameters, self.output
-        images = self._images(rest, contract, memory)
+        images = self._images(rest, contract, memory, data)
         return InferRequest(
             images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region
         )
 
-    def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory) -> UInt8Array:
+    def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes) -> UInt8Array:
         """The input's pixels: from shared memory, from the bytes behind the JSON, or from the JSON."""
         if (region := self.region) is not None:
             if self.size is not None or "data" in self.tensor:
@@ -195,6 +198,8 @@ class _ParsedHeader:
             return _from_bytes(rest, self.shape, contract)
         if rest:
             raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
+        if data and self.tensor.get("data", 0) is None:  # it was the input's, and is cut out
+            return pixels_of(data, self.shape, contract.input_name)
         return _from_json(self.tensor, self.shape, contract)
 
 

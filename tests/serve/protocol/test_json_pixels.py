@@ -1,0 +1,119 @@
+"""Pixels in JSON, read as text: what json.loads and numpy find, for every text, and no more than a shape can need."""
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vitx.serve.errors import RequestError
+from vitx.serve.protocol import json_pixels
+from vitx.serve.protocol.json_pixels import SMALL_BYTES, cut_out_data, pixels_of
+
+SHAPE = (2, 2, 1, 3)
+
+
+def expected(text: bytes) -> Any:
+    """The pixels by json.loads; None where they are not integers from 0 to 255 of this shape."""
+    try:
+        value = json.loads(text)
+        array = np.array(value, dtype=object)
+    except ValueError:
+        return None
+    if not isinstance(value, list) or array.shape not in (SHAPE, (12,)):
+        return None
+    if not all(type(number) is int and 0 <= number <= 255 for number in array.flat):
+        return None
+    return array.astype(np.uint8).reshape(SHAPE)
+
+
+def read(text: bytes) -> Any:
+    try:
+        return pixels_of(text, SHAPE, "images")
+    except RequestError:
+        return None
+
+
+def texts() -> list[bytes]:
+    """Arrays flat and nested, written in several ways, and each with one to three bytes changed, added or removed."""
+    generator = random.Random(0)
+    numbers = np.array([0, 7, 10, 99, 100, 255, 256, 1, 2, 3, 4, 5])
+    found = []
+    for values in (np.minimum(numbers, 255), numbers):
+        for value in (values.tolist(), values.reshape(SHAPE).tolist(), values.reshape(4, 3).tolist()):
+            found += [json.dumps(value, separators=pair, indent=indent).encode() for pair, indent in FORMS]
+    for text in list(found):
+        for _ in range(100):
+            changed = bytearray(text)
+            for _ in range(generator.randint(1, 3)):
+                place = generator.randrange(len(changed))
+                byte = generator.choice(b'0159,[] \n-.e"t')
+                match generator.randrange(3):
+                    case 0:
+                        changed[place] = byte
+                    case 1:
+                        changed.insert(place, byte)
+                    case _:
+                        del changed[place]
+            found.append(bytes(changed))
+    return found
+
+
+FORMS: list[tuple[tuple[str, str], int | None]] = [((",", ":"), None), ((", ", ": "), None), ((" ,\t", ": "), 1)]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 16])
+def test_a_text_is_read_as_json_loads_reads_it(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(json_pixels, "_PIECE_BYTES", piece)
+    found = 0
+    for text in texts():
+        wanted, got = expected(text), read(text)
+        if wanted is None:
+            assert got is None, text
+        elif got is None:  # more white space than is read, or -0, which JSON has and no writer of integers writes
+            assert len(text) > 16 * 13 or b"-0" in text, text
+        else:
+            assert np.array_equal(got, wanted), text
+            assert got.dtype == np.uint8
+            found += 1
+    assert found > 60
+
+
+def test_no_more_text_than_the_shape_can_need_is_read() -> None:
+    flat = b"[" + b",".join([b"1"] * 12) + b"]"
+    assert read(flat + b" " * (16 * 13 - len(flat))) is not None
+    message = r"^the data of input 'images' is not 12 integers from 0 to 255, flat or nested as \[2, 2, 1, 3\]$"
+    with pytest.raises(RequestError, match=message):
+        pixels_of(flat + b" " * (16 * 13 - len(flat) + 1), SHAPE, "images")
+
+
+def body(data: bytes, rest: str = '"datatype": "UINT8"') -> bytes:
+    return b'{"inputs": [{"name": "images", "data" : ' + data + b", " + rest.encode() + b"}]}"
+
+
+def test_the_array_is_cut_out() -> None:
+    for data in (b"[1,2]", b"[[1, 2],\n[3]]", b"[" * 40_000 + b"]" * 40_000):
+        rest, found = cut_out_data(body(data))
+        assert found == data
+        assert json.loads(rest) == {"inputs": [{"name": "images", "data": None, "datatype": "UINT8"}]}
+    last = b'{"inputs": [{"shape": [2], "data": [1, 2] } ] }'
+    assert cut_out_data(last) == (b'{"inputs": [{"shape": [2], "data": null } ] }', b"[1, 2]")
+    for without in (b'{"inputs": []}', b'{"data": 5}', b'{"data": [1', b'{"data"', b""):
+        assert cut_out_data(without) == (without, b"")
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        b'{"inputs": [' + b"[]," * SMALL_BYTES + b"[]]}",
+        body(b"[1]", '"id": "' + "x" * SMALL_BYTES + '"'),
+        b" " * SMALL_BYTES + body(b"[1]"),
+        body(b'["' + b"x" * SMALL_BYTES + b'"]'),
+        body(b"[" + b"{}," * SMALL_BYTES + b"{}]"),
+    ],
+)
+def test_what_else_is_large_is_not_parsed(large: bytes) -> None:
+    with pytest.raises(RequestError, match=rf"bytes of JSON besides the pixels: at most {SMALL_BYTES}") as caught:
+        cut_out_data(large)
+    assert caught.value.status == 413
