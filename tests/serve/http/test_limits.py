@@ -15,6 +15,7 @@ from bundle_fixture import write_bundle
 from server_process import ServerProcess, running_server, wait_until
 
 INFER = "/v2/models/tiny/infer"
+COMPRESSED_JSON = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
 
 
 @pytest.fixture(scope="module")
@@ -170,5 +171,7 @@ def test_a_small_request_costs_little_however_large_its_json_becomes(tmp_path: P
             found, error = post(server, gzip.compress(text, 9), Content_Encoding="gzip")
             assert (found, reason in error) == (status, True), error
         after = [server.metric(f"process_{name}") for name in ("cpu_seconds_total", "resident_memory_bytes")]
+        found, error = post(server, gzip.compress(lists, 9), "/v1/classify?model=tiny", **COMPRESSED_JSON)
+        assert (found, error) == (413, "JSON of more than 16384 values")
     assert after[0] - before[0] < 5
     assert after[1] - before[1] < 400 * 2**20

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from vitx.serve.batching.request_queue import priority_level
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import RequestError, too_large
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
@@ -21,6 +21,7 @@ REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_mem
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _FLOAT32_BYTES = 4
+_MAX_VALUES = 16_384
 
 
 class Output(Protocol):
@@ -89,8 +90,11 @@ class RequestedOutput:
 
 
 def parse_json(text: bytes, max_depth: int) -> Any:
-    """Parse JSON; raise RequestError 400 if it is invalid or nested deeper than `max_depth`."""
-    if text.count(b"[") + text.count(b"{") > max_depth and _depth(text) > max_depth:
+    """Parse JSON; raise RequestError 400 if it is invalid or nested deeper than `max_depth`, 413 if it is too much."""
+    opened = text.count(b"[") + text.count(b"{")
+    if opened + text.count(b",") > _MAX_VALUES:  # each becomes a Python object of a hundred bytes
+        raise too_large(f"JSON of more than {_MAX_VALUES} values")
+    if opened > max_depth and _depth(text) > max_depth:
         raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
     try:
         return json.loads(text)
