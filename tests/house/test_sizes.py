@@ -7,12 +7,8 @@ from statistics import median
 
 ROOT = Path(__file__).parents[2]
 MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 100, 12
-# Triton takes every pointer and stride as a parameter of its own; networks take what timm's take, by the same names.
-LONG_SIGNATURES = {
-    "vitx/models/flash/kernels.py": None,
-    "vitx/models/vit.py": "__init__",
-    "vitx/models/alternet.py": "__init__",
-}
+# Triton takes every pointer and stride as a parameter of its own.
+LONG_SIGNATURES = {"vitx/models/flash/kernels.py": None}
 
 
 def files(*folders: str) -> dict[str, str]:
