@@ -117,7 +117,8 @@ def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens:
     out = torch.empty_like(inputs[0])
     launch = FlashKernel("", "", tiles, 0, 0, heads // heads_per_program(heads, tiles))
     kernel = getattr(kernels, KERNELS[operator])
-    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **kernel_constants(heads, width, tiles))
+    constants = kernel_constants(heads, width, tiles, before=talking, bias=True)
+    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **constants)
     q, k, v = (part.transpose(1, 2).double() for part in inputs)
     expected = plain_reattention(q, k, v, mixes, 1.0).transpose(1, 2)
     assert relative_error(out, expected) < 2e-3
