@@ -14,6 +14,7 @@ import torch
 
 from vitx.core.errors import InputError
 from vitx.models.flash.reattention import Mixes, choose_impl, kernel_constants, plain_reattention, reattention
+from vitx.models.flash.sizes import Sizes
 
 triton = pytest.importorskip("triton")
 
@@ -59,6 +60,13 @@ def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int)
         assert found["shared_bytes"] <= 99 * 1024  # what a block of the smallest of them has
         assert found["registers"] <= 255
         assert found["stack_bytes"] == 0, kernel
+
+
+def test_each_constant_is_read_from_its_place() -> None:
+    from vitx.models.flash import tile_functions
+
+    places = [getattr(tile_functions, name.upper()).value for name in Sizes._fields]
+    assert places == list(range(len(Sizes._fields)))
 
 
 def test_the_source_that_torch_compile_generates_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

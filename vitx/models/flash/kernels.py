@@ -34,7 +34,7 @@ the columns of a tile. With R_g = P_g [V_1 … V_H], dW[h, g] = Σ dO_h ⊙ (R_g
 same products: `weight_grad_kernel`.
 
 Letters are those of `Sizes`: H heads, G heads whose outputs a program makes, K head width, M rows and N columns of a
-tile. `rows` and `columns` are token numbers. A program's `image` begins at token `begin` of all images.
+tile. `rows` and `columns` are token numbers.
 """
 
 import triton
@@ -240,6 +240,7 @@ def reattention_kernel(q_base, k_base, v_base, mix_base, bias_base, tokens, out_
     """Re-Attention, both passes in one launch, on (B, tokens, H, K) tensors; the scale is in the queries already.
 
     Arguments go by position, inputs, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
+    SIZES are with `bias` and without `before`.
     """
     _both_passes(q_base, k_base, v_base, (mix_base, bias_base, mix_base), tokens, out_base, SIZES)
 
@@ -248,7 +249,7 @@ def reattention_kernel(q_base, k_base, v_base, mix_base, bias_base, tokens, out_
 def talking_heads_kernel(
     q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base, SIZES: tl.constexpr
 ):
-    """The same for talking heads. `before_bias_base` is not read: softmax does not see it."""
+    """The same for talking heads, `before` too. `before_bias_base` is not read: softmax does not see it."""
     _both_passes(q_base, k_base, v_base, (mix_base, bias_base, before_base), tokens, out_base, SIZES)
 
 
