@@ -74,7 +74,7 @@ GPUS = {
 
 
 class Kernel(NamedTuple):
-    """One launch: a kernel's name, its tiles, and constants besides the sizes."""
+    """One launch: a kernel's name, its tiles, and fields of `Sizes` that the shape does not give."""
 
     title: str
     name: str
@@ -84,28 +84,24 @@ class Kernel(NamedTuple):
 
 def kernels(width: int) -> list[Kernel]:
     """All that one pass forward and one backward launch, in order."""
-    mix = {"BEFORE": False, "BIAS": True}
     forward, backward = forward_tiles(HEADS, padded_width(width)), backward_tiles(HEADS, padded_width(width))
     return [
-        Kernel("forward: sums", "sums_kernel", SUMS_TILES, {"BEFORE": False}),
-        Kernel("forward: out", "mix_kernel", forward, {**mix, "BY_COLUMN": False}),
-        Kernel("backward: mix", "weight_grad_kernel", WEIGHT_GRAD_TILES, {"C": WEIGHT_GRAD_COLUMNS}),
-        Kernel("backward: v", "mix_kernel", backward, {**mix, "BY_COLUMN": True}),
-        Kernel("backward: q", "score_grad_kernel", backward, {"BY_COLUMN": False}),
-        Kernel("backward: k", "score_grad_kernel", backward, {"BY_COLUMN": True}),
+        Kernel("forward: sums", "sums_kernel", SUMS_TILES, {}),
+        Kernel("forward: out", "mix_kernel", forward, {"bias": True}),
+        Kernel("backward: mix", "weight_grad_kernel", WEIGHT_GRAD_TILES, {"block": WEIGHT_GRAD_COLUMNS}),
+        Kernel("backward: v", "mix_kernel", backward, {"bias": True, "by_column": True}),
+        Kernel("backward: q", "score_grad_kernel", backward, {}),
+        Kernel("backward: k", "score_grad_kernel", backward, {"by_column": True}),
     ]
 
 
 def compiled(kernel: Kernel, width: int, architecture: int) -> Any:
-    """Triton's result, with the alignments that a launch on these shapes has."""
-    constants = kernel_constants(HEADS, padded_width(width), kernel.tiles, **kernel.flags)
+    """Triton's result, with queries, keys and values side by side, as a Linear lays them out, and pointers aligned."""
+    padded = padded_width(width)
+    constants = kernel_constants(HEADS, padded, kernel.tiles, stride=3 * HEADS * padded, **kernel.flags)
     function: Any = getattr(flash_kernels, kernel.name)
     signature = {name: type_of(name, constants) for name in function.arg_names}
-    aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(signature)
-        if name.endswith("_base") or ("stride" in name and stride_of(name, width) % 16 == 0)
-    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name.endswith("_base")}
     source = ASTSource(function, signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch_options(kernel.tiles))
 
@@ -116,13 +112,6 @@ def type_of(name: str, constants: dict[str, Any]) -> str:
     if name.endswith("_base"):
         return "*fp16" if name.removesuffix("_base") in HALVES else "*fp32"
     return "fp32" if name == "scale" else "i32"
-
-
-def stride_of(name: str, width: int) -> int:
-    """In eighths, as a Linear lays q, k and v out; outputs and gradients have their heads alone."""
-    parts = 3 if name in ("stride_b", "stride_n", "v_stride_b", "v_stride_n") else 1
-    row = parts * HEADS * padded_width(width) // 8
-    return row if name.endswith("_n") else TOKENS * row
 
 
 def resources(binary: Any) -> dict[str, int]:

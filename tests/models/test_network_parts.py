@@ -180,6 +180,26 @@ def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str) 
     assert str(refused.value) == message
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (VisionTransformer, r"^VisionTransformer\.__init__\(\) got an unexpected keyword argument 'bias'$"),
+        (AlterNet, r"^unexpected kwargs \{'bias'\}$"),
+    ],
+)
+def test_an_argument_that_nobody_knows_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make(bias=True, device="meta")
+
+
+def test_what_a_block_does_not_know_may_ask_for_nothing() -> None:
+    """timm passes every option of its own blocks; a later release may have more."""
+    given: dict[str, Any] = {"attention": ["plain"], "attention_options": {}, "depth": 0}
+    assert isinstance(Block(12, 3, **given, another=False, attn_layer=nn.Identity).attn, PlainAttention)
+    with pytest.raises(InputError, match=r"^another is not supported by this network: leave it out$"):
+        Block(12, 3, **given, another=True)
+
+
 def test_a_block_takes_no_mask() -> None:
     block = network().blocks[0]
     x = torch.zeros(1, 5, 24)

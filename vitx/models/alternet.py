@@ -5,7 +5,7 @@ attention in turn, ending in attention. Attention units have no MLP.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from timm.layers import DropPath
@@ -111,6 +111,13 @@ class AttentionUnit(PreActivationUnit):
         return out
 
 
+class Factory(TypedDict, total=False):
+    """Where and as what PyTorch makes a tensor."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 class AlterNet(nn.Module):
     """Images (B, 3, S, S) → logits (B, num_classes), with timm's interface.
 
@@ -119,6 +126,7 @@ class AlterNet(nn.Module):
         depths, attention_depths: units and attention units of each of the four stages.
         num_heads, head_dim, window_size: of the attention units.
         stem: "imagenet" (7×7 stride 2 and max-pooling) or "cifar" (3×3).
+        device, dtype: of every tensor.
     """
 
     def __init__(
@@ -135,11 +143,10 @@ class AlterNet(nn.Module):
         in_chans: int = 3,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
-        device: Any = None,
-        dtype: Any = None,
+        **factory: Unpack[Factory],
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        nn.factory_kwargs(factory)  # type: ignore[no-untyped-call]  # torch's; raises TypeError for any other name
         _check_depths(depths, attention_depths)
         self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
         self.grad_checkpointing = False

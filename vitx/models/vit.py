@@ -3,7 +3,8 @@
 Shape letters: B batch, N tokens with class token, n patches, D width, C classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -25,12 +26,41 @@ ATTENTION: dict[str, type[nn.Module]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """What timm's VisionTransformer asks of each of its blocks, by timm's names, where a block here has it."""
+
+    mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    init_values: float | None = None
+    attn_drop: float = 0.0
+    proj_drop: float = 0.0
+    drop_path: float = 0.0
+    act_layer: type[nn.Module] = nn.GELU
+    norm_layer: Any = nn.LayerNorm
+    mlp_layer: Any = Mlp
+    device: Any = None
+    dtype: Any = None
+
+
+def block_options(asked: Mapping[str, Any]) -> BlockOptions:
+    """Those of timm's options that a block here has; raises InputError for another that asks for something."""
+    known = {field.name for field in fields(BlockOptions)}
+    others = {name: wanted for name, wanted in asked.items() if name not in known}
+    others.pop("attn_layer", None)  # timm's attention, in whose place `attention` says what there is
+    others["proj_bias=False"] = not others.pop("proj_bias", True)
+    refused = [name for name, wanted in others.items() if wanted]
+    if refused:
+        raise InputError(f"{', '.join(refused)} is not supported by this network: leave it out")
+    return BlockOptions(**{name: asked[name] for name in known & asked.keys()})
+
+
 class Block(nn.Module):
     """`x + attn(LN(s·x))/s`, then `x + mlp(LN(s·x))/s`, with s the residual scale (DeepViT's scale_adjustment).
 
     Children are named as in timm's block, so that published checkpoints load. timm's VisionTransformer builds it with
-    its own arguments, `depth` being the block's number; what attention here does not have (`qk_norm`,
-    `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) is refused when it is asked for.
+    its own arguments, `depth` being the block's number and the rest BlockOptions; what attention here does not have
+    (`qk_norm`, `scale_attn_norm`, `scale_mlp_norm`, `proj_bias=False`) is refused when it is asked for.
     """
 
     def __init__(
@@ -42,37 +72,25 @@ class Block(nn.Module):
         attention_options: dict[str, dict[str, Any]],
         depth: int,
         residual_scale: float = 1.0,
-        mlp_ratio: float = 4.0,
-        qkv_bias: bool = True,
-        init_values: float | None = None,
-        attn_drop: float = 0.0,
-        proj_drop: float = 0.0,
-        drop_path: float = 0.0,
-        act_layer: type[nn.Module] = nn.GELU,
-        norm_layer: Any = nn.LayerNorm,
-        mlp_layer: Any = Mlp,
-        attn_layer: object = None,
-        proj_bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-        **unsupported: bool,
+        **timm_options: Any,
     ) -> None:
         super().__init__()
-        refused = [name for name, wanted in {**unsupported, "proj_bias=False": not proj_bias}.items() if wanted]
-        if refused:
-            raise InputError(f"{', '.join(refused)} is not supported by this network: leave it out")
-        factory = {"device": device, "dtype": dtype}
+        options = block_options(timm_options)
+        factory = {"device": options.device, "dtype": options.dtype}
+        rates = {"attn_drop": options.attn_drop, "proj_drop": options.proj_drop}
+        kind, gamma, dropped = attention[depth], options.init_values, options.drop_path
         self.residual_scale = residual_scale
-        kind = attention[depth]
-        options = {"qkv_bias": qkv_bias, "attn_drop": attn_drop, "proj_drop": proj_drop, **factory}
-        self.norm1 = norm_layer(dim, **factory)
-        self.attn = ATTENTION[kind](dim, num_heads, **options, **attention_options.get(kind, {}))
-        self.ls1 = LayerScale(dim, init_values=init_values, **factory) if init_values else nn.Identity()
-        self.drop_path1 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        self.norm2 = norm_layer(dim, **factory)
-        self.mlp = mlp_layer(dim, int(dim * mlp_ratio), act_layer=act_layer, drop=proj_drop, **factory)
-        self.ls2 = LayerScale(dim, init_values=init_values, **factory) if init_values else nn.Identity()
-        self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        self.norm1 = options.norm_layer(dim, **factory)
+        self.attn = ATTENTION[kind](
+            dim, num_heads, qkv_bias=options.qkv_bias, **rates, **factory, **attention_options.get(kind, {})
+        )
+        self.ls1 = LayerScale(dim, init_values=gamma, **factory) if gamma else nn.Identity()
+        self.drop_path1 = DropPath(dropped) if dropped > 0 else nn.Identity()
+        self.norm2 = options.norm_layer(dim, **factory)
+        hidden = int(dim * options.mlp_ratio)
+        self.mlp = options.mlp_layer(dim, hidden, act_layer=options.act_layer, drop=options.proj_drop, **factory)
+        self.ls2 = LayerScale(dim, init_values=gamma, **factory) if gamma else nn.Identity()
+        self.drop_path2 = DropPath(dropped) if dropped > 0 else nn.Identity()
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
@@ -102,6 +120,20 @@ class TokenOutputs(NamedTuple):
     patch_logits_BnC: Tensor | None
 
 
+# timm's arguments whose default is another here, and those that are read before timm has them.
+TIMM_DEFAULTS: dict[str, Any] = {
+    "img_size": 224,
+    "patch_size": 16,
+    "embed_dim": 768,
+    "depth": 12,
+    "num_heads": 12,
+    "global_pool": "token",
+    "class_token": None,
+    "fc_norm": False,
+    "norm_layer": partial(nn.LayerNorm, eps=1e-6),
+}
+
+
 class VisionTransformer(TimmVisionTransformer):
     """timm's vision transformer with talking heads or Re-Attention in chosen blocks.
 
@@ -114,8 +146,9 @@ class VisionTransformer(TimmVisionTransformer):
         talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
             so positions have to be learnt first; large values help where positions decide, as on very small images.
-        class_token: by default only with `global_pool="token"`.
-        Everything else is timm's.
+        timm_options: every other argument of timm's but `embed_layer` and `block_fn`. Defaults are timm's, except that
+            LayerNorm has an eps of 1e-6 and comes before the pooling (`fc_norm=False`), and that `class_token` is
+            there only with `global_pool="token"`.
     """
 
     def __init__(
@@ -131,45 +164,28 @@ class VisionTransformer(TimmVisionTransformer):
         talking_heads_bias: bool = False,
         talking_heads_init: MixInit = "random",
         position_std: float = 0.02,
-        img_size: int = 224,
-        patch_size: int = 16,
-        embed_dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 12,
-        global_pool: Literal["token", "avg"] = "token",
-        class_token: bool | None = None,
-        fc_norm: bool = False,
-        norm_layer: Any = partial(nn.LayerNorm, eps=1e-6),
-        **kwargs: Any,
+        **timm_options: Any,
     ) -> None:
-        _check_geometry(img_size, patch_size, embed_dim, num_heads)
-        options: dict[str, dict[str, Any]] = {
+        timm = {**TIMM_DEFAULTS, **timm_options}
+        if timm["class_token"] is None:
+            timm["class_token"] = timm["global_pool"] == "token"
+        _check_geometry(timm["img_size"], timm["patch_size"], timm["embed_dim"], timm["num_heads"])
+        attention_options: dict[str, dict[str, Any]] = {
             "re-attention": {"norm": reatten_norm, "init": reatten_init, "reatten_scale": reatten_scale},
             "talking-heads": {"mix_bias": talking_heads_bias, "init": talking_heads_init},
         }
-        super().__init__(
-            img_size=img_size,
-            patch_size=patch_size,
-            embed_dim=embed_dim,
-            depth=depth,
-            num_heads=num_heads,
-            global_pool=global_pool,
-            class_token=global_pool == "token" if class_token is None else class_token,
-            fc_norm=fc_norm,
-            norm_layer=norm_layer,
-            embed_layer={"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding],
-            # timm calls it once a block with the block's number as `depth`.
-            block_fn=partial(  # type: ignore[arg-type]  # annotated as a class; any callable works
-                Block,
-                attention=attention_of_blocks(attention, depth),
-                attention_options=options,
-                residual_scale=residual_scale,
-            ),
-            **kwargs,
+        # timm calls it once a block with the block's number as `depth`.
+        block = partial(
+            Block,
+            attention=attention_of_blocks(attention, timm["depth"]),
+            attention_options=attention_options,
+            residual_scale=residual_scale,
         )
+        embedding = {"patch": PatchEmbed, "cnn": ConvPatchEmbed}[patch_embedding]
+        super().__init__(embed_layer=embedding, block_fn=block, **timm)  # type: ignore[arg-type]  # any callable works
         if position_std != 0.02 and self.pos_embed is not None:
             nn.init.trunc_normal_(self.pos_embed, std=position_std)
-        self.patch_head = nn.Linear(embed_dim, self.num_classes) if patch_head else None
+        self.patch_head = nn.Linear(self.embed_dim, self.num_classes) if patch_head else None
         if self.patch_head is not None:
             nn.init.trunc_normal_(self.patch_head.weight, std=0.02)
             nn.init.zeros_(self.patch_head.bias)

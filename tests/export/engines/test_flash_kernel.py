@@ -85,7 +85,7 @@ def test_launch_sizes_are_tritons() -> None:
 
     for tiles in (TILES[0], TILES[-1]):  # four warps and one
         kernel = compiled_kernel("Reattention", "sm89", 4, 16, "fp16", tiles)
-        constants = kernel_constants(4, 16, kernel.tiles)
+        constants = kernel_constants(4, 16, kernel.tiles, bias=True)
         kinds = dict.fromkeys(("q_base", "k_base", "v_base", "out_base"), "*fp16")
         kinds |= {"mix_base": "*fp32", "bias_base": "*fp32", "tokens": "i32", **dict.fromkeys(constants, "constexpr")}
         signature = {name: kinds[name] for name in kernels.reattention_kernel.arg_names}

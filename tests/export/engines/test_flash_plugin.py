@@ -118,7 +118,8 @@ print("found", json.dumps(found))
 def light_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The modules that the plugin imports, without the rest of their packages: these would take long to import."""
     engines = (f"vitx/export/engines/{name}.py" for name in ("flash_plugin", "flash_kernel", "flash_nodes"))
-    models = (f"vitx/models/{name}.py" for name in ("flash/kernels", "flash/reattention", "head_mix"))
+    flash = (f"vitx/models/flash/{name}.py" for name in ("kernels", "reattention", "sizes", "tile_functions"))
+    models = (*flash, "vitx/models/head_mix.py")
     return copy_modules(tmp_path_factory.mktemp("light"), (*engines, "vitx/export/graph/dataflow.py", *models))
 
 

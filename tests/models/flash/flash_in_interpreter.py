@@ -117,7 +117,8 @@ def test_kernels_that_an_engine_launches(operator: Operator, heads: int, tokens:
     out = torch.empty_like(inputs[0])
     launch = FlashKernel("", "", tiles, 0, 0, heads // heads_per_program(heads, tiles))
     kernel = getattr(kernels, KERNELS[operator])
-    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **kernel_constants(heads, width, tiles))
+    constants = kernel_constants(heads, width, tiles, before=talking, bias=True)
+    kernel[(launch.grid_x(tokens), len(out))](*inputs, *order, tokens, out, **constants)
     q, k, v = (part.transpose(1, 2).double() for part in inputs)
     expected = plain_reattention(q, k, v, mixes, 1.0).transpose(1, 2)
     assert relative_error(out, expected) < 2e-3
@@ -168,6 +169,22 @@ def test_any_layout_is_read() -> None:
     assert torch.equal(first, again)
     backwards = reattention(q.flip(2), k.flip(2), v.flip(2), mixes, 1.0, impl="flash").flip(2)
     assert relative_error(backwards, first.double()) < 2e-3
+
+
+@pytest.mark.parametrize("tokens", [slice(0, 1), slice(3, None)], ids=["one", "the-last"])
+def test_images_whose_tokens_do_not_lie_side_by_side(tokens: slice) -> None:
+    """Of a part of the tokens, as it lies in the whole, and as (B, H, N, K), where one token looks dense to torch."""
+    qkv, mixes = operands(3, 20, 32, torch.float16)
+    parts = [part[:, :, tokens] for part in qkv]
+    for q, k, v in (parts, [part.contiguous() for part in parts]):
+        v.requires_grad_()
+        found = reattention(q, k, v, mixes, 0.2, impl="flash")
+        exact = v.detach().double().requires_grad_()
+        expected = plain_reattention(q.double(), k.double(), exact, mixes, 0.2)
+        assert relative_error(found.detach(), expected.detach()) < 2e-3
+        (v_grad,) = torch.autograd.grad(found.float().sum(), v)
+        (wanted,) = torch.autograd.grad(expected.sum(), exact)
+        assert relative_error(v_grad, wanted) < 2e-3
 
 
 @pytest.mark.parametrize("make", [ReAttention, TalkingHeadsAttention])

@@ -1,16 +1,20 @@
 """Re-Attention without maps: the kernels in the interpreter, and compiled for GPUs; and the plain path."""
 
+import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vitx.core.errors import InputError
-from vitx.models.flash.reattention import Mixes, choose_impl, plain_reattention, reattention
+from vitx.models.flash.reattention import Mixes, choose_impl, kernel_constants, plain_reattention, reattention
+from vitx.models.flash.sizes import Sizes
 
 triton = pytest.importorskip("triton")
 
@@ -25,7 +29,7 @@ def test_the_kernels_in_the_interpreter() -> None:
         text=True,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert re.search(r"\b41 passed", ran.stdout), ran.stdout
+    assert re.search(r"\b43 passed", ran.stdout), ran.stdout
 
 
 def test_without_a_gpu_the_maps_are_written_out() -> None:
@@ -56,6 +60,36 @@ def test_compiled_for_gpus_no_register_is_spilled(architecture: int, width: int)
         assert found["shared_bytes"] <= 99 * 1024  # what a block of the smallest of them has
         assert found["registers"] <= 255
         assert found["stack_bytes"] == 0, kernel
+
+
+def test_each_constant_is_read_from_its_place() -> None:
+    from vitx.models.flash import tile_functions
+
+    places = [getattr(tile_functions, name.upper()).value for name in Sizes._fields]
+    assert places == list(range(len(Sizes._fields)))
+
+
+def test_the_source_that_torch_compile_generates_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile writes out a kernel, what it uses, and its constants; nothing else of ours is known there."""
+    import flash_resources
+    from torch._inductor.codegen.wrapper import user_defined_triton_kernel_transitive_closure_source_code as source_of
+
+    from vitx.models.flash import kernels
+
+    monkeypatch.setattr(flash_resources, "HEADS", 2)
+    monkeypatch.setattr(
+        flash_resources,
+        "kernel_constants",
+        lambda *given, **more: ast.literal_eval(repr(kernel_constants(*given, **more))),
+    )
+    for kernel in {kernel.name: kernel for kernel in flash_resources.kernels(33)}.values():
+        expected = flash_resources.resources(flash_resources.compiled(kernel, 33, 80))
+        file = tmp_path / f"{kernel.name}.py"
+        source = source_of(getattr(kernels, kernel.name))
+        file.write_text(f"import triton\nimport triton.language as tl\n\n@triton.jit\n{source}", encoding="utf-8")
+        monkeypatch.setattr(flash_resources, "flash_kernels", SimpleNamespace(**runpy.run_path(str(file))))
+        assert flash_resources.resources(flash_resources.compiled(kernel, 33, 80)) == expected
+        monkeypatch.setattr(flash_resources, "flash_kernels", kernels)
 
 
 def test_the_largest_heads_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,7 +92,7 @@ def compiled_kernel(
     from vitx.models.flash import kernels
 
     function: Any = getattr(kernels, KERNELS[operator])
-    constants = kernel_constants(heads, width, tiles)
+    constants = kernel_constants(heads, width, tiles, before=operator == "TalkingHeads", bias=True)
     signature = {name: _type_of(name, half, constants) for name in function.arg_names}
     # TensorRT's buffers are aligned to 256 bytes; the widest loads need 16.
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(signature) if name.endswith("_base")}

@@ -33,170 +33,73 @@ dV is `mix_kernel`, dK is `score_grad_kernel`, both with queries and keys exchan
 the columns of a tile. With R_g = P_g [V_1 … V_H], dW[h, g] = Σ dO_h ⊙ (R_g's columns of h), and D follows from the
 same products: `weight_grad_kernel`.
 
-Constants: H heads, G heads whose outputs a program makes, K head width (a multiple of 8), read as KA columns (`main`)
-and KB more (`tail`), of which KO are outputs; M rows and N columns of a tile. BEFORE: W₀ is there. BIAS: b is there.
-CACHED: the weights of the mix are read again for each tile, from the cache. For that their address depends on the loop,
-by a number that is always zero; otherwise the compiler would keep all H² of them in registers.
-`rows` and `columns` are token numbers; the heads of a token stand side by side, K apart. Strides of image and token are
-in units of 8 elements, which tells the compiler that 16 bytes can be read at once.
+Letters are those of `Sizes`: H heads, G heads whose outputs a program makes, K head width, M rows and N columns of a
+tile. `rows` and `columns` are token numbers.
 """
 
 import triton
 import triton.language as tl
 
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+from vitx.models.flash.tile_functions import (
+    BEFORE,
+    BIAS,
+    BLOCK,
+    BY_COLUMN,
+    COLUMNS,
+    GROUP,
+    HEADS,
+    LOG2_E,
+    ROWS,
+    STRIDE,
+    WIDTH,
+    add_mixed,
+    add_products,
+    load_head,
+    load_heads,
+    load_row_values,
+    products,
+    read_each_time,
+    store_heads,
+    zero_outputs,
+    zeros,
+)
 
 
 @triton.jit
-def _load_rows(base, rows, limit, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
-    """WIDTH columns from FIRST on of `rows` of one head's (limit, K); zeros beyond `limit` rows and K columns."""
-    columns = FIRST + tl.arange(0, WIDTH)
-    inside = rows[:, None] < limit
-    if FIRST + WIDTH > K:
-        inside = inside & (columns[None, :] < K)
-    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_rows(base, value, rows, limit, stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr):
-    """The converse of `_load_rows`, in the dtype of the output."""
-    columns = FIRST + tl.arange(0, WIDTH)
-    inside = rows[:, None] < limit
-    if FIRST + WIDTH > K:
-        inside = inside & (columns[None, :] < K)
-    tl.store(base + rows[:, None] * stride + columns[None, :], value.to(base.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _load_heads(
-    base, rows, limit, stride_n, first,
-    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-):  # fmt: skip
-    """Two tuples of COUNT tiles, of the heads from `first` on: their first KA columns, and the KB after them."""
-    main, tail = (), ()
-    for h in tl.static_range(COUNT):
-        head = base + (first + h) * K
-        main = main + (_load_rows(head, rows, limit, stride_n, 0, KA, K),)
-        tail = tail + (_load_rows(head, rows, limit, stride_n, KA, KB, K) if KB > 0 else 0,)
-    return main, tail
-
-
-@triton.jit
-def _store_heads(
-    base, main, tail, factor, rows, limit, stride_n, first,
-    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KO: tl.constexpr,
-):  # fmt: skip
-    """Write `factor` times the outputs of COUNT heads, KA + KO columns of each."""
-    for h in tl.static_range(COUNT):
-        head = base + (first + h) * K
-        _store_rows(head, main[h] * factor, rows, limit, stride_n, 0, KA, K)
-        if KO > 0:
-            _store_rows(head, tail[h] * factor, rows, limit, stride_n, KA, KO, K)
-
-
-@triton.jit
-def _products(
-    main, tail, base, rows, limit, stride,
-    K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-):  # fmt: skip
-    """X Yᵀ, (M, N) float32: X = [main tail] is (M, KA + KB), Y are the `rows` of one head at `base`."""
-    product = tl.dot(main, tl.trans(_load_rows(base, rows, limit, stride, 0, KA, K)))
-    if KB > 0:
-        product = tl.dot(tail, tl.trans(_load_rows(base, rows, limit, stride, KA, KB, K)), product)
-    return product
-
-
-@triton.jit
-def _zeros(COUNT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
-    """COUNT tiles of zeros, (M, N) float32."""
-    tiles = ()
-    for _ in tl.static_range(COUNT):
-        tiles = tiles + (tl.zeros((M, N), tl.float32),)
-    return tiles
-
-
-@triton.jit
-def _add_mixed(sums, part, weights, STRIDE: tl.constexpr, COUNT: tl.constexpr):
-    """sums[h] + weights[h·STRIDE]·part for COUNT sums: what one head's tile adds to all mixes it enters.
-
-    Written as fma: whether a compiler fuses by itself depends on its version.
-    """
-    more = ()
-    for h in tl.static_range(COUNT):
-        more = more + (tl.fma(part, tl.load(weights + h * STRIDE), sums[h]),)
-    return more
-
-
-@triton.jit
-def _add_products(
-    main, tail, left, base, rows, limit, stride_n, first,
-    COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KO: tl.constexpr,
-):  # fmt: skip
-    """Each head's sums, (M, KA) and (M, KO), plus left[h], (M, N), times the N `rows` of that head at `base`.
-
-    Products on tensor cores take operands of half precision, so `left` is rounded; the sums stay in float32.
-    """
-    more_main, more_tail = (), ()
-    for h in tl.static_range(COUNT):
-        head = base + (first + h) * K
-        right = _load_rows(head, rows, limit, stride_n, 0, KA, K)
-        factor = left[h].to(right.dtype)
-        more_main = more_main + (tl.dot(factor, right, main[h]),)
-        if KO > 0:
-            right = _load_rows(head, rows, limit, stride_n, KA, KO, K)
-            more_tail = more_tail + (tl.dot(factor, right, tail[h]),)
-        else:
-            more_tail = more_tail + (tail[h],)
-    return more_main, more_tail
-
-
-@triton.jit
-def _mixed_scores(
-    q, q_tail, k_base, keys, tokens, stride_n, before_base, first,
-    H: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+def _mixed_scores(q, k_base, columns, tokens, before_base, first, COUNT: tl.constexpr, SIZES: tl.constexpr):
     """W₀Q Kᵀ of COUNT heads from `first` on, (M, N) each: each of the H heads' scores is made once and added to all."""
-    mixed = _zeros(COUNT, M, N)
+    H: tl.constexpr = SIZES[HEADS]
+    mixed = zeros(COUNT, SIZES[ROWS], columns.shape[0])
     for f in tl.static_range(H):
-        raw = _products(q[f], q_tail[f], k_base + f * K, keys, tokens, stride_n, K, KA, KB)
-        mixed = _add_mixed(mixed, raw, before_base + first * H + f, H, COUNT)
+        raw = products(q[f], k_base + f * SIZES[WIDTH], columns, tokens, SIZES[STRIDE], SIZES)
+        mixed = add_mixed(mixed, raw, before_base + first * H + f, H, COUNT)
     return mixed
 
 
 @triton.jit
-def _scores(
-    q, q_tail, k_base, keys, tokens, stride_n, before_base, first,
-    H: tl.constexpr, COUNT: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
+def _scores(q, k_base, columns, tokens, before_base, first, COUNT: tl.constexpr, SIZES: tl.constexpr):
     """The scores that softmax sees, without the scale, of COUNT heads from `first` on.
 
     `q` holds all H heads with BEFORE, else those COUNT.
     """
-    if BEFORE:
-        scores = _mixed_scores(q, q_tail, k_base, keys, tokens, stride_n, before_base, first, H, COUNT, K, KA, KB, M, N)
+    if SIZES[BEFORE]:
+        scores = _mixed_scores(q, k_base, columns, tokens, before_base, first, COUNT, SIZES)
     else:
         scores = ()
         for g in tl.static_range(COUNT):
-            head = k_base + (first + g) * K
-            scores = scores + (_products(q[g], q_tail[g], head, keys, tokens, stride_n, K, KA, KB),)
+            head = k_base + (first + g) * SIZES[WIDTH]
+            scores = scores + (products(q[g], head, columns, tokens, SIZES[STRIDE], SIZES),)
     return scores
 
 
 @triton.jit
-def _update_sums(
-    largest, total, q, q_tail, k_base, keys, tokens, stride_n, before_base, factor, first,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, BEFORE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def _update_sums(largest, total, scores, columns, tokens, factor, COUNT: tl.constexpr, MASKED: tl.constexpr):
     """Online softmax: each row's largest score, and Σ 2^((score − largest)·factor), with N more keys; factor > 0."""
-    scores = _scores(q, q_tail, k_base, keys, tokens, stride_n, before_base, first, H, G, K, KA, KB, M, N, BEFORE)
     next_largest, next_total = (), ()
-    for g in tl.static_range(G):
+    for g in tl.static_range(COUNT):
         score = scores[g]
         if MASKED:
-            score = tl.where(keys[None, :] < tokens, score, float("-inf"))
+            score = tl.where(columns[None, :] < tokens, score, float("-inf"))
         higher = tl.maximum(largest[g], tl.max(score, 1))
         next_largest = next_largest + (higher,)
         # As the largest score grows, the old sum shrinks by the same power of two.
@@ -207,207 +110,170 @@ def _update_sums(
 
 @triton.jit
 def _row_sums(
-    q_base, k_base, before_base, stride_n, rows, tokens, scale, first,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
+    q_base, k_base, before_base, rows, tokens, scale, first,
+    COUNT: tl.constexpr, N: tl.constexpr, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """L of M queries and G heads of one image: a tuple of G vectors (M,).
+    """L of M queries and COUNT heads of one image: a tuple of vectors (M,).
 
-    In registers: two vectors a head, and the tile at hand. Whole tiles of keys need no mask; the last keys come in
+    In registers: two vectors a head, and the tile at hand. Whole tiles of N keys need no mask; the last keys come in
     tiles of 16, masked.
     """
-    q, q_tail = _load_heads(q_base, rows, tokens, stride_n, 0 if BEFORE else first, H if BEFORE else G, K, KA, KB)
+    H: tl.constexpr = SIZES[HEADS]
+    M: tl.constexpr = SIZES[ROWS]
+    if SIZES[BEFORE]:
+        q = load_heads(q_base, rows, tokens, SIZES[STRIDE], 0, H, SIZES)
+    else:
+        q = load_heads(q_base, rows, tokens, SIZES[STRIDE], first, COUNT, SIZES)
     largest, total = (), ()
-    for _ in tl.static_range(G):
+    for _ in tl.static_range(COUNT):
         largest = largest + (tl.full((M,), float("-inf"), tl.float32),)
         total = total + (tl.zeros((M,), tl.float32),)
     factor = scale * LOG2_E
     whole = tokens // N * N
     for start in tl.range(0, whole, N):
-        cached = (start >> 24) if CACHED else 0
-        largest, total = _update_sums(
-            largest, total, q, q_tail, k_base, start + tl.arange(0, N), tokens, stride_n, before_base + cached, factor,
-            first, H, G, K, KA, KB, M, N, BEFORE, False,
-        )  # fmt: skip
+        before = read_each_time(before_base, start, SIZES)
+        columns = start + tl.arange(0, N)
+        scores = _scores(q, k_base, columns, tokens, before, first, COUNT, SIZES)
+        largest, total = _update_sums(largest, total, scores, columns, tokens, factor, COUNT, False)
     LAST: tl.constexpr = min(N, 16)
     for start in tl.range(whole, tokens, LAST):
-        cached = (start >> 24) if CACHED else 0
-        largest, total = _update_sums(
-            largest, total, q, q_tail, k_base, start + tl.arange(0, LAST), tokens, stride_n, before_base + cached,
-            factor, first, H, G, K, KA, KB, M, LAST, BEFORE, True,
-        )  # fmt: skip
+        before = read_each_time(before_base, start, SIZES)
+        columns = start + tl.arange(0, LAST)
+        scores = _scores(q, k_base, columns, tokens, before, first, COUNT, SIZES)
+        largest, total = _update_sums(largest, total, scores, columns, tokens, factor, COUNT, True)
     sums = ()
-    for g in tl.static_range(G):
+    for g in tl.static_range(COUNT):
         sums = sums + (largest[g] * factor + tl.log2(total[g]),)
     return sums
 
 
 @triton.jit
-def _work_of_program(H: tl.constexpr, G: tl.constexpr, M: tl.constexpr):
+def _work_of_program(SIZES: tl.constexpr):
     """A program's image, first head and token numbers (M,), of the grid (tiles · H/G, images).
 
     The groups of heads of one tile are neighbours in the grid, so that they run together and share reads in the cache.
     """
-    group = tl.program_id(0) % (H // G)
-    return tl.program_id(1).to(tl.int64), group * G, tl.program_id(0) // (H // G) * M + tl.arange(0, M)
+    GROUPS: tl.constexpr = SIZES[HEADS] // SIZES[GROUP]
+    M: tl.constexpr = SIZES[ROWS]
+    first, image = tl.program_id(0) % GROUPS * SIZES[GROUP], tl.program_id(1).to(tl.int64)
+    return image, first, tl.program_id(0) // GROUPS * M + tl.arange(0, M)
 
 
 @triton.jit
-def sums_kernel(
-    q_base, k_base, before_base, sums_base,
-    stride_b, stride_n,
-    tokens, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
+def sums_kernel(q_base, k_base, before_base, sums_base, tokens, scale, SIZES: tl.constexpr):
     """First pass: L of M queries and G heads of one image, into (B, H, tokens) float32."""
-    image, first, rows = _work_of_program(H, G, M)
-    begin = image * (8 * stride_b)
-    sums = _row_sums(
-        q_base + begin, k_base + begin, before_base, 8 * stride_n, rows, tokens, scale, first,
-        H, G, K, KA, KB, M, N, CACHED, BEFORE,
-    )  # fmt: skip
+    G: tl.constexpr = SIZES[GROUP]
+    image, first, rows = _work_of_program(SIZES)
+    begin = image * tokens * SIZES[STRIDE]
+    sums = _row_sums(q_base + begin, k_base + begin, before_base, rows, tokens, scale, first, G, SIZES[COLUMNS], SIZES)
     for g in tl.static_range(G):
-        tl.store(sums_base + (image * H + first + g) * tokens + rows, sums[g], mask=rows < tokens)
+        tl.store(sums_base + (image * SIZES[HEADS] + first + g) * tokens + rows, sums[g], mask=rows < tokens)
 
 
 @triton.jit
-def _load_row_values(base, rows, tokens, COUNT: tl.constexpr, DEFAULT: tl.constexpr):
-    """One number a row (M,) of COUNT heads; with L = +∞ beyond the tokens, the maps are 2^−∞ = 0 there."""
-    values = ()
-    for h in tl.static_range(COUNT):
-        values = values + (tl.load(base + h * tokens + rows, mask=rows < tokens, other=DEFAULT),)
-    return values
-
-
-@triton.jit
-def _mixed_values(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, sums,
-    stride_n, v_stride_n, rows, tokens, scale, first,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
-):  # fmt: skip
-    """A V of G heads from `first` on, for M `rows` of one image: two tuples of G tiles, (M, KA) and (M, KO).
+def _mixed_values(q_base, k_base, v_base, mixes, sums, rows, tokens, scale, first, SIZES: tl.constexpr):
+    """A V of G heads from `first` on, for M `rows` of one image.
 
     For each N keys: S of every head in turn, P from it, and P's share added to the G mixes it enters; then the mixes,
     complete, times V. In registers: G outputs, G mixed tiles, and one head's P (with BEFORE all H mixed scores).
-    `sums` are L of the rows, for all heads; BY_COLUMN reads L of the columns from `sums_base` instead.
+    `mixes` are the pointers to W, b and W₀. `sums` are L of the rows, for all heads; BY_COLUMN they are a pointer, from
+    which L of the columns is read.
     """
-    q, q_tail = _load_heads(q_base, rows, tokens, stride_n, 0, H, K, KA, KB)
-    main, tail = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
+    H: tl.constexpr = SIZES[HEADS]
+    G: tl.constexpr = SIZES[GROUP]
+    M: tl.constexpr = SIZES[ROWS]
+    N: tl.constexpr = SIZES[COLUMNS]
+    V_STRIDE: tl.constexpr = H * SIZES[WIDTH] if SIZES[BY_COLUMN] else SIZES[STRIDE]  # BY_COLUMN it is dO, dense
+    mix_base, bias_base, before_base = mixes
+    q = load_heads(q_base, rows, tokens, SIZES[STRIDE], 0, H, SIZES)
+    outputs = zero_outputs(SIZES)
     for start in tl.range(0, tokens, N):
         columns = start + tl.arange(0, N)
-        cached = (start >> 24) if CACHED else 0
-        if BEFORE:
-            scores = _mixed_scores(
-                q, q_tail, k_base, columns, tokens, stride_n, before_base + cached, 0, H, H, K, KA, KB, M, N
-            )
+        if SIZES[BEFORE]:
+            before = read_each_time(before_base, start, SIZES)
+            scores = _mixed_scores(q, k_base, columns, tokens, before, 0, H, SIZES)
+        weights = read_each_time(mix_base, start, SIZES)
         # The bias starts the sum, also in columns beyond the tokens: V is zero there.
         mixed = ()
         for h in tl.static_range(G):
-            mixed = mixed + (tl.zeros((M, N), tl.float32) + (tl.load(bias_base + first + h) if BIAS else 0.0),)
+            bias = tl.load(bias_base + first + h) if SIZES[BIAS] else 0.0
+            mixed = mixed + (tl.zeros((M, N), tl.float32) + bias,)
         for g in tl.static_range(H):
-            if BEFORE:
+            if SIZES[BEFORE]:
                 score = scores[g]
             else:
-                score = _products(q[g], q_tail[g], k_base + g * K, columns, tokens, stride_n, K, KA, KB)
-            if BY_COLUMN:
-                total = tl.load(sums_base + g * tokens + columns, mask=columns < tokens, other=float("inf"))[None, :]
+                score = products(q[g], k_base + g * SIZES[WIDTH], columns, tokens, SIZES[STRIDE], SIZES)
+            if SIZES[BY_COLUMN]:
+                total = tl.load(sums + g * tokens + columns, mask=columns < tokens, other=float("inf"))[None, :]
             else:
                 total = sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
-            mixed = _add_mixed(mixed, maps, mix_base + cached + first * H + g, H, G)
-        main, tail = _add_products(main, tail, mixed, v_base, columns, tokens, v_stride_n, first, G, K, KA, KO)
-    return main, tail
+            mixed = add_mixed(mixed, maps, weights + first * H + g, H, G)
+        outputs = add_products(outputs, mixed, v_base, columns, tokens, V_STRIDE, first, SIZES)
+    return outputs
 
 
 @triton.jit
 def mix_kernel(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, out_base,
-    stride_b, stride_n, v_stride_b, v_stride_n, out_stride_b, out_stride_n,
-    tokens, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr, BIAS: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
-):  # fmt: skip
+    q_base, k_base, v_base, mix_base, bias_base, before_base, sums_base, out_base, tokens, scale, SIZES: tl.constexpr
+):
     """Second pass: A V of M queries and G heads of one image, from L.
 
     BY_COLUMN: Aᵀ V, with keys as `q`, queries as `k` and dO as V, which is dV.
     """
-    image, first, rows = _work_of_program(H, G, M)
-    begin, sums_base = image * (8 * stride_b), sums_base + image * H * tokens
-    sums = () if BY_COLUMN else _load_row_values(sums_base, rows, tokens, H, float("inf"))
-    main, tail = _mixed_values(
-        q_base + begin, k_base + begin, v_base + image * (8 * v_stride_b), mix_base, bias_base, before_base, sums_base,
-        sums, 8 * stride_n, 8 * v_stride_n, rows, tokens, scale, first,
-        H, G, K, KA, KB, KO, M, N, CACHED, BEFORE, BIAS, BY_COLUMN,
-    )  # fmt: skip
-    out_base += image * (8 * out_stride_b)
-    _store_heads(out_base, main, tail, 1.0, rows, tokens, 8 * out_stride_n, first, G, K, KA, KO)
+    H: tl.constexpr = SIZES[HEADS]
+    DENSE: tl.constexpr = H * SIZES[WIDTH]
+    image, first, rows = _work_of_program(SIZES)
+    begin, sums = image * tokens, sums_base + image * H * tokens
+    q_base += begin * SIZES[STRIDE]
+    k_base += begin * SIZES[STRIDE]
+    v_base += begin * (DENSE if SIZES[BY_COLUMN] else SIZES[STRIDE])
+    if not SIZES[BY_COLUMN]:
+        sums = load_row_values(sums, rows, tokens, H, float("inf"))
+    mixes = mix_base, bias_base, before_base
+    outputs = _mixed_values(q_base, k_base, v_base, mixes, sums, rows, tokens, scale, first, SIZES)
+    store_heads(out_base + begin * DENSE, outputs, 1.0, rows, tokens, first, SIZES)
 
 
 @triton.jit
-def reattention_kernel(
-    q_base, k_base, v_base, mix_base, bias_base, tokens, out_base,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
+def reattention_kernel(q_base, k_base, v_base, mix_base, bias_base, tokens, out_base, SIZES: tl.constexpr):
     """Re-Attention, both passes in one launch, on (B, tokens, H, K) tensors; the scale is in the queries already.
 
     Arguments go by position, inputs, then integers, then outputs: the order of TensorRT's ahead-of-time plugins.
+    SIZES are with `bias` and without `before`.
     """
-    _both_passes(
-        q_base, k_base, v_base, mix_base, bias_base, mix_base, tokens, out_base,
-        H, G, K, KA, KB, KO, M, N, CACHED, False,
-    )  # fmt: skip
+    _both_passes(q_base, k_base, v_base, (mix_base, bias_base, mix_base), tokens, out_base, SIZES)
 
 
 @triton.jit
 def talking_heads_kernel(
-    q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr,
-):  # fmt: skip
-    """The same for talking heads. `before_bias_base` is not read: softmax does not see it."""
-    _both_passes(
-        q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base,
-        H, G, K, KA, KB, KO, M, N, CACHED, True,
-    )  # fmt: skip
+    q_base, k_base, v_base, before_base, before_bias_base, mix_base, bias_base, tokens, out_base, SIZES: tl.constexpr
+):
+    """The same for talking heads, `before` too. `before_bias_base` is not read: softmax does not see it."""
+    _both_passes(q_base, k_base, v_base, (mix_base, bias_base, before_base), tokens, out_base, SIZES)
 
 
 @triton.jit
-def _both_passes(
-    q_base, k_base, v_base, mix_base, bias_base, before_base, tokens, out_base,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BEFORE: tl.constexpr,
-):  # fmt: skip
+def _both_passes(q_base, k_base, v_base, mixes, tokens, out_base, SIZES: tl.constexpr):
     """`sums_kernel` for all H heads, kept in registers, then `mix_kernel` for G of them: no memory between the passes.
 
     The price is that each of the H/G groups of a tile makes the sums of all heads again.
     """
-    image, first, rows = _work_of_program(H, G, M)
-    begin = image * tokens * (H * K)
+    H: tl.constexpr = SIZES[HEADS]
+    N: tl.constexpr = SIZES[COLUMNS]
+    image, first, rows = _work_of_program(SIZES)
+    begin = image * tokens * (H * SIZES[WIDTH])
     q_base, k_base = q_base + begin, k_base + begin
-    COLUMNS: tl.constexpr = N // 2 if BEFORE else N  # the sums of all heads and their scores share the registers
-    sums = _row_sums(
-        q_base, k_base, before_base, H * K, rows, tokens, 1.0, 0, H, H, K, KA, KB, M, COLUMNS, CACHED, BEFORE
-    )
-    main, tail = _mixed_values(
-        q_base, k_base, v_base + begin, mix_base, bias_base, before_base, mix_base, sums, H * K, H * K,
-        rows, tokens, 1.0, first, H, G, K, KA, KB, KO, M, N, CACHED, BEFORE, True, False,
-    )  # fmt: skip
-    _store_heads(out_base + begin, main, tail, 1.0, rows, tokens, H * K, first, G, K, KA, KO)
+    SUMS_N: tl.constexpr = N // 2 if SIZES[BEFORE] else N  # the sums of all heads and their scores share the registers
+    sums = _row_sums(q_base, k_base, mixes[2], rows, tokens, 1.0, 0, H, SUMS_N, SIZES)
+    outputs = _mixed_values(q_base, k_base, v_base + begin, mixes, sums, rows, tokens, 1.0, first, SIZES)
+    store_heads(out_base + begin, outputs, 1.0, rows, tokens, first, SIZES)
 
 
 @triton.jit
 def score_grad_kernel(
     q_base, k_base, left_base, right_base, mix_base, sums_base, row_sums_base, grad_base,
-    stride_b, stride_n, left_stride_b, left_stride_n,
-    right_stride_b, right_stride_n, grad_stride_b, grad_stride_n,
-    tokens, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, BY_COLUMN: tl.constexpr,
+    tokens, scale, SIZES: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale·dS K of M queries and G heads of one image, with dA = left·rightᵀ: dO as `left`, V as `right`.
 
@@ -415,33 +281,38 @@ def score_grad_kernel(
     For each N keys: dA of every head in turn, added to the G tiles of dP = Wᵀ dA; P of the G heads made again; dS; and
     dS times K added. In registers: G outputs and G tiles of dP. Without W₀ alone: dS would have to be mixed again.
     """
-    image, first, rows = _work_of_program(H, G, M)
-    begin, begin_of_sums = image * (8 * stride_b), (image * H + first) * tokens
-    left_base += image * (8 * left_stride_b)
-    right_base += image * (8 * right_stride_b)
-    q_base += begin + first * K
-    k_base += begin + first * K
+    H: tl.constexpr = SIZES[HEADS]
+    G: tl.constexpr = SIZES[GROUP]
+    K: tl.constexpr = SIZES[WIDTH]
+    N: tl.constexpr = SIZES[COLUMNS]
+    DENSE: tl.constexpr = H * K
+    LEFT: tl.constexpr = SIZES[STRIDE] if SIZES[BY_COLUMN] else DENSE
+    RIGHT: tl.constexpr = DENSE if SIZES[BY_COLUMN] else SIZES[STRIDE]
+    image, first, rows = _work_of_program(SIZES)
+    begin, begin_of_sums = image * tokens, (image * H + first) * tokens
+    left_base += begin * LEFT
+    right_base += begin * RIGHT
+    q_base += begin * SIZES[STRIDE] + first * K
+    k_base += begin * SIZES[STRIDE] + first * K
     sums_base += begin_of_sums
     row_sums_base += begin_of_sums
-    left, left_tail = _load_heads(left_base, rows, tokens, 8 * left_stride_n, 0, H, K, KA, KB)
-    q, q_tail = _load_heads(q_base, rows, tokens, 8 * stride_n, 0, G, K, KA, KB)
-    if not BY_COLUMN:
-        sums = _load_row_values(sums_base, rows, tokens, G, float("inf"))
-        row_sums = _load_row_values(row_sums_base, rows, tokens, G, 0.0)
-    main, tail = _zeros(G, M, KA), _zeros(G, M, KO if KO > 0 else 16)
+    left = load_heads(left_base, rows, tokens, LEFT, 0, H, SIZES)
+    q = load_heads(q_base, rows, tokens, SIZES[STRIDE], 0, G, SIZES)
+    if not SIZES[BY_COLUMN]:
+        sums = load_row_values(sums_base, rows, tokens, G, float("inf"))
+        row_sums = load_row_values(row_sums_base, rows, tokens, G, 0.0)
+    outputs = zero_outputs(SIZES)
     for start in tl.range(0, tokens, N):
         columns = start + tl.arange(0, N)
-        cached = (start >> 24) if CACHED else 0
-        maps_grad = _zeros(G, M, N)
+        weights = read_each_time(mix_base, start, SIZES)
+        maps_grad = zeros(G, SIZES[ROWS], N)
         for h in tl.static_range(H):
-            head = right_base + h * K
-            part = _products(left[h], left_tail[h], head, columns, tokens, 8 * right_stride_n, K, KA, KB)
-            maps_grad = _add_mixed(maps_grad, part, mix_base + cached + h * H + first, 1, G)
+            part = products(left[h], right_base + h * K, columns, tokens, RIGHT, SIZES)
+            maps_grad = add_mixed(maps_grad, part, weights + h * H + first, 1, G)
         scores_grad = ()
         for g in tl.static_range(G):
-            head = k_base + g * K
-            score = _products(q[g], q_tail[g], head, columns, tokens, 8 * stride_n, K, KA, KB)
-            if BY_COLUMN:
+            score = products(q[g], k_base + g * K, columns, tokens, SIZES[STRIDE], SIZES)
+            if SIZES[BY_COLUMN]:
                 place, inside = g * tokens + columns, columns < tokens
                 total = tl.load(sums_base + place, mask=inside, other=float("inf"))[None, :]
                 row_sum = tl.load(row_sums_base + place, mask=inside, other=0.0)[None, :]
@@ -449,18 +320,14 @@ def score_grad_kernel(
                 total, row_sum = sums[g][:, None], row_sums[g][:, None]
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -total))
             scores_grad = scores_grad + (maps * (maps_grad[g] - row_sum),)
-        main, tail = _add_products(main, tail, scores_grad, k_base, columns, tokens, 8 * stride_n, 0, G, K, KA, KO)
-    grad_base += image * (8 * grad_stride_b)
-    _store_heads(grad_base, main, tail, scale, rows, tokens, 8 * grad_stride_n, first, G, K, KA, KO)
+        outputs = add_products(outputs, scores_grad, k_base, columns, tokens, SIZES[STRIDE], 0, SIZES)
+    store_heads(grad_base + begin * DENSE, outputs, scale, rows, tokens, first, SIZES)
 
 
 @triton.jit
 def weight_grad_kernel(
     q_base, k_base, v_base, mix_base, sums_base, out_grad_base, row_sums_base, shares_base,
-    stride_b, stride_n, out_stride_b, out_stride_n,
-    tokens, scale,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, KO: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, CACHED: tl.constexpr, C: tl.constexpr,
+    tokens, scale, SIZES: tl.constexpr,
 ):  # fmt: skip
     """dW and D, for M queries and one head g of one image (G = 1).
 
@@ -468,32 +335,35 @@ def weight_grad_kernel(
     Summed over the queries that is the program's share of dW[:, g], still a number a column: (B·tiles, H, H·K), added
     up by the caller. Weighted by W[h, g] and summed over the columns it is D = Σ_j P ⊙ dP: (B, H, tokens).
     """
-    image, g = tl.program_id(1).to(tl.int64), tl.program_id(0) % H
-    rows = tl.program_id(0) // H * M + tl.arange(0, M)
-    begin = image * (8 * stride_b)
-    head = begin + g * K
+    H: tl.constexpr = SIZES[HEADS]
+    M: tl.constexpr = SIZES[ROWS]
+    N: tl.constexpr = SIZES[COLUMNS]
+    C: tl.constexpr = SIZES[BLOCK]
+    DENSE: tl.constexpr = H * SIZES[WIDTH]
+    image, g, rows = _work_of_program(SIZES)
+    begin = image * tokens * SIZES[STRIDE]
+    head = begin + g * SIZES[WIDTH]
     place = (image * H + g) * tokens + rows
     sums = tl.load(sums_base + place, mask=rows < tokens, other=float("inf"))
-    main = _load_rows(q_base + head, rows, tokens, 8 * stride_n, 0, KA, K)
-    tail = _load_rows(q_base + head, rows, tokens, 8 * stride_n, KA, KB, K) if KB > 0 else 0
+    q = load_head(q_base + head, rows, tokens, SIZES[STRIDE], SIZES)
     row_sums = tl.zeros((M,), tl.float32)
-    share_base = shares_base + (image * tl.num_programs(0) + tl.program_id(0)) * (H * K)
-    for block in tl.range(0, H * K, C):
+    share_base = shares_base + (image * tl.num_programs(0) + tl.program_id(0)) * DENSE
+    for block in tl.range(0, DENSE, C):
         column = block + tl.arange(0, C)
-        inside = column[None, :] < H * K
+        inside = column[None, :] < DENSE
         product = tl.zeros((M, C), tl.float32)
         for start in tl.range(0, tokens, N):
             keys = start + tl.arange(0, N)
-            score = _products(main, tail, k_base + head, keys, tokens, 8 * stride_n, K, KA, KB)
+            score = products(q, k_base + head, keys, tokens, SIZES[STRIDE], SIZES)
             maps = tl.exp2(tl.fma(score, scale * LOG2_E, -sums[:, None]))
             there = (keys[:, None] < tokens) & inside
-            v = tl.load(v_base + begin + column[None, :] + keys[:, None] * (8 * stride_n), mask=there, other=0.0)
+            v = tl.load(v_base + begin + column[None, :] + keys[:, None] * SIZES[STRIDE], mask=there, other=0.0)
             product += tl.dot(maps.to(v.dtype), v)
-        grads = image * (8 * out_stride_b) + column[None, :]
+        grads = image * tokens * DENSE + column[None, :]
         there = (rows[:, None] < tokens) & inside
-        out_grad = tl.load(out_grad_base + grads + rows[:, None] * (8 * out_stride_n), mask=there, other=0.0)
+        out_grad = tl.load(out_grad_base + grads + rows[:, None] * DENSE, mask=there, other=0.0)
         product *= out_grad.to(tl.float32)
-        weights = tl.load(mix_base + column // K * H + g, mask=column < H * K, other=0.0)
+        weights = tl.load(mix_base + column // SIZES[WIDTH] * H + g, mask=column < DENSE, other=0.0)
         row_sums += tl.sum(product * weights[None, :], 1)
-        tl.store(share_base + column, tl.sum(product, 0), mask=column < H * K)
+        tl.store(share_base + column, tl.sum(product, 0), mask=column < DENSE)
     tl.store(row_sums_base + place, row_sums, mask=rows < tokens)

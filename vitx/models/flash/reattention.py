@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitx.core.errors import InputError
+from vitx.models.flash.sizes import Sizes
 
 Impl = Literal["auto", "flash", "plain"]
 # Triton's interpreter runs the kernels on a CPU, for tests; Triton reads the variable when it is imported.
@@ -202,8 +203,8 @@ def _like(maps: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Te
     return weight.to(maps.dtype), None if bias is None else bias.to(maps.dtype)
 
 
-def kernel_constants(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict[str, Any]:
-    """The constants a kernel is compiled with, by the names that kernels.py explains.
+def kernel_constants(heads: int, width: int, tiles: Tiles, **more: Any) -> dict[str, Any]:
+    """The constants a kernel is compiled with (see Sizes; `more` are fields of it), by the name of its parameter.
 
     A tile's sides are powers of two, so a width of 33 to 48 is read as KA = 32 and KB = 16 columns rather than as 64,
     which would multiply a third more. KO is what of KB is stored: 8 or 16.
@@ -212,9 +213,19 @@ def kernel_constants(heads: int, width: int, tiles: Tiles, **flags: Any) -> dict
     rest = max(0, width - first)
     if rest > SMALLEST_TILE:
         first, rest = 2 * first, 0
-    split = {"KA": first, "KB": SMALLEST_TILE if rest else 0, "KO": padded_width(rest)}
-    tile = {"M": tiles.queries, "N": tiles.keys, "CACHED": tiles.stages == 1}
-    return {"H": heads, "G": heads_per_program(heads, tiles), "K": width, **split, **tile, **flags}
+    sizes = Sizes(
+        heads=heads,
+        group=heads_per_program(heads, tiles),
+        width=width,
+        main=first,
+        tail=SMALLEST_TILE if rest else 0,
+        stored=padded_width(rest),
+        rows=tiles.queries,
+        columns=tiles.keys,
+        cached=tiles.stages == 1,
+        stride=heads * width,
+    )
+    return {"SIZES": tuple(sizes._replace(**more))}
 
 
 def heads_per_program(heads: int, tiles: Tiles) -> int:
@@ -231,27 +242,28 @@ def _ceil_div(length: int, tile: int) -> int:
     return -(-length // tile)
 
 
-def _same_layout(*tensors: Tensor) -> list[Tensor]:
-    """The tensors (B, H, N, K), copied unless they lie as the kernels read them.
+def _same_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The tensors (B, H, N, K), copied unless they lie as the kernels read them; and the elements from token to token.
 
-    That is with the same strides, the heads of a token side by side (K apart), and each head at a multiple of 16 bytes.
+    They lie so with the heads of a token side by side, each at a multiple of 16 bytes, the tokens of an image after
+    those of the image before, and as far apart in all three.
     """
-    first, width = tensors[0].stride(), tensors[0].shape[-1]
-    fits = first[1] == width and first[3] == 1 and first[0] % WIDTH_MULTIPLE == 0 and first[2] % WIDTH_MULTIPLE == 0
-    if fits and all(tensor.stride() == first for tensor in tensors):
-        return list(tensors)
-    return [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in tensors]
+    _, H, N, K = q.shape
+    stride = q.stride(2)
+    if q.stride() == k.stride() == v.stride() == (N * stride, K, stride, 1) and stride % WIDTH_MULTIPLE == 0:
+        return q, k, v, stride
+    return _dense(q), _dense(k), _dense(v), H * K
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor (B, H, N, K), copied unless it lies as (B, N, H, K), as outputs do."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _empty(q: Tensor) -> Tensor:
     """An empty (B, H, N, K) that lies as (B, N, H, K): joining the heads, (B, N, H·K), then copies nothing."""
     B, H, N, K = q.shape
     return q.new_empty(B, N, H, K).transpose(1, 2)
-
-
-def _strides(tensor: Tensor) -> tuple[int, int]:
-    """From image to image and from token to token, in units of 8 elements (see kernels.py)."""
-    return tensor.stride(0) // WIDTH_MULTIPLE, tensor.stride(2) // WIDTH_MULTIPLE
 
 
 def _launch(name: str, q: Tensor, *arguments: Any, tiles: Tiles, **constants: Any) -> None:
@@ -271,7 +283,7 @@ def _forward(
     before_bias: Tensor | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Out (B, H, N, K) and, for the backward pass, log2 of the sum of each softmax row, float32 (B, H, N)."""
-    q, k, v = _same_layout(q, k, v)
+    q, k, v, stride = _same_layout(q, k, v)
     _, H, N, K = q.shape
     has_before, tiles = before is not None, forward_tiles(H, K)
     # Without a mix before softmax a head's sums need that head alone, so a program takes one head and larger tiles.
@@ -279,11 +291,10 @@ def _forward(
     # A kernel does not read a mix that is absent, but its pointer must be one: any tensor's.
     mixes = weight, weight if bias is None else bias, weight if before is None else before
     out, sums = _empty(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    constants = kernel_constants(H, K, sums_tiles, BEFORE=has_before)
-    _launch("sums_kernel", q, q, k, mixes[2], sums, *_strides(q), N, scale, tiles=sums_tiles, **constants)
-    constants = kernel_constants(H, K, tiles, BEFORE=has_before, BIAS=bias is not None, BY_COLUMN=False)
-    strides = *_strides(q), *_strides(v), *_strides(out), N, scale
-    _launch("mix_kernel", q, q, k, v, *mixes, sums, out, *strides, tiles=tiles, **constants)
+    constants = kernel_constants(H, K, sums_tiles, stride=stride, before=has_before)
+    _launch("sums_kernel", q, q, k, mixes[2], sums, N, scale, tiles=sums_tiles, **constants)
+    constants = kernel_constants(H, K, tiles, stride=stride, before=has_before, bias=bias is not None)
+    _launch("mix_kernel", q, q, k, v, *mixes, sums, out, N, scale, tiles=tiles, **constants)
     return out, sums
 
 
@@ -298,33 +309,32 @@ def _backward(
     out_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k and v (B, H, N, K), and that of the mix after softmax, float32 (H, H); see kernels.py."""
-    q, k, v = _same_layout(q, k, v)
-    (out_grad,) = _same_layout(out_grad)
+    q, k, v, stride = _same_layout(q, k, v)
+    out_grad = _dense(out_grad)
     B, H, N, K = q.shape
-    qkv, outer = _strides(q), _strides(out_grad)
     q_grad, k_grad, v_grad = (_empty(q) for _ in range(3))
-    inner = _strides(q_grad)
 
     # First dW and D = Σ_j P ⊙ dP of each row, which dQ and dK need.
     row_sums, tiles = torch.empty_like(sums), WEIGHT_GRAD_TILES
     # Each program writes its share of dW, summed at the end: no atomics, so the result does not depend on their order.
     shares = torch.empty(B * _ceil_div(N, tiles.queries), H, H * K, dtype=torch.float32, device=q.device)
-    constants = kernel_constants(H, K, tiles, C=WEIGHT_GRAD_COLUMNS)
-    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, *qkv, *outer, N, scale
+    constants = kernel_constants(H, K, tiles, stride=stride, block=WEIGHT_GRAD_COLUMNS)
+    arguments: tuple[Any, ...] = q, k, v, weight, sums, out_grad, row_sums, shares, N, scale
     _launch("weight_grad_kernel", q, *arguments, tiles=tiles, **constants)
 
     # dV = Aᵀ dO: the forward kernel with queries and keys exchanged, and dO in the place of V.
     tiles = backward_tiles(H, K)
-    constants = kernel_constants(H, K, tiles, BEFORE=False, BIAS=bias is not None, BY_COLUMN=True)
-    arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad
-    _launch("mix_kernel", q, *arguments, *qkv, *outer, *inner, N, scale, tiles=tiles, **constants)
+    constants = kernel_constants(H, K, tiles, stride=stride, bias=bias is not None, by_column=True)
+    arguments = k, q, out_grad, weight, weight if bias is None else bias, weight, sums, v_grad, N, scale
+    _launch("mix_kernel", q, *arguments, tiles=tiles, **constants)
 
     # dQ = scale·dS K, then dK = scale·dSᵀ Q by the same kernel with queries and keys exchanged.
-    constants = kernel_constants(H, K, tiles)
-    arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, *qkv, *outer, *qkv, *inner, N, scale
-    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=False)
-    arguments = k, q, v, out_grad, weight, sums, row_sums, k_grad, *qkv, *qkv, *outer, *inner, N, scale
-    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants, BY_COLUMN=True)
+    constants = kernel_constants(H, K, tiles, stride=stride)
+    arguments = q, k, out_grad, v, weight, sums, row_sums, q_grad, N, scale
+    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants)
+    constants = kernel_constants(H, K, tiles, stride=stride, by_column=True)
+    arguments = k, q, v, out_grad, weight, sums, row_sums, k_grad, N, scale
+    _launch("score_grad_kernel", q, *arguments, tiles=tiles, **constants)
     # shares[g, h·K + c] summed over programs and the K columns of head h is dW[h, g].
     return q_grad, k_grad, v_grad, shares.sum(0).view(H, H, K).sum(-1).t()
 
