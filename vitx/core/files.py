@@ -78,7 +78,7 @@ def write_bytes(path: Path, data: bytes) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             sync_open(file)
-        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp makes files for the owner alone
+        apply_umask(Path(temporary))
         rename(Path(temporary), path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
@@ -89,6 +89,11 @@ def remove_unfinished(path: Path) -> None:
     """Remove the temporary files that killed writers of `path` left beside it. Nobody may be writing `path` now."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
         left.unlink(missing_ok=True)
+
+
+def apply_umask(path: Path) -> None:
+    """Give a file the mode of any new one: mkstemp and safetensors write for the owner alone."""
+    path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:

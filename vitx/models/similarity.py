@@ -20,7 +20,7 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     """Return the mean cosine of all pairs of different tokens, averaged over the batch; a scalar.
 
     `CosSim(h) = 1/(n(n−1)) Σ_{i≠j} ĥ_i·ĥ_j`, ĥ = h/‖h‖ (Gong et al., arXiv 2104.12753, §3). The signed form equals
-    (‖Σ_i ĥ_i‖² − n)/(n(n−1)) and needs no n×n matrix; `absolute` takes |cos| and does.
+    (‖Σ_i ĥ_i‖² − Σ_i ‖ĥ_i‖²)/(n(n−1)) and needs no n×n matrix; `absolute` takes |cos| and does.
     """
     n = tokens_BnD.shape[-2]
     unit_BnD = F.normalize(tokens_BnD, dim=-1)
@@ -28,8 +28,9 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
         total_B = (unit_BnD @ unit_BnD.transpose(-2, -1)).abs().sum(dim=(-2, -1))
     else:
         total_B = unit_BnD.sum(dim=-2).square().sum(dim=-1)
-    # The sums include each token with itself, n times a cosine of 1.
-    return ((total_B - n) / (n * (n - 1))).mean()
+    # The sums include each token with itself: a cosine of 1, unless it is all zeros, which is similar to none.
+    own_B = unit_BnD.square().sum(dim=(-2, -1))
+    return ((total_B - own_B) / (n * (n - 1))).mean()
 
 
 def attention_std(maps_BHNN: Tensor) -> Tensor:

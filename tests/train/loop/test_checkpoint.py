@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,18 @@ def test_each_file_holds_its_own_tensors(run: RunFolder) -> None:
         pytest.approx([10.2]),
     ]
     assert (state.rng, state.trainer, state.metrics) == ({"seed": 3}, {"scaler": 1}, row(1))
+
+
+def test_weights_may_be_read_by_whom_the_umask_lets(run: RunFolder) -> None:
+    """safetensors writes files that nobody but their owner may read."""
+    for epoch, mask in ((1, 0o022), (2, 0o027)):
+        before = os.umask(mask)
+        try:
+            save_epoch(run, tensors(1), [row(number + 1) for number in range(epoch)], {}, {})
+        finally:
+            os.umask(before)
+        saved = list((run.path / "checkpoints" / "last").glob("*.safetensors"))
+        assert [path.stat().st_mode & 0o777 for path in saved] == [0o666 & ~mask] * 3
 
 
 def test_the_best_epoch_is_linked_by_the_metric_that_was_asked_for(run: RunFolder) -> None:

@@ -243,3 +243,4 @@ def test_weights_and_biases_that_is_not_installed_is_named(
     code, _, err = vitx("train", "digits-deepvit", *arguments, "--wandb", "project")
     assert code == 3
     assert "this needs the package 'wandb', which is not installed" in err
+    assert not (tmp_path / "run").exists()

@@ -1,13 +1,17 @@
 """The losses against reference numbers (docs/maths.md §2), slow formulas and numerical gradients."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from reference import seq
 from vitx.core.errors import InputError
+from vitx.models.similarity import token_similarity
 from vitx.train.losses.patch_losses import (
     patch_contrastive_loss,
     patch_cosine_loss,
@@ -202,22 +206,6 @@ def test_the_cosine_keeps_no_copy_of_the_tokens() -> None:
     assert copies == []
 
 
-def test_a_token_of_zeros_is_similar_to_none_and_breaks_no_gradient() -> None:
-    patches = LATE.clone()
-    patches[0, 0] = 0
-    patches.requires_grad_()
-    loss = patch_cosine_loss(patches)
-    loss.backward()  # type: ignore[no-untyped-call]
-    expected = (4 * 5 * slow_cosine(LATE[1:]) + _pairs(LATE[0, 1:]) - 1) / (2 * 4 * 5)
-    torch.testing.assert_close(loss, expected)
-    assert torch.isfinite(patches.grad).all()  # type: ignore[arg-type]
-
-
-def _pairs(tokens: Tensor) -> Tensor:
-    n = len(tokens)
-    return n * (n - 1) * slow_cosine(tokens[None])
-
-
 def test_smoothing_the_patch_labels_equals_smooth_targets() -> None:
     soft = 0.9 * torch.nn.functional.one_hot(LABELS, 4).double() + 0.1 / 4
     smoothed = patch_mixing_loss(LATE, LABELS, label_smoothing=0.1)
@@ -294,3 +282,33 @@ def test_losses_are_float32_inside_autocast_and_for_half_inputs() -> None:
 def test_wrong_input_is_named(call: Callable[[], Tensor], message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()
+
+
+def test_a_token_of_zeros_is_similar_to_none() -> None:
+    """Its own cosine, which the closed form takes off, is not there; its gradient, which no direction has, is zero."""
+    patches = EARLY.clone()
+    patches[0, 2] = 0
+    patches.requires_grad_()
+    others = [0, 1, 3, 4]
+    pairs = [F.cosine_similarity(patches[0, i], patches[0, j], dim=0) for i in others for j in others if i != j]
+    expected = (torch.stack(pairs).sum() / 20 + slow_cosine(patches[1:])) / 2
+    loss = patch_cosine_loss(patches)
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert token_similarity(patches).item() == pytest.approx(expected.item(), abs=1e-12)
+    (gradient,) = torch.autograd.grad(loss, patches)
+    (slow,) = torch.autograd.grad(expected, patches)
+    torch.testing.assert_close(gradient, slow)
+    assert gradient[0, 2].tolist() == [0, 0, 0, 0]
+    assert patch_cosine_loss(torch.zeros(1, 3, 4)).item() == 0
+
+
+def test_the_cosine_has_a_second_derivative() -> None:
+    assert torch.autograd.gradgradcheck(patch_cosine_loss, (EARLY.clone().requires_grad_(),))
+
+
+@pytest.mark.parametrize("options", [{"exclude_self": True}, {"variant": "official", "window": 3}])
+def test_one_patch_has_no_others(options: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="without the patch itself needs at least 2 patches, got 1"):
+        patch_contrastive_loss(EARLY[:, :1], LATE[:, :1], **options)
+    # With itself alone, the mean of all is the patch.
+    assert patch_contrastive_loss(EARLY[:, :1], LATE[:, :1]).item() == pytest.approx(math.log(2))

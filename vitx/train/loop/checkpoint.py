@@ -19,6 +19,7 @@ from torch import Tensor
 
 from vitx.core.errors import InputError
 from vitx.core.files import (
+    apply_umask,
     link_atomically,
     read_record,
     remove_unfinished,
@@ -135,6 +136,7 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from None
+    apply_umask(path)
 
 
 def switch_links(run: RunFolder, state: CheckpointState) -> None:

@@ -58,7 +58,7 @@ from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
 from vitx.train.loop.tensorboard import tensorboard_writer
-from vitx.train.loop.weights_and_biases import wandb_writer
+from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
 from vitx.train.recipes.optimization_settings import Metric
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
@@ -116,10 +116,12 @@ def train(
 
     Raises InputError when `out` exists and `resume` is off, when the recipe or the images are not those of the run,
     when the data or a checkpoint cannot be read, or when `execution.deterministic` is not possible; CheckFailed when a
-    loss is no longer finite; EnvironmentMissing when the disk is full; TrainingStopped after a SIGTERM or SIGINT, when
-    all is saved.
+    loss is no longer finite; EnvironmentMissing when the disk is full or the package wandb is missing; TrainingStopped
+    after a SIGTERM or SIGINT, when all is saved.
     """
     folder = RunFolder(out)
+    if wandb is not None:
+        require_wandb()  # before there is a folder
     if recipe.execution.deterministic:
         fix_cublas_workspace(device)  # before `choose_device` may start CUDA
     with (

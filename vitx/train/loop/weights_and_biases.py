@@ -12,6 +12,14 @@ from vitx.train.loop.tensorboard import scalars
 ID_FILE = "wandb-id"
 
 
+def require_wandb() -> None:
+    """Raise EnvironmentMissing when the package is not installed."""
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError:
+        raise missing_package("wandb", "train,wandb") from None
+
+
 @contextmanager
 def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Yield a function that logs the metrics of an epoch; a resumed run continues the same run there.
@@ -19,10 +27,9 @@ def wandb_writer(project: str, run: Path, recipe: dict[str, Any]) -> Iterator[Ca
     The package's own settings decide whether anything is sent: WANDB_MODE=offline writes to the disk alone. Raises
     EnvironmentMissing when the package is not installed.
     """
-    try:
-        import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
-    except ImportError:
-        raise missing_package("wandb", "train,wandb") from None
+    require_wandb()
+    import wandb  # type: ignore[import-not-found, unused-ignore]  # installed only by those who want it
+
     path = run / ID_FILE
     run_id = path.read_text() if path.is_file() else None
     wandb_run = wandb.init(

@@ -11,7 +11,6 @@ from typing import Any, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vitx.core.errors import InputError, unknown_name
 from vitx.models.similarity import token_similarity
@@ -41,29 +40,37 @@ class _MeanCosine(torch.autograd.Function):
     """Mean cosine of different tokens, value and gradient in closed form (docs/maths.md §1.1 and §2.1).
 
     With s = Σ_i ĥ_i the value is (‖s‖² − n)/(n(n−1)) and its gradient by h_i is 2(s − (ĥ_i·s) ĥ_i)/(‖h_i‖ n(n−1)).
+    A token of zeros is similar to none, itself included: n in the numerator counts the others, and its gradient is 0.
     Autograd would save the normalised tokens as well; here nothing of the tokens' size is saved but the tokens.
     """
 
     @staticmethod
     def forward(ctx: Any, h_BnD: Tensor) -> Tensor:
         n = h_BnD.shape[1]
-        # 1/‖h_i‖; a token of zeros gets a large factor and stays zero, so it is similar to none.
-        inverse_norm_Bn = torch.linalg.vector_norm(h_BnD, dim=-1).clamp_min(1e-12).reciprocal()
-        # s as one product (B, 1, n) @ (B, n, D), without writing out the unit vectors ĥ.
-        sum_BD = torch.bmm(inverse_norm_Bn.unsqueeze(1), h_BnD).squeeze(1)
+        inverse_norm_Bn, sum_BD = _inverse_norms_and_sum(h_BnD)
         ctx.save_for_backward(h_BnD, inverse_norm_Bn, sum_BD)
-        return ((sum_BD.square().sum(dim=-1) - n) / (n * (n - 1))).mean()
+        tokens_B = (inverse_norm_Bn > 0).sum(dim=-1)
+        return ((sum_BD.square().sum(dim=-1) - tokens_B) / (n * (n - 1))).mean()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         h_BnD, inverse_norm_Bn, sum_BD = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for a second derivative they are made again, as functions of h
+            inverse_norm_Bn, sum_BD = _inverse_norms_and_sum(h_BnD)
         B, n, _ = h_BnD.shape
         weight_Bn = inverse_norm_Bn * (2 * gradient / (B * n * (n - 1)))  # the factor before the bracket, mean over B
         # (ĥ_i·s)/‖h_i‖, so that its product with h_i is the part of s along ĥ_i.
         along_Bn = torch.bmm(h_BnD, sum_BD.unsqueeze(-1)).squeeze(-1) * inverse_norm_Bn.square()
         gradient_BnD = torch.bmm(weight_Bn.unsqueeze(-1), sum_BD.unsqueeze(1))
         return gradient_BnD.addcmul_(h_BnD, (weight_Bn * along_Bn).unsqueeze(-1), value=-1)
+
+
+def _inverse_norms_and_sum(h_BnD: Tensor) -> tuple[Tensor, Tensor]:
+    """1/‖h_i‖ (B, n), 0 for a token of zeros, and s (B, D)."""
+    norm_Bn = torch.linalg.vector_norm(h_BnD, dim=-1)
+    inverse_norm_Bn = torch.where(norm_Bn > 0, norm_Bn, torch.inf).reciprocal()
+    # s as one product (B, 1, n) @ (B, n, D), without writing out the unit vectors ĥ.
+    return inverse_norm_Bn, torch.bmm(inverse_norm_Bn.unsqueeze(1), h_BnD).squeeze(1)
 
 
 def patch_contrastive_loss(
@@ -82,8 +89,8 @@ def patch_contrastive_loss(
     "official" (the authors' code, §2.5): e is the patch embedding before positions are added. There are two negatives:
     the mean of all other patches, and the mean of the other patches in a `window` × `window` neighbourhood with zeros
     around the image; `−mean log(softmax([pos, neg, neg_local])_0 + 1e-8)`. Patches are row-major over a square grid.
-    No gradient flows into e. Raises InputError for an unknown variant, for two shapes, and for a grid that is not
-    square.
+    No gradient flows into e. Raises InputError for an unknown variant, for two shapes, for a grid that is not square,
+    and where a single patch would be compared with the mean of no others.
     """
     if variant not in get_args(LossVariant):
         raise unknown_name("variant of patch_contrastive_loss", variant, get_args(LossVariant))
@@ -94,6 +101,8 @@ def patch_contrastive_loss(
         e_BnD, h_BnD = _at_least_float32(early_BnD).detach(), _at_least_float32(late_BnD)
         positive_Bn = torch.linalg.vecdot(e_BnD, h_BnD)  # e_i·h_i
         n = h_BnD.shape[1]
+        if n < 2 and (exclude_self or variant == "official"):
+            raise InputError(f"patch_contrastive_loss without the patch itself needs at least 2 patches, got {n}")
         negative_Bn = (e_BnD @ h_BnD.mean(dim=1).unsqueeze(-1)).squeeze(-1)  # e_i·h̄
         if exclude_self or variant == "official":
             negative_Bn = (n * negative_Bn - positive_Bn) / (n - 1)  # e_i·h̄ without h_i in h̄
