@@ -6,6 +6,9 @@ from vitx.core.bundle import Precision
 SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
 
 MAX_LOGIT_ERROR = 1e-4
+# Of further outputs in float32: a thousandth of what tells two images apart. And a distance that no rounding of float32
+# reaches, for outputs that are the same for all images.
+OUTPUT_SHARE, LEAST_DISTANCE = 1e-3, 1e-9
 
 
 def allowed_logit_error(precision: Precision, logit_std: float) -> float:
@@ -15,6 +18,16 @@ def allowed_logit_error(precision: Precision, logit_std: float) -> float:
     bfloat16 (2⁻⁸) per layer, and for 8 bits half a standard deviation, beyond which a classifier ranks other classes.
     """
     return MAX_LOGIT_ERROR if precision == "fp32" else SHARE_OF_STD[precision] * logit_std
+
+
+def allowed_distance(precision: Precision, spread: float) -> float:
+    """The largest cosine distance that a further output of an image may have from the checkpoint's.
+
+    spread: the mean distance of two images' outputs of the checkpoint. An error that is a share s of what tells images
+    apart turns a vector by s times their angle, and distances are half the squares of small angles: s²·spread.
+    """
+    share = OUTPUT_SHARE if precision == "fp32" else SHARE_OF_STD[precision]
+    return max(share * share * spread, LEAST_DISTANCE)
 
 
 def coarser(first: Precision, second: Precision) -> Precision:

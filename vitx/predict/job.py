@@ -66,6 +66,8 @@ def predict(
         "input": where,
         "bundle": bundle_digest(bundle.path),
         **options.model_dump(include={"top_k", "logits", "shard_size", "image_column", "embeddings", "draft"}),
+        # Left out where it is not asked for: runs that were begun before it was an option go on.
+        **({"attention": True} if options.attention else {}),
     }
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def predict(
             batch_size=options.batch_size,
             top_k=options.top_k,
             logits=options.logits,
-            embeddings=options.embeddings,
+            outputs=options.outputs,
             draft=options.draft,
             image_column=options.image_column,
             strict=options.strict,
