@@ -1,6 +1,8 @@
 """What a bundle gives beside logits, against loops in float64 over what the network's layers make."""
 
 import copy
+import functools
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,21 +10,34 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnxruntime
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import timm
 import torch
-from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import nn
 
+from bundle_fixture import png
+from cli_fixture import Vitx
 from reference import randomize_like_trained
-from vitx.core.bundle import OUTPUTS, OutputName, OutputSpec, output_file, output_tensor
+from vitx.core.bundle import OUTPUTS, Bundle, OutputName, OutputSpec, output_file, output_tensor
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
+from vitx.data.open import open_images
 from vitx.export import ALL, onnx_from_model
+from vitx.export.graph.dataflow import Dataflow
+from vitx.export.graph.outputs import rollout_part
 from vitx.export.outputs import plan_outputs, write_outputs
+from vitx.export.precision.half import HALVES, HalfGraph
 from vitx.export.rewrite.rewrites import ImageClassifier, applied_rewrites
 from vitx.models import VisionTransformer
 from vitx.models.outputs import recorded_outputs
+from vitx.parity.executables.first_load import require_verdict
+from vitx.predict import PREDICTIONS
+from vitx.runtimes import load_session
+from witnessed_bundle import seal_certificate, seal_manifest
 
 Array = npt.NDArray[np.float64]
 PREPROCESSING = Preprocessing(image_size=32, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
@@ -33,7 +48,6 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "deepvit": lambda: VisionTransformer(**SIZE, attention="re-attention", residual_scale=0.5),
     "talking heads": lambda: VisionTransformer(**SIZE, attention="talking-heads", talking_heads_bias=True),
     "average": lambda: VisionTransformer(**SIZE, global_pool="avg", fc_norm=True),
-    "registers": lambda: TimmVisionTransformer(**SIZE, reg_tokens=2),
     "distilled": lambda: timm.create_model("deit_tiny_distilled_patch16_224", **SIZE),
 }
 
@@ -109,7 +123,7 @@ def layer_norm(row: Array, norm: Any) -> Array:
 def expected_outputs(name: str, model: Any, pixels: UInt8Array) -> Iterator[dict[str, Array]]:
     """One dictionary an image: which tokens are pooled is written here once more."""
     seen = layers_of(model, pixels)
-    prefix = {"average": 0, "registers": 3, "distilled": 2}.get(name, 1)
+    prefix = {"average": 0, "distilled": 2}.get(name, 1)
     tokens = prefix + PATCHES
     pooled = {"average": range(tokens), "distilled": range(2)}.get(name, range(1))
     for image in range(len(pixels)):
@@ -127,18 +141,30 @@ def expected_outputs(name: str, model: Any, pixels: UInt8Array) -> Iterator[dict
         yield {"embedding": embedding, "attention": attention[prefix:], "rollout": rollout[prefix:]}
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, tuple[OutputSpec, ...]]]:
+    """Where model.onnx and all outputs of a network are, and what they are; each is traced once."""
+
+    @functools.cache
+    def export(name: str) -> tuple[Path, tuple[OutputSpec, ...]]:
+        folder = tmp_path_factory.mktemp("outputs")
+        return folder, exported(network(name), folder)
+
+    return export
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-def test_outputs_are_the_network_s(name: str, tmp_path: Path) -> None:
+def test_outputs_are_the_network_s(name: str, folder_of: Any) -> None:
     model, pixels = network(name), images(3)
-    specs = exported(model, tmp_path)
+    folder, specs = folder_of(name)
     assert [(spec.name, spec.shape, spec.grid) for spec in specs] == [
         ("embedding", ("N", WIDTH), None),
         ("attention", ("N", PATCHES), (4, 4)),
         ("rollout", ("N", PATCHES), (4, 4)),
     ]
-    alone = run(joined(tmp_path), pixels)
+    alone = run(joined(folder), pixels)
     assert [*alone] == ["logits"]  # nothing else is computed until it is asked for
-    found = run(joined(tmp_path, *OUTPUTS), pixels)
+    found = run(joined(folder, *OUTPUTS), pixels)
     assert [*found] == ["logits", *map(output_tensor, OUTPUTS)]
     np.testing.assert_array_equal(found["logits"], alone["logits"])
     for row, expected in enumerate(expected_outputs(name, model, pixels)):
@@ -161,3 +187,116 @@ def test_the_reference_is_that_of_the_loops(name: str) -> None:
         for output, values in expected.items():
             np.testing.assert_allclose(found[output][row], values, rtol=1e-10, atol=1e-12, err_msg=output)
     assert wide.blocks[0].attn.fused_attn  # as before
+
+
+def test_the_graph_is_the_same_without_them(folder_of: Any, tmp_path: Path) -> None:
+    folder, _ = folder_of("deepvit")
+    assert exported(network("deepvit"), tmp_path, ()) == ()
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert joined(tmp_path) == joined(folder)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_session_of_one_output_computes_no_other(folder_of: Any, output: str) -> None:
+    folder, _ = folder_of("talking heads")
+    found = run(joined(folder, output), images(2))
+    every = run(joined(folder, *OUTPUTS), images(2))
+    assert [*found] == ["logits", output_tensor(output)]
+    np.testing.assert_allclose(found[output_tensor(output)], every[output_tensor(output)], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["deepvit", "distilled"])
+def test_tensors_of_a_half_graph_are_read_as_float32(name: str, folder_of: Any) -> None:
+    folder, _ = folder_of(name)
+    half = HalfGraph(Dataflow(onnx.load(folder / "model.onnx")), HALVES["fp16"]).build(())
+    parts = b"".join((folder / output_file(output)).read_bytes() for output in OUTPUTS)
+    found, exact = run(half.SerializeToString() + parts, images(2)), run(joined(folder, *OUTPUTS), images(2))
+    for output in map(output_tensor, OUTPUTS):
+        assert found[output].dtype == np.float32
+        np.testing.assert_allclose(found[output], exact[output], rtol=0.02, atol=0.02)
+        assert not np.array_equal(found[output], exact[output])
+
+
+def test_a_part_of_other_maps_is_found(monkeypatch: pytest.MonkeyPatch, folder_of: Any, tmp_path: Path) -> None:
+    """Before anything is written, and without an image of the evaluation split."""
+    model = network("deit")
+    planned = plan_outputs(ImageClassifier(model, PREPROCESSING).eval(), ("attention",), 32)
+    graph = onnx.load(folder_of("deit")[0] / "model.onnx")
+    write_outputs(planned, model, graph, tmp_path)
+    other = tmp_path / "none"
+    monkeypatch.setattr("vitx.export.outputs.softmax_name", lambda index: "blocks.0.softmax")
+    with pytest.raises(
+        CheckFailed, match=r"the graph's attention differs from the network's at a batch of 1: by 0\."
+    ):
+        write_outputs(planned, model, graph, other)
+    monkeypatch.setattr("vitx.export.outputs.softmax_name", lambda index: f"maps {index}")
+    with pytest.raises(InputError, match=r"has no tensor 'maps 1', of which --output attention is made: leave it out"):
+        write_outputs(planned, model, graph, other)
+    assert not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "output", "message"),
+    [
+        ("resnet10t", {}, "attention", "ResNet has no attention and no rollout"),
+        ("cait_xxs24_224", {"depth": 1, "img_size": 32}, "rollout", "Cait has no attention and no rollout"),
+        ("test_vit4", {"global_pool": "max"}, "attention", "pools its tokens by 'max'"),
+        ("test_vit4", {"global_pool": "map"}, "rollout", "pools its tokens by 'attention'"),
+        ("test_vit4", {"num_classes": 0}, "embedding", "has no embedding: its classifier is Identity"),
+    ],
+)
+def test_what_a_network_does_not_have_is_refused(
+    name: str, arguments: dict[str, Any], output: str, message: str
+) -> None:
+    model = timm.create_model(name, **arguments).eval()
+    with pytest.raises(InputError, match=message), recorded_outputs(model, (output,)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["test_convnext", "test_efficientnet", "test_resnet", "test_vit3"])
+def test_an_embedding_is_what_timm_has_before_the_logits(name: str) -> None:
+    model: Any = timm.create_model(name).eval()
+    pixels = torch.rand(2, 3, 160, 160)
+    with recorded_outputs(model, ("embedding",)) as recorded, torch.no_grad():
+        model(pixels)
+        expected = model.forward_head(model.forward_features(pixels), pre_logits=True)
+        torch.testing.assert_close(recorded()["embedding"], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_from_a_checkpoint_to_a_column(in_this_process: None, tmp_path: Path, vitx: Vitx) -> None:
+    source = "model:deepvit_digits?depth=2&attention=re-attention"
+    asked = [argument for name in OUTPUTS for argument in ("--output", name)]
+    out, data = tmp_path / "net.vitx", ("--weights", "random", "--data", "digits", "--witness", "40")
+    code, said, err = vitx("export", source, *data, *asked, "--out", out, "--device", "cpu", "--json", "--quiet")
+    assert code == 0, err
+    assert json.loads(said)["outputs"] == "embedding, attention, rollout"
+    bundle = Bundle.open(out)
+    assert [spec.meaning for spec in bundle.manifest.outputs] == [
+        "what the classifier reads",
+        "softmax maps of the last block, mean over heads; from the class token to each patch",
+        "product of ½(A + I) over all blocks, A the softmax maps' mean; from the class token to each patch",
+    ]
+    verdict = next(each for each in bundle.require_certificate().executables if each.outputs)
+    assert {name: one.verdict for name, one in verdict.outputs.items()} == dict.fromkeys(OUTPUTS, "pass")
+    pixels = next(open_images("digits", "val").batches(bundle.manifest.preprocessing, 4))
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for index, image in enumerate(pixels):
+        (folder / f"{index}.png").write_bytes(png(image))
+    columns = ("--embeddings", "--attention", "--device", "cpu", "--quiet")
+    code, _, err = vitx("predict", out, folder, "--out", tmp_path / "out", *columns)
+    assert code == 0, err
+    table = pq.read_table(tmp_path / "out" / PREDICTIONS)
+    with load_session(bundle, device="cpu", threads=1, outputs=("embedding", "attention")) as session:
+        expected = session.infer_outputs(pixels)
+    assert table.schema.field("attention").type == pa.list_(pa.float32())
+    np.testing.assert_allclose(table["attention"].to_pylist(), expected["attention"], rtol=1e-5)
+    np.testing.assert_allclose(table["embeddings"].to_pylist(), expected["embedding"], rtol=2e-3, atol=1e-3)
+    # The first block's maps alone are a rollout too: only the checkpoint's says which is right.
+    (out / output_file("rollout")).write_bytes(rollout_part(["blocks.0.softmax", "blocks.0.softmax"], 0, 1, 1, 64))
+    seal_certificate(seal_manifest(out))
+    with (
+        load_session(Bundle.open(out), device="cpu", threads=1, outputs=("rollout",)) as session,
+        pytest.raises(CheckFailed, match=r"rollout: 40 of 40 witness images too far from the checkpoint's"),
+    ):
+        require_verdict(Bundle.open(out), session, quiet=True)

@@ -12,7 +12,6 @@ from vitx.core.bundle import (
     Bundle,
     FileEntry,
     Manifest,
-    OutputName,
     OutputSpec,
     Precision,
     Provenance,
@@ -102,7 +101,7 @@ def export_bundle(
 
 
 def trace_to_file(
-    request: SourceRequest, rewrites: Sequence[str], path: Path, opset: int, outputs: Sequence[OutputName] = ()
+    request: SourceRequest, rewrites: Sequence[str], path: Path, opset: int, outputs: Sequence[str] = ()
 ) -> Traced:
     """Load the source, rewrite it and write its graph to `path`, and files of `outputs` beside it.
 

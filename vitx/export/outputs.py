@@ -40,7 +40,7 @@ class PlannedOutputs:
     expected: tuple[dict[str, Tensor], ...]
 
 
-def plan_outputs(classifier: ImageClassifier, names: Sequence[OutputName], size: int) -> PlannedOutputs:
+def plan_outputs(classifier: ImageClassifier, names: Sequence[str], size: int) -> PlannedOutputs:
     """Look at a network that no rewrite has changed; raise InputError for an output that it does not have."""
     chosen = tuple(name for name in OUTPUTS if name in names)
     model: nn.Module = classifier.model

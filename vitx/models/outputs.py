@@ -12,7 +12,6 @@ import torch
 from timm.models.deit import VisionTransformerDistilled
 from torch import Tensor, nn
 
-from vitx.core.bundle import OutputName
 from vitx.core.errors import InputError
 from vitx.models.attention_maps import attention_layers, attention_maps
 
@@ -88,7 +87,7 @@ def classifiers_of(model: nn.Module) -> list[nn.Linear]:
 
 
 @contextmanager
-def recorded_outputs(model: nn.Module, names: Sequence[OutputName]) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def recorded_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callable[[], dict[str, Tensor]]]:
     """Yield a function that returns the named outputs of the latest forward pass of `model`: (B, D) or (B, P).
 
     embedding: what the classifier reads, in distilled DeiT the mean of what the two read. attention: softmax maps of

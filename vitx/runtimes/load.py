@@ -38,13 +38,13 @@ def load_session(
         )
     if known is not None and known.device != "auto" and chosen not in ("auto", known.device):
         raise InputError(f"the runtime {runtime} runs on {known.device}, and device {chosen} was asked for: drop one")
-    require(runtime)
     bundle.require_outputs(outputs)
     if outputs and "tensorrt" in runtime:
         raise InputError(
             f"the runtime {runtime} gives logits alone, its plans are built for them: {', '.join(outputs)} "
             f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
         )
+    require(runtime)
     match runtime:
         case "openvino" | "openvino-bf16":
             from vitx.runtimes.openvino import OpenVinoSession

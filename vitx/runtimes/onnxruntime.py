@@ -146,14 +146,18 @@ class OnnxRuntimeSession(Session):
             )
 
     def _check_names(self) -> None:
-        """Raise InputError unless the graph has the manifest's input and output."""
+        """Raise InputError unless the graph has the manifest's input, no other, and the outputs."""
+        inputs = [tensor.name for tensor in self._session.get_inputs()]
         outputs = [tensor.name for tensor in self._session.get_outputs()]
         for kind, name, found in (
-            ("input", self._manifest.input.name, [tensor.name for tensor in self._session.get_inputs()]),
+            ("input", self._manifest.input.name, inputs),
             *(("output", name, outputs) for name in (self._manifest.output.name, *map(output_tensor, self.outputs))),
         ):
             if name not in found:
                 raise InputError(f"the manifest names the {kind} '{name}', but the graph has {', '.join(found)}")
+        if len(inputs) > 1:
+            expected = self._manifest.input.name
+            raise InputError(f"the graph has the inputs {', '.join(inputs)}: expected {expected} alone")
 
     def _infer(self, images: UInt8Array) -> Float32Array:
         (logits,) = self._chunks([self._manifest.output.name], images)

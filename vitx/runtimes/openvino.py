@@ -71,6 +71,10 @@ class OpenVinoSession(Session):
             raise EnvironmentMissing(
                 f"this processor has no bfloat16 products, OpenVINO would take {taken}: choose the runtime openvino"
             )
+        given = [name for port in self._model.outputs for name in port.get_names()]
+        for name in (bundle.manifest.output.name, *map(output_tensor, outputs)):
+            if name not in given:
+                raise InputError(f"the manifest names the output '{name}', but the graph has {', '.join(given)}")
         self._version = version("openvino").split("-")[0]
         self._runtime = "openvino-bf16" if bf16 else "openvino"
         self._precision = "bf16" if bf16 else bundle.manifest.precision

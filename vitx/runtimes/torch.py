@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.core.bundle import OutputName
 from vitx.core.errors import EnvironmentMissing, unknown_name
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
@@ -73,7 +72,7 @@ class TorchSession(Session):
         return logits
 
     @torch.inference_mode()
-    def infer_float64(self, images: UInt8Array, outputs: Sequence[OutputName] = ()) -> dict[str, Float64Array]:
+    def infer_float64(self, images: UInt8Array, outputs: Sequence[str] = ()) -> dict[str, Float64Array]:
         """`logits` (N, C) and further outputs in float64, on the CPU, of images uint8 (N, S, S, 3).
 
         It is what rounding is measured from. Raises InputError for outputs that this network does not have.
