@@ -43,10 +43,10 @@ Array = npt.NDArray[np.float64]
 PREPROCESSING = Preprocessing(image_size=32, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.25))
 SIZE: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
 HEADS, PATCHES, WIDTH = 3, 16, 24
+MIXES: dict[str, Any] = {"talking_heads_bias": True, "residual_scale": 0.5}
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "deit": lambda: VisionTransformer(**SIZE),
-    "deepvit": lambda: VisionTransformer(**SIZE, attention="re-attention", residual_scale=0.5),
-    "talking heads": lambda: VisionTransformer(**SIZE, attention="talking-heads", talking_heads_bias=True),
+    "deepvit": lambda: VisionTransformer(**SIZE, attention=["talking-heads", "re-attention"], **MIXES),
     "average": lambda: VisionTransformer(**SIZE, global_pool="avg", fc_norm=True),
     "distilled": lambda: timm.create_model("deit_tiny_distilled_patch16_224", **SIZE),
 }
@@ -198,7 +198,7 @@ def test_the_graph_is_the_same_without_them(folder_of: Any, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_a_session_of_one_output_computes_no_other(folder_of: Any, output: str) -> None:
-    folder, _ = folder_of("talking heads")
+    folder, _ = folder_of("distilled")
     found = run(joined(folder, output), images(2))
     every = run(joined(folder, *OUTPUTS), images(2))
     assert [*found] == ["logits", output_tensor(output)]
@@ -225,9 +225,7 @@ def test_a_part_of_other_maps_is_found(monkeypatch: pytest.MonkeyPatch, folder_o
     write_outputs(planned, model, graph, tmp_path)
     other = tmp_path / "none"
     monkeypatch.setattr("vitx.export.outputs.softmax_name", lambda index: "blocks.0.softmax")
-    with pytest.raises(
-        CheckFailed, match=r"the graph's attention differs from the network's at a batch of 1: by 0\."
-    ):
+    with pytest.raises(CheckFailed, match=r"the graph's attention differs from the network's at a batch of 1: by 0\."):
         write_outputs(planned, model, graph, other)
     monkeypatch.setattr("vitx.export.outputs.softmax_name", lambda index: f"maps {index}")
     with pytest.raises(InputError, match=r"has no tensor 'maps 1', of which --output attention is made: leave it out"):
