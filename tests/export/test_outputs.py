@@ -45,7 +45,7 @@ SIZE: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth
 HEADS, PATCHES, WIDTH = 3, 16, 24
 MIXES: dict[str, Any] = {"talking_heads_bias": True, "residual_scale": 0.5}
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "deit": lambda: VisionTransformer(**SIZE),
+    "deit": lambda: VisionTransformer(**{**SIZE, "depth": 3}),
     "deepvit": lambda: VisionTransformer(**SIZE, attention=["talking-heads", "re-attention"], **MIXES),
     "average": lambda: VisionTransformer(**SIZE, global_pool="avg", fc_norm=True),
     "distilled": lambda: timm.create_model("deit_tiny_distilled_patch16_224", **SIZE),
@@ -127,7 +127,7 @@ def expected_outputs(name: str, model: Any, pixels: UInt8Array) -> Iterator[dict
     tokens = prefix + PATCHES
     pooled = {"average": range(tokens), "distilled": range(2)}.get(name, range(1))
     for image in range(len(pixels)):
-        maps = [softmax_maps(model, block, seen[f"qkv {block}"][image]) for block in range(2)]
+        maps = [softmax_maps(model, block, seen[f"qkv {block}"][image]) for block in range(len(model.blocks))]
         last = seen["last"][image]
         if name == "average":
             embedding = layer_norm(np.mean([last[token] for token in pooled], axis=0), model.fc_norm)
@@ -228,7 +228,7 @@ def test_a_part_of_other_maps_is_found(monkeypatch: pytest.MonkeyPatch, folder_o
     with pytest.raises(CheckFailed, match=r"the graph's attention differs from the network's at a batch of 1: by 0\."):
         write_outputs(planned, model, graph, other)
     monkeypatch.setattr("vitx.export.outputs.softmax_name", lambda index: f"maps {index}")
-    with pytest.raises(InputError, match=r"has no tensor 'maps 1', of which --output attention is made: leave it out"):
+    with pytest.raises(InputError, match=r"has no tensor 'maps 2', of which --output attention is made: leave it out"):
         write_outputs(planned, model, graph, other)
     assert not other.exists()
 

@@ -10,6 +10,7 @@ import pytest
 
 from bundle_fixture import IMAGE_SIZE, LABELS, Float32Array, png
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.options import PredictOptions
@@ -138,6 +139,38 @@ def test_every_row_is_its_own_images(
     ]
     readable = [[index for index in cut if index not in UNREADABLE] for cut in cuts]
     assert session.batches == [batch for batch in readable if batch]
+
+
+def test_an_embedding_that_is_not_finite_is_an_error(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    class Broken(ByIndex):
+        def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+            found = super()._infer_outputs(images)
+            for row, index in enumerate(self.batches[-1]):
+                if index == 3:
+                    found["embedding"][row, 1] = math.nan
+            return found
+
+    options = PredictOptions(allow_uncertified=True, embeddings=True)
+    predict(tiny_bundle, Broken(), folder, tmp_path / "out", options, quiet=True)
+    rows = pq.read_table(tmp_path / "out" / PREDICTIONS).to_pylist()
+    assert [rows[3][name] for name in ("error", "class", "embeddings")] == [
+        "the model's output is not finite",
+        None,
+        None,
+    ]
+    assert rows[2]["embeddings"] == features_of(2)
+
+
+def test_a_run_with_another_column_is_another_run(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    def again(**asked: Any) -> None:
+        predict(tiny_bundle, ByIndex(), folder, tmp_path, PredictOptions(allow_uncertified=True, **asked), quiet=True)
+
+    again(attention=True)
+    with pytest.raises(InputError, match="attention was True, is False now"):
+        again()
+    with pytest.raises(InputError, match="embeddings was False, is True now"):
+        again(attention=True, embeddings=True)
+    again(attention=True)
 
 
 def test_columns_that_were_not_asked_for_are_not_there(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from vitx.parity.signature import sign_bundle
 from vitx.parity.statistics import flips_allowed
 from vitx.parity.trace import failure_notes, measure_token_similarity
 from vitx.parity.verdict import check_image_count
-from vitx.runtimes.session import device_name, outputs_of
+from vitx.runtimes.session import device_name
 from vitx.runtimes.torch import TorchSession
 
 
@@ -123,9 +123,6 @@ def certify_export(
         if verdict.verdict == "fail" and verdict.executable.runtime != BFLOAT16:
             reasons = "; ".join(verdict.reasons)
             raise CheckFailed(f"{verdict.executable} is not the checkpoint's equal, no bundle written: {reasons}")
-    outputs = {spec.name for spec in bundle.manifest.outputs}
-    if outputs and not any(outputs_of(each.executable) == outputs for each in certificate.executables):
-        log(f"warning: nothing here runs this bundle with {', '.join(sorted(outputs))}: its first load will certify it")
 
 
 def _add_witness(

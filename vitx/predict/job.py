@@ -65,9 +65,8 @@ def predict(
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
-        **options.model_dump(include={"top_k", "logits", "shard_size", "image_column", "embeddings", "draft"}),
-        # Left out where it is not asked for: runs that were begun before it was an option go on.
-        **({"attention": True} if options.attention else {}),
+        **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
+        **options.model_dump(include={"shard_size", "image_column"}),
     }
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:

@@ -25,8 +25,9 @@ from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.core.files import read_record, write_json
 from vitx.export import ExportOptions
 from vitx.export.graph.outputs import embedding_part
-from vitx.parity.executables.choice import load_fastest
+from vitx.parity.executables.choice import load_fastest, runtimes_by_speed
 from vitx.parity.executables.first_load import certify_here, require_verdict
+from vitx.parity.executables.listing import verdicts_of_bundle
 from vitx.parity.executables.outputs import errors, judge_output, spread
 from vitx.parity.executables.verdict_cache import cached_verdicts
 from vitx.parity.executables.witness import digest_of, read_witness
@@ -260,8 +261,9 @@ def test_a_part_with_a_fault_is_refused_by_name(bundle: Bundle, fault: str) -> N
 
 @pytest.mark.parametrize("fault", ["another tensor", "a new bias of the classifier", "another model", "no output"])
 def test_in_openvino_too(bundle: Bundle, fault: str) -> None:
-    with pytest.raises(VitxError, match=r"embedding: 340 of 340|logit error|names the output"):
+    with pytest.raises(VitxError, match=r"embedding: 340 of 340|logit error|names the output") as refusal:
         require(sealed_with(bundle, PARTS[fault][0]), "openvino")
+    assert "its layers agree" not in str(refusal.value)  # those of the IR do, and it was not run
 
 
 def test_one_byte_of_a_part_is_found(bundle: Bundle) -> None:
@@ -365,6 +367,21 @@ def test_auto_chooses_among_executables_that_give_them(bundle: Bundle, cache: Pa
     with load_fastest(bundle, "auto", device="cpu", threads=1) as session:
         assert session.outputs == ()
     assert len(cached_verdicts(bundle)) == 4
+
+
+def test_a_runtime_that_was_certified_for_logits_alone_is_no_candidate(bundle: Bundle, cache: Path) -> None:
+    listed = bundle.require_certificate().executables
+    kept = [each for each in listed if each.executable.runtime == "onnxruntime" or not each.outputs]
+    seal_certificate(bundle, executables=tuple(kept))
+    assert runtimes_by_speed(bundle, "auto", device="cpu", outputs=EMBEDDING, quiet=True) == ("onnxruntime-cpu",)
+    assert {*runtimes_by_speed(bundle, "auto", device="cpu", quiet=True)} == {"onnxruntime-cpu", "openvino"}
+
+
+def test_outputs_that_nothing_here_gives_are_said(bundle: Bundle, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdicts_of_bundle(bundle, 0.02, "cpu", (), quiet=True) == []
+    assert "warning: nothing here gives embedding of this bundle" in capsys.readouterr().err
+    assert len(verdicts_of_bundle(bundle, 0.02, "cpu", ("onnxruntime-cpu",), quiet=True)) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_a_verdict_on_logits_is_none_on_outputs(bundle: Bundle, cache: Path) -> None:

@@ -57,6 +57,9 @@ def verdicts_of_bundle(
                 if verdict is not None:
                     log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
                     found.append(verdict)
+    further = [spec.name for spec in bundle.manifest.outputs]
+    if further and not any(verdict.outputs for verdict in found):
+        log(f"warning: nothing here gives {', '.join(further)} of this bundle: no certificate of them is written")
     run = {file for verdict in found for file in verdict.executable.artefacts}
     return found + [_not_run(bundle, plan) for plan in _plans(bundle) if plan not in run]
 
