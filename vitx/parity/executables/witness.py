@@ -7,7 +7,7 @@ import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,9 @@ class WitnessInfo(Record):
     logit_std: float = Field(description="standard deviation of the reference's logits over the whole split")
     images_sha256: str = Field(description="of the pixels, uint8")
     logits_sha256: str = Field(description="float64, little endian")
-    outputs_sha256: dict[str, str] = Field(default_factory=dict, description="float32, little endian, by output")
+    outputs_sha256: Annotated[dict[str, str], Field(exclude_if=lambda digests: not digests)] = Field(
+        default_factory=dict, description="float32, little endian, by output"
+    )
 
 
 @dataclass(frozen=True)
