@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from bundle_fixture import BIAS, colour_image, png, tiny_graph, with_embedding, write_bundle
+from bundle_fixture import BIAS, NumpySession, colour_image, png, tiny_graph, with_embedding, write_bundle
 from cli_fixture import Vitx
 from vitx.core.bundle import MANIFEST, WITNESS, Bundle, FileEntry, Manifest, output_file
 from vitx.core.certificate import OutputVerdict, Verdict
@@ -27,6 +27,7 @@ from vitx.export import ExportOptions
 from vitx.export.graph.outputs import embedding_part
 from vitx.parity.executables.choice import load_fastest, runtimes_by_speed
 from vitx.parity.executables.first_load import certify_here, require_verdict
+from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.listing import verdicts_of_bundle
 from vitx.parity.executables.outputs import errors, judge_output, spread
 from vitx.parity.executables.verdict_cache import cached_verdicts
@@ -200,6 +201,20 @@ def test_one_image_and_one_that_comes_alone_are_enough_to_fail() -> None:
     assert judged(reference, nan).worst_distance == 2
     other = judged(reference, reference[:, :1])
     assert (other.verdict, other.exceeding) == ("fail", 10)
+
+
+def test_a_verdict_on_other_classes_has_its_outputs_too(bundle: Bundle) -> None:
+    class FewerClasses(NumpySession):
+        outputs = EMBEDDING
+
+        def _infer_outputs(self, images: Any) -> Any:
+            found = reference_float64(images)
+            return {"logits": found["logits"][:, :3], "embedding": found["embedding"]}
+
+    witness = read_witness(bundle)
+    assert witness is not None
+    found = judge_executable(bundle, witness, FewerClasses(), 0.02, quiet=True)
+    assert (found.verdict, found.outputs["embedding"].verdict) == ("fail", "pass")
 
 
 def sealed_with(bundle: Bundle, part: bytes) -> Bundle:

@@ -57,16 +57,16 @@ def judge_executable(
     executable = executable_of(bundle.subject(), session)
     precision = coarser(bundle.manifest.precision, _precision(executable))
     allowed = allowed_logit_error(precision, info.logit_std)
+    outputs = _judged_outputs(bundle, witness, run, precision)
     if run.logits.shape != witness.logits.shape:
         other = (f"logits {run.logits.shape} where the checkpoint has {witness.logits.shape}",)
-        return _verdict(witness, executable, "fail", other, run, rate, allowed)
+        return _verdict(witness, executable, "fail", other, run, rate, allowed, outputs=outputs)
     finite = bool(np.isfinite(run.logits).all() and np.isfinite(run.alone).all())
     error = _largest_error(witness, run) if finite else NOT_FINITE_ERROR
     census, sample = _flips(witness, run)
     bound = _bound(witness, census, sample)
     # Too few images to prove the rate: then none of those drawn by chance may flip, and the census is held to it.
     few = provable > rate and sample == 0 and census <= rate * info.population
-    outputs = _judged_outputs(bundle, witness, run, precision)
     checks = (
         (
             bound <= rate or few,
