@@ -33,7 +33,7 @@ def in_this_process() -> Iterator[None]:
     def run(title: str, function: Callable[..., Any], *arguments: Any, **limits: Any) -> Any:
         if function is not trace_to_file:
             return function(*arguments)
-        request, rewrites, path, opset = arguments
+        request, rewrites, path, opset, _ = arguments
         key = (request, rewrites, opset)
         if key not in traced:
             traced[key] = function(*arguments), path.read_bytes()

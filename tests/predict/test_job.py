@@ -60,14 +60,14 @@ def test_every_option_reaches_the_job(tiny_bundle: Bundle, images: Path, tmp_pat
         "batch_size": 7,
         "top_k": 3,
         "logits": True,
-        "embeddings": True,
         "image_column": "c",
         "strict": True,
         "read_threads": 5,
         "decode_threads": 6,
     }
-    run(tiny_bundle, spy, images, out, **asked)
+    run(tiny_bundle, spy, images, out, embeddings=True, **asked)
     (job,) = spy.jobs
+    assert job.outputs == ("embedding",)
     assert {name: getattr(job, name) for name in asked} == asked
     assert (job.out, job.base, job.draft, job.has_single_files) == (out, str(images), False, True)
     assert (job.labels, job.preprocessing) == (tiny_bundle.manifest.labels, tiny_bundle.manifest.preprocessing)
@@ -113,6 +113,7 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "shard_size": 2,
         "image_column": None,
         "embeddings": False,
+        "attention": False,
         "draft": False,
         "measured": {},
     }

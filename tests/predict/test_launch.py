@@ -37,13 +37,24 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("embeddings", [False, True])
-def test_a_session_here(tiny_bundle: Bundle, asked: list[Any], embeddings: bool) -> None:
-    options = PredictOptions(runtime="openvino", device="cpu", threads=3, decode_threads=2, embeddings=embeddings)
+@pytest.mark.parametrize(
+    ("columns", "outputs"),
+    [
+        ((), ()),
+        (("embeddings",), ("embedding",)),
+        (("attention",), ("attention",)),
+        (("attention", "embeddings"), ("embedding", "attention")),
+    ],
+)
+def test_a_session_here(
+    tiny_bundle: Bundle, asked: list[Any], columns: tuple[str, ...], outputs: tuple[str, ...]
+) -> None:
+    wanted: Any = dict.fromkeys(columns, True)
+    options = PredictOptions(runtime="openvino", device="cpu", threads=3, decode_threads=2, **wanted)
     assert launch(tiny_bundle.path, "images", Path("out"), options, quiet=True) == "the summary"  # type: ignore[comparison-overlap]
     (made, settings), ((bundle, *rest), called) = asked
     assert (made[0].path, made[1]) == (tiny_bundle.path, "openvino")
-    assert settings == {"device": "cpu", "threads": 3, "features": embeddings}
+    assert settings == {"device": "cpu", "threads": 3, "outputs": outputs}
     assert (bundle.path, rest, called) == (
         tiny_bundle.path,
         ["a session", "images", Path("out"), options],

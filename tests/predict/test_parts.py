@@ -67,7 +67,7 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
     assert indices.tolist() == [[1, 2], [0, 1]]
     total = math.e + math.e**2 + math.e**3
     np.testing.assert_allclose(scores, [[math.e**3 / total, math.e**2 / total], [1 / 3, 1 / 3]], rtol=1e-6)
-    schema = PartWriter(out, 1, "s", LABELS, logits=True, embeddings=True)._schema
+    schema = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding"))._schema
     assert {field.name: str(field.type) for field in schema} == {
         "path": "string",
         "class": "string",
@@ -83,8 +83,8 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
 
 def test_values_beyond_float16_are_its_largest(out: Path) -> None:
     values = np.array([[1e6, -1e6, 65504], [-65504, 0.5, -2]], dtype=np.float32)
-    writer = PartWriter(out, 1, "s", LABELS, logits=True, embeddings=True)
-    writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, logits=values, embeddings=-values[:, :2]))
+    writer = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding"))
+    writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, lists={"logits": values, "embedding": -values[:, :2]}))
     table = pq.read_table(writer.finish().temporary)
     assert table["logits"].to_pylist() == [[65504, -65504, 65504], [-65504, 0.5, -2]]
     assert table["embeddings"].to_pylist() == [[-65504, 65504], [65504, -0.5]]

@@ -10,6 +10,7 @@ import pytest
 
 from bundle_fixture import IMAGE_SIZE, LABELS, Float32Array, png
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.options import PredictOptions
@@ -29,10 +30,15 @@ def features_of(index: int) -> list[float]:
     return [index, -index / 2, 100 - index]
 
 
+def attention_of(index: int) -> list[float]:
+    """Shares that float16 does not have."""
+    return [float(np.float32(index / 3)), float(np.float32(1e-6))]
+
+
 class ByIndex(Session):
     """A model that knows an image by its red value: 10 times its index."""
 
-    has_features = True
+    outputs = ("embedding", "attention")
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +56,12 @@ class ByIndex(Session):
                 logits[row, index % 4] = (math.nan, math.inf, -math.inf)[index % 3]
         return logits
 
-    def _infer_features(self, images: UInt8Array) -> tuple[Float32Array, Float32Array]:
+    def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
         logits = self._infer(images)
-        return logits, np.array([features_of(index) for index in self.batches[-1]], dtype=np.float32)
+        found = {"embedding": features_of, "attention": attention_of}
+        return {"logits": logits} | {
+            name: np.array([of(index) for index in self.batches[-1]], dtype=np.float32) for name, of in found.items()
+        }
 
     def describe(self) -> dict[str, Any]:
         return {}
@@ -72,8 +81,8 @@ def expected_row(index: int, top_k: int) -> dict[str, Any]:
     path = f"{index:02d}.png"
     if index in UNREADABLE | NOT_FINITE:
         why = "not an image: empty" if index in UNREADABLE else "the model's output is not finite"
-        names = ("class", "class_index", "score", "top_k_classes", "top_k_scores", "logits", "embeddings")
-        return {"path": path, "error": why} | dict.fromkeys(names)
+        names = ("class", "class_index", "score", "top_k_classes", "top_k_scores", "logits")
+        return {"path": path, "error": why} | dict.fromkeys((*names, "embeddings", "attention"))
     logits = logits_of(index)
     total = sum(math.exp(logit) for logit in logits)
     best = sorted(range(4), key=lambda one: (-logits[one], one))[:top_k]
@@ -88,6 +97,7 @@ def expected_row(index: int, top_k: int) -> dict[str, Any]:
         "top_k_scores": scores,
         "logits": logits,
         "embeddings": features_of(index),
+        "attention": attention_of(index),
     }
 
 
@@ -113,6 +123,7 @@ def test_every_row_is_its_own_images(
         top_k=3,
         logits=True,
         embeddings=True,
+        attention=True,
     )
     summary = predict(tiny_bundle, session, folder, out, options, quiet=True)
     assert pq.read_table(out / PREDICTIONS).to_pylist() == [expected_row(index, 3) for index in range(COUNT)]
@@ -130,11 +141,44 @@ def test_every_row_is_its_own_images(
     assert session.batches == [batch for batch in readable if batch]
 
 
+def test_an_embedding_that_is_not_finite_is_an_error(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    class Broken(ByIndex):
+        def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+            found = super()._infer_outputs(images)
+            for row, index in enumerate(self.batches[-1]):
+                if index == 3:
+                    found["embedding"][row, 1] = math.nan
+            return found
+
+    options = PredictOptions(allow_uncertified=True, embeddings=True)
+    predict(tiny_bundle, Broken(), folder, tmp_path / "out", options, quiet=True)
+    rows = pq.read_table(tmp_path / "out" / PREDICTIONS).to_pylist()
+    assert [rows[3][name] for name in ("error", "class", "embeddings")] == [
+        "the model's output is not finite",
+        None,
+        None,
+    ]
+    assert rows[2]["embeddings"] == features_of(2)
+
+
+def test_a_run_with_another_column_is_another_run(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    def again(**asked: Any) -> None:
+        predict(tiny_bundle, ByIndex(), folder, tmp_path, PredictOptions(allow_uncertified=True, **asked), quiet=True)
+
+    again(attention=True)
+    with pytest.raises(InputError, match="attention was True, is False now"):
+        again()
+    with pytest.raises(InputError, match="embeddings was False, is True now"):
+        again(attention=True, embeddings=True)
+    again(attention=True)
+
+
 def test_columns_that_were_not_asked_for_are_not_there(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
     columns = ["path", "class", "class_index", "score", "top_k_classes", "top_k_scores", "error"]
-    for asked in ([], ["logits"], ["embeddings"]):
+    for asked in ([], ["logits"], ["embeddings"], ["attention"], ["embeddings", "attention"]):
         out = tmp_path / "-".join(["out", *asked])
-        options = PredictOptions(allow_uncertified=True, logits="logits" in asked, embeddings="embeddings" in asked)
+        wanted: Any = dict.fromkeys(asked, True)
+        options = PredictOptions(allow_uncertified=True, **wanted)
         predict(tiny_bundle, ByIndex(), folder, out, options, quiet=True)
         rows = pq.read_table(out / PREDICTIONS).to_pylist()
         expected = [expected_row(index, 5) for index in range(COUNT)]

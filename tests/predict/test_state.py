@@ -71,9 +71,16 @@ def test_a_run_of_other_settings_is_not_joined(
 ) -> None:
     settings = settings_of(images)
     open_run(ledger, out, settings, DiskFullBackoff(out))
-    expected = f"another run: {name} was {settings.get(name)}, is {value} now; choose another folder, or pass --over"
+    expected = (
+        f"another run: {name} was {settings.get(name, False)}, is {value} now; choose another folder, or pass --o"
+    )
     with pytest.raises(InputError, match=expected):
         open_run(ledger, out, settings | {name: value}, DiskFullBackoff(out))
+
+
+def test_an_option_that_is_newer_than_the_run_was_off(ledger: Ledger, out: Path, images: Path) -> None:
+    first = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+    assert open_run(ledger, out, settings_of(images) | {"new": False}, DiskFullBackoff(out)) == first
 
 
 def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, out: Path, images: Path) -> None:

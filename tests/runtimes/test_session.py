@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from bundle_fixture import BIAS, IMAGE_SIZE, PREPROCESSING, WEIGHT, Float32Array, NumpySession
+from bundle_fixture import (
+    BIAS,
+    IMAGE_SIZE,
+    PREPROCESSING,
+    WEIGHT,
+    Float32Array,
+    NumpySession,
+    with_embedding,
+    write_bundle,
+)
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, InputError
@@ -43,7 +52,7 @@ class Held(NumpySession):
 
 
 def assert_closed(session: Session) -> None:
-    for call in (session.infer, session.infer_features):
+    for call in (session.infer, session.infer_outputs):
         with pytest.raises(SessionClosed, match="the session is closed: load the model again"):
             call(IMAGES)
     session.close()
@@ -86,19 +95,21 @@ def test_close_waits_for_the_calls_that_run_and_refuses_others() -> None:
 
 def test_a_call_that_failed_no_longer_runs() -> None:
     session = Held()
-    with pytest.raises(InputError, match=r"gives logits alone: load_session\(…, features=True\)"):
-        session.infer_features(IMAGES)
+    session.go.set()
+    with pytest.raises(IndexError):
+        session.infer_outputs(IMAGES[0, 0, 0])
     closing = Thread(target=session.close)
     closing.start()
     closing.join(20)
     assert session.freed == 1
 
 
-@pytest.mark.parametrize("features", [False, True])
-def test_onnx_runtime_is_freed(tiny_bundle: Bundle, features: bool) -> None:
-    with load_session(tiny_bundle, device="cpu", threads=1, features=features) as session:
+@pytest.mark.parametrize("outputs", [(), ("embedding",)])
+def test_onnx_runtime_is_freed(tmp_path: Path, outputs: tuple[str, ...]) -> None:
+    bundle = with_embedding(write_bundle(tmp_path / "tiny.vitx"))
+    with load_session(bundle, device="cpu", threads=1, outputs=outputs) as session:
         assert len(session.infer(IMAGES)) == 2
-        assert session.has_features == features
+        assert session.outputs == outputs
         assert session.profiles == ()
         held: Any = session
         inner = weakref.ref(held._session)
@@ -226,7 +237,7 @@ def test_the_checkpoint_s_logits_in_float64(tiny_run: RunFolder) -> None:
     images = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), dtype=np.uint8)
     normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
     with load_run_session(tiny_run, device="cpu") as session:
-        found = session.infer_float64(images)
+        found = session.infer_float64(images)["logits"]
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, normal.mean(axis=(1, 2)) @ WEIGHT.astype(np.float64) + BIAS, atol=1e-13)
         assert 1e-9 < np.abs(session.infer(images) - found).max() < 1e-5

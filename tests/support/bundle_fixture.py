@@ -15,11 +15,23 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
-from vitx.core.bundle import MANIFEST, Bundle, Certificate, FileEntry, Manifest, Provenance, TensorSpec, timestamp
+from vitx.core.bundle import (
+    MANIFEST,
+    Bundle,
+    Certificate,
+    FileEntry,
+    Manifest,
+    OutputSpec,
+    Provenance,
+    TensorSpec,
+    output_file,
+    timestamp,
+)
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
+from vitx.export.graph.outputs import embedding_part
 from vitx.runtimes.session import Session
 
 # Sorted, as the classes of an image folder are.
@@ -156,6 +168,18 @@ def _manifest(model: Path, data: str, name: str) -> Manifest:
         files={"model.onnx": FileEntry(sha256=sha256_file(model), size=model.stat().st_size)},
         provenance=Provenance(source="tests", checkpoint="numpy", checkpoint_sha256="0" * 64, created=timestamp()),
     )
+
+
+def with_embedding(bundle: Bundle, part: bytes | None = None) -> Bundle:
+    """The bundle with an output `embedding`, the mean colour; `part` for another one under its name."""
+    part = embedding_part(["features"], 3) if part is None else part
+    spec = OutputSpec(name="embedding", dtype="float32", shape=("N", 3), meaning="the mean colour")
+    path = bundle.path / output_file("embedding")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(part)
+    files = {**bundle.manifest.files, output_file("embedding"): FileEntry(sha256=sha256_file(path), size=len(part))}
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": files, "outputs": (spec,)}))
+    return Bundle.open(bundle.path)
 
 
 def add_files(bundle: Bundle, files: Mapping[str, bytes]) -> Bundle:

@@ -91,6 +91,7 @@ def _print(bundle: "Bundle", *, as_json: bool) -> None:
         "opset": manifest.opset,
         "rewrites": ", ".join(manifest.rewrites),
         "files": ", ".join(manifest.files),
+        **({"outputs": ", ".join(spec.name for spec in manifest.outputs)} if manifest.outputs else {}),
         "verdict": certificate.verdict if certificate else "not certified",
     }
     if certificate:

@@ -48,9 +48,10 @@ def command(
         replay.require_agreement()
         return
     if candidate is None:
-        verdict = certify_here(reference, options, quiet=quiet)
-        _print_verdicts(reference, [verdict], as_json=as_json)
-        require_passing(reference, verdict)
+        verdicts = certify_here(reference, options, quiet=quiet)
+        _print_verdicts(reference, verdicts, as_json=as_json)
+        for verdict in verdicts:
+            require_passing(reference, verdict)
         return
     result = check_parity(reference, candidate, options, quiet=quiet)
     _print_result(result, candidate, as_json=as_json)
@@ -83,12 +84,20 @@ def _print_verdicts(path: Path, verdicts: "Sequence[Verdict]", *, as_json: bool)
     rows = [
         (
             *(v.executable.runtime, v.executable.version, v.executable.precision),
-            *(v.verdict, v.images, v.flip_rate_bound, v.max_logit_error),
+            *(", ".join(("logits", *v.outputs)), v.verdict, v.images, v.flip_rate_bound, v.max_logit_error),
         )
         for v in verdicts
     ]
-    columns = ("runtime", "version", "precision", "verdict", "images", "bound", "logit error")
+    columns = ("runtime", "version", "precision", "gives", "verdict", "images", "bound", "logit error")
     print_table(f"executables of {path}", columns, rows)
+    vectors = [
+        (v.executable.runtime, name, one.verdict, one.worst_distance, one.mean_distance, one.allowed_distance)
+        for v in verdicts
+        for name, one in v.outputs.items()
+    ]
+    if vectors:
+        heads = ("runtime", "output", "verdict", "largest distance", "mean", "allowed")
+        print_table("cosine distance of further outputs from the checkpoint's", heads, vectors)
 
 
 def _print_result(result: "ParityResult", candidate: Path, *, as_json: bool) -> None:

@@ -1,12 +1,12 @@
 """The bundle: a plain folder NAME.vitx that travels to production. Specification: docs/bundle.md."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
@@ -19,6 +19,9 @@ from vitx.core.run import ModelSpec, verify_digests
 from vitx.core.sealed import read_sealed
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# What a bundle may give beside logits (docs/maths.md §7), in the order in which it is listed.
+OutputName = Literal["embedding", "attention", "rollout"]
+OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
 MANIFEST = "manifest.json"
 CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
@@ -42,6 +45,24 @@ class TensorSpec(Record):
     shape: tuple[int | Literal["N"], ...]
 
 
+class OutputSpec(TensorSpec):
+    """An output beside the logits. meaning: one line for people; grid: rows and columns of the patches, rows first."""
+
+    name: OutputName
+    meaning: str
+    grid: tuple[int, int] | None = None
+
+
+def output_file(name: str) -> str:
+    """The file of a bundle with the part of the graph that computes a further output."""
+    return f"outputs/{name}.onnx"
+
+
+def output_tensor(name: str) -> str:
+    """What that part calls its result: model.onnx has tensors of its own, one of which is called `embedding`."""
+    return f"outputs/{name}"
+
+
 class Provenance(Record):
     """Where a bundle comes from."""
 
@@ -63,6 +84,9 @@ class Manifest(Record):
     preprocessing: Preprocessing
     input: TensorSpec
     output: TensorSpec
+    outputs: Annotated[tuple[OutputSpec, ...], Field(exclude_if=lambda outputs: not outputs)] = Field(
+        default=(), description="what the bundle gives beside logits, each by a file of its own"
+    )
     precision: Precision
     islands: tuple[str, ...] = Field(default=(), description="nodes kept in float32 in a graph of lower precision")
     lowering: dict[str, Any] = Field(default_factory=dict, description="how the lower precision was found")
@@ -72,6 +96,14 @@ class Manifest(Record):
     files: dict[str, FileEntry]
     provenance: Provenance
     training_metrics: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _outputs_have_files(self) -> "Manifest":
+        for name, count in Counter(spec.name for spec in self.outputs).items():
+            if count > 1 or output_file(name) not in self.files:
+                listed = "twice" if count > 1 else f"and not {output_file(name)}, which computes it"
+                raise ValueError(f"lists the output {name} {listed}")
+        return self
 
 
 class Bundle:
@@ -97,6 +129,25 @@ class Bundle:
     @property
     def model_path(self) -> Path:
         return self.path / MODEL
+
+    def require_outputs(self, names: Sequence[str]) -> None:
+        """Raise InputError for an output that this bundle does not have."""
+        present = [spec.name for spec in self.manifest.outputs]
+        for name in names:
+            if name not in present:
+                raise InputError(
+                    f"'{self.path}' has no output '{name}' ({', '.join(present) or 'logits alone'}): export it again "
+                    f"with --output {name}"
+                )
+
+    def graph_bytes(self, outputs: Sequence[str] = ()) -> bytes:
+        """model.onnx with these further outputs; raise InputError for one that this bundle does not have.
+
+        A file of an output is the rest of a protobuf message: written one after the other they are one ModelProto,
+        because a reader of protobuf joins the fields of a message that comes in several parts.
+        """
+        self.require_outputs(outputs)
+        return b"".join((self.path / name).read_bytes() for name in (MODEL, *map(output_file, outputs)))
 
     def subject(self) -> dict[str, str]:
         """What a certificate is bound to: sha256 of the manifest and of every file that the manifest names."""

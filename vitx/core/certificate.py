@@ -1,7 +1,7 @@
 """`certificate.json`: what parity measured, bound by sha256 to the files it measured. Semantics: docs/parity.md."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -58,6 +58,23 @@ class Executable(Record):
         )
 
 
+class OutputVerdict(Record):
+    """How far an executable's embedding, attention or rollout is from the checkpoint's (docs/maths.md §7).
+
+    The distance of an image is 1 − the cosine of the two vectors; its length error |‖found‖/‖reference‖ − 1|.
+    """
+
+    verdict: Literal["pass", "fail"]
+    images: int = Field(description="that were run")
+    worst_distance: float
+    mean_distance: float
+    allowed_distance: float
+    worst_length_error: float
+    allowed_length_error: float
+    exceeding: int = Field(description="images beyond one of the two limits")
+    exceeding_bound: float = Field(description="one-sided 95 % upper bound on the share of such images")
+
+
 class Verdict(Record):
     """Whether one executable classifies as the checkpoint does, how sure that is, and where it was measured.
 
@@ -77,6 +94,9 @@ class Verdict(Record):
     max_logit_error_allowed: float = 0.0
     images_per_second: float | None = Field(
         default=None, description="of this measurement; null where it was not timed"
+    )
+    outputs: Annotated[dict[str, OutputVerdict], Field(exclude_if=lambda outputs: not outputs)] = Field(
+        default_factory=dict, description="of what it gives beside logits, by name"
     )
     machine: dict[str, Any] = Field(default_factory=dict)
     created: str = ""

@@ -6,6 +6,8 @@ from vitx.core.bundle import Precision
 SHARE_OF_STD: dict[Precision, float] = {"fp16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8": 0.5}
 
 MAX_LOGIT_ERROR = 1e-4
+# The cosine distance of a vector that is off by 4.5e-5 of its length, of which rounding in float32 is a small part.
+MAX_DISTANCE = 1e-9
 
 
 def allowed_logit_error(precision: Precision, logit_std: float) -> float:
@@ -15,6 +17,15 @@ def allowed_logit_error(precision: Precision, logit_std: float) -> float:
     bfloat16 (2⁻⁸) per layer, and for 8 bits half a standard deviation, beyond which a classifier ranks other classes.
     """
     return MAX_LOGIT_ERROR if precision == "fp32" else SHARE_OF_STD[precision] * logit_std
+
+
+def allowed_distance(precision: Precision, spread: float) -> float:
+    """The largest cosine distance that a further output of an image may have from the checkpoint's.
+
+    1e-9 in float32. Below, as for logits, a share s of what tells images apart. spread: the mean distance of two
+    images' outputs of the checkpoint. Half the square of a small angle is its distance, so s of it is s²·spread.
+    """
+    return MAX_DISTANCE if precision == "fp32" else max(SHARE_OF_STD[precision] ** 2 * spread, MAX_DISTANCE)
 
 
 def coarser(first: Precision, second: Precision) -> Precision:

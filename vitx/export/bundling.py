@@ -7,7 +7,17 @@ from pathlib import Path
 
 import onnx
 
-from vitx.core.bundle import MANIFEST, Bundle, FileEntry, Manifest, Precision, Provenance, TensorSpec, timestamp
+from vitx.core.bundle import (
+    MANIFEST,
+    Bundle,
+    FileEntry,
+    Manifest,
+    OutputSpec,
+    Precision,
+    Provenance,
+    TensorSpec,
+    timestamp,
+)
 from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, staged_folder, write_json
@@ -26,6 +36,7 @@ from vitx.export.engines.targets import (
 from vitx.export.graph.dataflow import opset_of
 from vitx.export.graph.from_model import INPUT, OUTPUT, onnx_from_model, opset_for
 from vitx.export.options import ExportOptions
+from vitx.export.outputs import plan_outputs, write_outputs
 from vitx.export.precision.acceptance import SamplingPlan
 from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_checked, select_rewrites
 from vitx.models.source import Source, SourceInfo, SourceRequest, untrained_norms
@@ -38,12 +49,14 @@ class Traced:
     """What the tracing process reports of the graph it wrote: only this crosses the process boundary, no weights.
 
     untrained: the BatchNorm layers that never saw a batch. rewrites: the names of those that changed something.
+    outputs: what it wrote files of, beside the graph.
     """
 
     source: SourceInfo
     untrained: tuple[str, ...]
     rewrites: tuple[str, ...]
     opset: int
+    outputs: tuple[OutputSpec, ...] = ()
 
 
 def export_bundle(
@@ -74,7 +87,7 @@ def export_bundle(
     with staged_folder(out) as stage:
         graph = stage / GRAPH
         traced = run_limited(
-            *("tracing", trace_to_file, request, rewrites, graph, opset_for(options.precision)),
+            *("tracing", trace_to_file, request, rewrites, graph, opset_for(options.precision), options.outputs),
             seconds=options.seconds,
             memory_gib=options.memory_gib,
         )
@@ -87,17 +100,24 @@ def export_bundle(
     return Bundle.open(out)
 
 
-def trace_to_file(request: SourceRequest, rewrites: Sequence[str], path: Path, opset: int) -> Traced:
-    """Load the source, rewrite it and write its graph to `path`. Only this process holds the network's weights."""
+def trace_to_file(
+    request: SourceRequest, rewrites: Sequence[str], path: Path, opset: int, outputs: Sequence[str] = ()
+) -> Traced:
+    """Load the source, rewrite it and write its graph to `path`, and files of `outputs` beside it.
+
+    Only this process holds the network's weights.
+    """
     source = request.load()
     untrained = tuple(untrained_norms(source.model))
     classifier = _classifier(source)
+    planned = plan_outputs(classifier, outputs, source.preprocessing.image_size)
     applied = rewrite_checked(
         classifier, rewrites, source.preprocessing.image_size, rebuild=lambda: _classifier(request.load())
     )
     graph: onnx.ModelProto = onnx_from_model(classifier, source.preprocessing, source.class_names, path, opset=opset)
     found = tuple(name for name, count in applied.items() if count)
-    return Traced(source.info(), untrained, found, opset_of(graph))
+    specs = write_outputs(planned, classifier.model, graph, path.parent)
+    return Traced(source.info(), untrained, found, opset_of(graph), specs)
 
 
 def _classifier(source: Source) -> ImageClassifier:
@@ -158,6 +178,7 @@ def _manifest(name: str, traced: Traced, precision: Precision, lowered: LoweredF
         preprocessing=source.preprocessing,
         input=TensorSpec(name=INPUT, dtype="uint8", shape=("N", size, size, 3)),
         output=TensorSpec(name=OUTPUT, dtype="float32", shape=("N", len(source.class_names))),
+        outputs=traced.outputs,
         precision=precision,
         islands=lowered.islands,
         lowering=lowered.details,

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from vitx.core.bundle import Precision
+from vitx.core.bundle import OUTPUTS, Precision
+from vitx.core.errors import unknown_name
 from vitx.core.options import (
     CheckpointOption,
     DataOption,
@@ -79,6 +80,12 @@ class ExportOptions(Options):
         metavar="N|none",
         text=True,
     )
+    outputs: tuple[str, ...] = option(
+        (),
+        "What sessions may ask for beside logits: embedding, attention or rollout; may be repeated.",
+        flag="--output",
+        metavar="NAME",
+    )
     sign: Path | None = option(None, "Sign the bundle with this private key (elliptic curve, PEM).", metavar="KEY")
     checkpoint: CheckpointOption = "best"
     uncertified: bool = option(False, "Write the bundle without comparing it with the checkpoint.")
@@ -92,6 +99,11 @@ class ExportOptions(Options):
             raise ValueError(f"--arch {','.join(self.arch)} goes with --trt-rtx: --trt builds for this machine's GPU")
         if self.engine.plugin is not None and not self.trt:
             raise ValueError(f"--plugin {self.engine.plugin} goes with --trt: TensorRT alone takes it")
+        for name in self.outputs:
+            if name not in OUTPUTS:
+                raise unknown_name("--output", name, OUTPUTS)
+        if self.outputs and self.witness == 0:
+            raise ValueError(f"--output {self.outputs[0]} is certified by the witness set: leave --witness none out")
         if self.calibration is not None and self.precision == "fp32":
             raise ValueError(f"--calibration-data {self.calibration} goes with a --precision below fp32: leave it out")
         if self.target is not None and self.precision != "int8":

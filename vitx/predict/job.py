@@ -68,7 +68,8 @@ def predict(
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
-        **options.model_dump(include={"top_k", "logits", "shard_size", "image_column", "embeddings", "draft"}),
+        **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
+        **options.model_dump(include={"shard_size", "image_column"}),
     }
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
@@ -95,7 +96,7 @@ def predict(
             batch_size=options.batch_size,
             top_k=options.top_k,
             logits=options.logits,
-            embeddings=options.embeddings,
+            outputs=options.outputs,
             draft=options.draft,
             image_column=options.image_column,
             strict=options.strict,

@@ -40,5 +40,5 @@ def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
     return load_fastest(
-        bundle, options.runtime, device=options.device, threads=options.threads, features=options.embeddings
+        bundle, options.runtime, device=options.device, threads=options.threads, outputs=options.outputs
     )

@@ -24,6 +24,7 @@ class PredictOptions(Options):
     top_k: int = option(5, "Classes listed for each image.", ge=1)
     logits: bool = option(False, "Add a column of all logits, in float16.")
     embeddings: bool = option(False, "Add a column of the features before the classifier, in float16.")
+    attention: bool = option(False, "Add a column of how far each patch is looked at; see vitx export --output.")
     draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
     strict: bool = option(False, "Stop at the first unreadable image.")
     max_error_rate: float = option(0.01, "Exit code 1 if a larger share of the images is unreadable.", ge=0, le=1)
@@ -54,3 +55,9 @@ class PredictOptions(Options):
     threads: Threads = None
     device: DeviceOption = "auto"
     runtime: RuntimeOption = "auto"
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """What a session must give beside logits."""
+        wanted = (("embedding", self.embeddings), ("attention", self.attention))
+        return tuple(name for name, asked in wanted if asked)

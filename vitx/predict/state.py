@@ -141,9 +141,10 @@ def open_run(
     text, base = backoff.retry(lambda: ledger.create_or_join(create))
     created = json.loads(text)
     for name, value in settings.items():
-        if created.get(name) != value:
+        before = created.get(name, False)  # an option that is newer than the run was off
+        if before != value:
             raise InputError(
-                f"'{out}' holds predictions of another run: {name} was {created.get(name)}, is {value} now; "
+                f"'{out}' holds predictions of another run: {name} was {before}, is {value} now; "
                 "choose another folder, or pass --overwrite"
             )
     if created["listing"] != listing.name:  # another process was first

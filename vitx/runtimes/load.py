@@ -1,11 +1,11 @@
 """Load a bundle into a runtime, by the runtime's name."""
 
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from vitx.core.bundle import Bundle
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import InputError
 from vitx.runtimes.requirements import RUNTIMES, require
 from vitx.runtimes.session import Device, Session, device_name
 
@@ -17,17 +17,17 @@ def load_session(
     device: str = "auto",
     threads: int | None = None,
     engine_cache: Path | None = None,
-    features: bool = False,
+    outputs: Sequence[str] = (),
 ) -> Session:
     """Load a bundle into a runtime, by its name in `RUNTIMES`.
 
     threads: of one session, on a CPU. engine_cache: the folder in which onnxruntime-tensorrt keeps its engines, to
-    load faster the next time; without it they are deleted when the session is closed. features: the session's
-    `infer_features` gives the classifier's input too; this needs the package onnx.
+    load faster the next time; without it they are deleted when the session is closed. outputs: what the session's
+    `infer_outputs` gives beside logits, of those that the bundle has; the graph computes no other.
 
-    Raises InputError for an unknown runtime or device, for a runtime that does not run bundles, and when the bundle
-    lacks the file that the runtime loads; EnvironmentMissing when the device or a package is missing; CheckFailed for
-    a plan of another GPU, version or graph.
+    Raises InputError for an unknown runtime or device, for a runtime that does not run bundles, for outputs that the
+    bundle or a plan lacks, and when the bundle lacks the file that the runtime loads; EnvironmentMissing when the
+    device or a package is missing; CheckFailed for a plan of another GPU, version or graph.
     """
     chosen = device_name(device)
     known = RUNTIMES.get(runtime)
@@ -38,18 +38,18 @@ def load_session(
         )
     if known is not None and known.device != "auto" and chosen not in ("auto", known.device):
         raise InputError(f"the runtime {runtime} runs on {known.device}, and device {chosen} was asked for: drop one")
+    bundle.require_outputs(outputs)
+    if outputs and "tensorrt" in runtime:
+        raise InputError(
+            f"the runtime {runtime} gives logits alone, its plans are built for them: {', '.join(outputs)} "
+            f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
+        )
     require(runtime)
-    if features:
-        if find_spec("onnx") is None:
-            raise missing_package("onnx", "export")
-        from vitx.runtimes.features import load_features
-
-        return load_features(bundle, runtime, device=chosen, threads=threads)
     match runtime:
         case "openvino" | "openvino-bf16":
             from vitx.runtimes.openvino import OpenVinoSession
 
-            return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16")
+            return OpenVinoSession(bundle, threads=threads, bf16=runtime == "openvino-bf16", outputs=outputs)
         case "tensorrt" | "tensorrt-rtx":
             from vitx.runtimes.tensorrt import TensorRTSession
 
@@ -62,4 +62,4 @@ def load_session(
             from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 
             where = chosen if runtime == "onnxruntime" else cast(Device, runtime.removeprefix("onnxruntime-"))
-            return OnnxRuntimeSession(bundle, device=where, threads=threads)
+            return OnnxRuntimeSession(bundle, device=where, threads=threads, outputs=outputs)

@@ -3,6 +3,7 @@
 import importlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MODEL, Bundle, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 from vitx.runtimes.plan_choice import split_batch
-from vitx.runtimes.session import Device, Float32Array, Session, check_images, image_shape
+from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, check_images, image_shape
 
 Provider = tuple[str, dict[str, str]]
 _CPU: Provider = ("CPUExecutionProvider", {})
@@ -44,6 +45,7 @@ class OnnxRuntimeSession(Session):
     """A bundle's graph in ONNX Runtime. A GPU that was asked for and is not used is an error, never a fallback.
 
     graph: another ONNX file with the same input and output to run in place of the bundle's; `describe` names it.
+    outputs: what it gives beside logits. parts: their parts of the graph, where the bundle has no files of them.
     tensorrt: let TensorRT compile the graph, for a GPU, into the folder `engine_cache` or a temporary one that `close`
     removes. Not run on a GPU yet.
     """
@@ -57,6 +59,8 @@ class OnnxRuntimeSession(Session):
         device: Device = "auto",
         threads: int | None = None,
         graph: Path | None = None,
+        outputs: Sequence[str] = (),
+        parts: Sequence[bytes] = (),
         tensorrt: bool = False,
         engine_cache: Path | None = None,
     ) -> None:
@@ -74,12 +78,19 @@ class OnnxRuntimeSession(Session):
                 engine_cache = Path(self._temporary.name)
             providers.insert(0, self._tensorrt_provider(engine_cache))
         self.profiles = (TENSORRT_BATCHES,) if tensorrt else ()
-        self._session = self._load(graph or bundle.model_path, providers)
+        self.outputs = tuple(outputs)
+        content: Path | bytes = graph or bundle.model_path
+        if parts:
+            content = b"".join((bundle.graph_bytes(), *parts))
+        elif outputs:
+            content = bundle.graph_bytes(outputs)
+            self.artefacts = (MODEL, *map(output_file, outputs))
+        self._session = self._load(content, providers)
         self.provider: str = self._session.get_providers()[0]
         self._check_provider(providers[0][0])
         self._check_names()
 
-    def _load(self, path: Path, providers: list[Provider]) -> onnxruntime.InferenceSession:
+    def _load(self, graph: Path | bytes, providers: list[Provider]) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
         if self._threads is not None:
@@ -95,14 +106,16 @@ class OnnxRuntimeSession(Session):
             _preload_libraries(tensorrt=self.profiles != ())
         try:
             # With fallback enabled, ONNX Runtime would drop a failing provider and only print a note.
-            return onnxruntime.InferenceSession(str(path), options, providers=providers, enable_fallback=0)
+            content = graph if isinstance(graph, bytes) else str(graph)
+            return onnxruntime.InferenceSession(content, options, providers=providers, enable_fallback=0)
         except _LOAD_ERRORS as error:
             if providers[0] == _CPU and self._manifest.precision == "bf16":
                 raise EnvironmentMissing(
                     f"'{self._manifest.name}' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU "
                     f"({_first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
                 ) from None
-            raise InputError(f"ONNX Runtime cannot load {path}: {error}") from None
+            what = f"{MODEL} with {', '.join(self.outputs)}" if isinstance(graph, bytes) else graph
+            raise InputError(f"ONNX Runtime cannot load {what}: {error}") from None
         except (RuntimeError, ValueError) as error:  # a provider's libraries are missing
             raise EnvironmentMissing(f"ONNX Runtime cannot use {providers[0][0]}: {_first_line(error)}") from None
 
@@ -135,26 +148,37 @@ class OnnxRuntimeSession(Session):
             )
 
     def _check_names(self) -> None:
-        """Raise InputError unless the graph has the manifest's input and output."""
+        """Raise InputError unless the graph has the manifest's input, no other, and the outputs."""
+        inputs = [tensor.name for tensor in self._session.get_inputs()]
+        outputs = [tensor.name for tensor in self._session.get_outputs()]
         for kind, name, found in (
-            ("input", self._manifest.input.name, [tensor.name for tensor in self._session.get_inputs()]),
-            ("output", self._manifest.output.name, [tensor.name for tensor in self._session.get_outputs()]),
+            ("input", self._manifest.input.name, inputs),
+            *(("output", name, outputs) for name in (self._manifest.output.name, *map(output_tensor, self.outputs))),
         ):
             if name not in found:
                 raise InputError(f"the manifest names the {kind} '{name}', but the graph has {', '.join(found)}")
+        if len(inputs) > 1:
+            expected = self._manifest.input.name
+            raise InputError(f"the graph has the inputs {', '.join(inputs)}: expected {expected} alone")
 
     def _infer(self, images: UInt8Array) -> Float32Array:
+        (logits,) = self._chunks([self._manifest.output.name], images)
+        return logits
+
+    def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+        names = [self._manifest.output.name, *map(output_tensor, self.outputs)]
+        return dict(zip((LOGITS, *self.outputs), self._chunks(names, images), strict=True))
+
+    def _chunks(self, names: list[str], images: UInt8Array) -> list[Float32Array]:
+        """The named outputs; TensorRT takes a large batch in parts."""
         check_images(images, self._shape)
         if self.profiles and len(images) > TENSORRT_BATCHES.maximum:
             chunks = split_batch(len(images), self.profiles)
-            return np.concatenate([self._run(images[chunk.start : chunk.stop]) for chunk in chunks])
-        return self._run(images)
+            parts = [self._run(names, images[chunk.start : chunk.stop]) for chunk in chunks]
+            return [np.concatenate(values) for values in zip(*parts, strict=True)]
+        return self._run(names, images)
 
-    def _run(self, images: UInt8Array) -> Float32Array:
-        (logits,) = self._outputs([self._manifest.output.name], images)
-        return logits
-
-    def _outputs(self, names: list[str], images: UInt8Array) -> list[Float32Array]:
+    def _run(self, names: list[str], images: UInt8Array) -> list[Float32Array]:
         try:
             found: list[Float32Array] = self._session.run(names, {self._manifest.input.name: images})
         except _RUN_ERRORS as error:
@@ -176,6 +200,7 @@ class OnnxRuntimeSession(Session):
             "precision": self._manifest.precision,
             "threads": self._threads or "all cores",
             **({"graph": self._graph.name} if self._graph else {}),
+            **({"outputs": list(self.outputs)} if self.outputs else {}),
             **({"profiles": [str(profile) for profile in self.profiles]} if self.profiles else {}),
         }
 

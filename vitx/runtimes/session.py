@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, cast, final
 import numpy as np
 import numpy.typing as npt
 
-from vitx.core.bundle import MODEL, Bundle
+from vitx.core.bundle import MODEL, OUTPUTS, Bundle, output_file
 from vitx.core.certificate import Executable
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.machine import cpu_architecture, cuda_driver, local_architectures
@@ -16,9 +16,9 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 
 Float32Array = npt.NDArray[np.float32]
-FeatureArray = npt.NDArray[np.floating]
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES = ("auto", "cpu", "cuda")
+LOGITS = "logits"
 
 
 class SessionClosed(RuntimeError):
@@ -28,18 +28,18 @@ class SessionClosed(RuntimeError):
 class Session(ABC):
     """A model that is loaded when the object is made and runs until `close`; `with` closes it at the end.
 
-    `infer` and `infer_features` may be called from several threads at once. A runtime implements `_infer`, `describe`
-    and, where it holds more than Python frees by itself, `_close`.
+    `infer` and `infer_outputs` may be called from several threads at once. A runtime implements `_infer`, `describe`,
+    where it gives more than logits `_infer_outputs` and, where it holds more than Python frees by itself, `_close`.
 
     profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
-    has_features: whether `infer_features` gives features.
     concurrent: with one thread, calls from several threads are computed at once, not one after the other.
+    outputs: what it was loaded to give beside logits, of "embedding", "attention" and "rollout".
     artefacts: the files of the bundle that were loaded, by their names in it.
     """
 
     profiles: tuple[Profile, ...] = ()
-    has_features: bool = False
     concurrent: bool = False
+    outputs: tuple[str, ...] = ()
     artefacts: tuple[str, ...] = (MODEL,)
 
     def __init__(self) -> None:
@@ -62,14 +62,14 @@ class Session(ABC):
             self._end_call()
 
     @final
-    def infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
-        """Return the logits, as `infer`, and features (N, D), float32 or float16: the input of the classifier.
+    def infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+        """Return "logits", as `infer`, and each of `outputs`: embedding (N, D), attention and rollout (N, P), float32.
 
-        Raises what `infer` does, and InputError for a session without features.
+        Raises what `infer` does.
         """
         self._begin_call()
         try:
-            return self._infer_features(images)
+            return self._infer_outputs(images)
         finally:
             self._end_call()
 
@@ -97,8 +97,9 @@ class Session(ABC):
     def _infer(self, images: UInt8Array) -> Float32Array:
         """As `infer`, on a session that is open."""
 
-    def _infer_features(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray]:
-        raise InputError("this session gives logits alone: load_session(…, features=True)")
+    def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+        """As `infer_outputs`, on a session that is open."""
+        return {LOGITS: self._infer(images)}
 
     def _close(self) -> None:  # noqa: B027 - a fake, or a session around another, has nothing to free
         """Free what was loaded. Called once, when no call runs."""
@@ -130,6 +131,11 @@ def executable_of(subject: Mapping[str, str], session: Session) -> Executable:
         precision=about.get("precision", ""),
         artefacts={name: subject[name] for name in session.artefacts if name in subject},
     )
+
+
+def outputs_of(executable: Executable) -> frozenset[str]:
+    """What an executable gives beside logits: it loads a file of the bundle for each."""
+    return frozenset(name for name in OUTPUTS if output_file(name) in executable.artefacts)
 
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """PyTorch: the reference of parity and bench. The one file of vitx.runtimes that imports torch and the models."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -13,6 +14,7 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
 from vitx.core.run import Checkpoint, RunFolder
 from vitx.models import image_tensor, load_run_model, reattention_impl
+from vitx.models.outputs import recorded_outputs
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Device, Float32Array, Session, device_name
 
@@ -70,16 +72,21 @@ class TorchSession(Session):
         return logits
 
     @torch.inference_mode()
-    def infer_float64(self, images: UInt8Array) -> Float64Array:
-        """Logits (N, C) in float64, on the CPU, of images uint8 (N, S, S, 3): what rounding is measured from."""
+    def infer_float64(self, images: UInt8Array, outputs: Sequence[str] = ()) -> dict[str, Float64Array]:
+        """`logits` (N, C) and further outputs in float64, on the CPU, of images uint8 (N, S, S, 3).
+
+        It is what rounding is measured from. Raises InputError for outputs that this network does not have.
+        """
         network = deepcopy(self._network).cpu().double().eval()
         mean = torch.tensor(self._preprocessing.mean, dtype=torch.float64)
         std = torch.tensor(self._preprocessing.std, dtype=torch.float64)
-        found = []
-        for image in images:  # one at a time: float64 maps of a large network are not small
-            pixels = (torch.from_numpy(image.copy()).double() / 255 - mean) / std
-            found.append(network(pixels.permute(2, 0, 1)[None]).numpy())
-        return np.concatenate(found)
+        rows: list[dict[str, Float64Array]] = []
+        with recorded_outputs(network, outputs) as recorded:
+            for image in images:  # one at a time: float64 maps of a large network are not small
+                pixels = (torch.from_numpy(image.copy()).double() / 255 - mean) / std
+                found = {"logits": network(pixels.permute(2, 0, 1)[None]), **recorded()}
+                rows.append({name: value.numpy() for name, value in found.items()})
+        return {name: np.concatenate([row[name] for row in rows]) for name in ("logits", *outputs)}
 
     def _close(self) -> None:
         del self._model, self._network

@@ -40,7 +40,7 @@ def test_each_is_judged_once_and_the_fastest_is_taken(witnessed: Bundle) -> None
     assert choose(witnessed) == ("openvino", "onnxruntime-cpu")
     with load_fastest(witnessed, "auto", device="cpu", threads=1) as session:
         assert session.describe()["runtime"] == "openvino"
-    with load_fastest(witnessed, "auto", device="cpu", threads=1, features=True) as session:
+    with load_fastest(witnessed, "auto", device="cpu", threads=1, outputs=("embedding",)) as session:
         assert session.describe()["runtime"] == "onnxruntime"
 
 

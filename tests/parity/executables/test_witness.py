@@ -17,7 +17,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, write_json
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, read_witness
 from vitx.parity.executables.witness_set import add_witness, draw_images
-from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, seal_manifest
+from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, reference_float64, seal_manifest
 
 
 def rewritten(bundle: Bundle, *, info: dict[str, Any] | None = None, **tensors: Any) -> Bundle:
@@ -75,13 +75,13 @@ def test_it_adds_a_tenth_at_most(tmp_path: Path, witnessed: Bundle) -> None:
     bundle = seal_manifest(witnessed.path)
     options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
     margins = np.linspace(0, 1, 360)
-    added = add_witness(bundle, IMAGES, margins, 1.0, logits_float64, count=None, **options)
+    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=None, **options)
     witness = read_witness(added)
     assert witness is None  # not one fits into a tenth of a graph of some hundred bytes
     assert Bundle.open(bundle.path).manifest == added.manifest == bundle.manifest
     files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=200_000)}
     big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
-    larger = add_witness(big, IMAGES, margins, 1.0, logits_float64, count=None, **options)
+    larger = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=None, **options)
     witness = read_witness(larger)
     assert witness is not None
     assert 20 < len(witness) < 80
@@ -199,5 +199,5 @@ def test_a_manifest_that_says_otherwise_is_refused(witnessed: Bundle, field: str
 def test_every_field_is_read_back() -> None:
     assert WitnessInfo.model_fields.keys() == {
         *("format_version", "split", "split_sha256", "population", "census", "seed", "labels", "preprocessing"),
-        *("reference", "reference_sha256", "logit_std", "images_sha256", "logits_sha256"),
+        *("reference", "reference_sha256", "logit_std", "images_sha256", "logits_sha256", "outputs_sha256"),
     }

@@ -22,8 +22,14 @@ WITNESS_IMAGES = 340  # of them, 85 those of smallest margin: without a flip the
 
 def logits_float64(images: UInt8Array) -> Float64Array:
     """The checkpoint: the function of `tiny_graph`, written independently."""
+    return reference_float64(images)["logits"]
+
+
+def reference_float64(images: UInt8Array) -> dict[str, Float64Array]:
+    """The same, with the embedding: the mean colour, normalised."""
     normal = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
-    return np.asarray(normal.mean(axis=(1, 2)) @ WEIGHT.astype(np.float64) + BIAS)
+    features = np.asarray(normal.mean(axis=(1, 2)))
+    return {"logits": np.asarray(features @ WEIGHT.astype(np.float64) + BIAS), "embedding": features}
 
 
 def write_ir(folder: Path, fault: Fault | None = None) -> None:
@@ -60,7 +66,7 @@ def certify_bundle(bundle: Bundle, witness_images: int = WITNESS_IMAGES) -> Cert
 
     def add_evidence(bundle: Bundle, comparison: Comparison, certificate: Certificate) -> Bundle:
         return add_witness(
-            *(bundle, IMAGES, comparison.margins, comparison.logit_std, logits_float64),
+            *(bundle, IMAGES, comparison.margins, comparison.logit_std, reference_float64),
             count=witness_images,
             reference_name=certificate.reference,
             reference_sha256=certificate.reference_sha256,

@@ -189,9 +189,9 @@ def test_every_stage_is_timed(bench: Bench) -> None:
     assert all(share > 0 for share in worker.timer.shares(1.0).values())
 
 
-def test_embeddings_need_a_session_with_features(bench: Bench) -> None:
-    with pytest.raises(InputError, match=r"^embeddings need a session that returns features: load_session\(…, feat"):
-        bench.worker(embeddings=True)
+def test_outputs_need_a_session_that_gives_them(bench: Bench) -> None:
+    with pytest.raises(InputError, match=r"^the session gives no embedding: load_session\(…, outputs=\('embedding',"):
+        bench.worker(outputs=("embedding", "attention"))
 
 
 def test_strict_names_the_first_unreadable_image_and_gives_back_the_rest(bench: Bench) -> None:

@@ -3,6 +3,10 @@
 `embedding` is the input of the first block and `blocks.i` the output of block i: the residual stream, which no rewrite
 changes. Its shape is (N, tokens, D), or (N·tokens, D) where the tokens of all images share one axis; the output of a
 last block that computes the class token only has one token.
+
+`blocks.i.softmax` is what the only Softmax of block i makes, its attention maps (N, H, queries, tokens) before a head
+mix: further outputs of a bundle are computed of them (outputs.py). Folds may remove what makes such a tensor, but none
+removes a Softmax.
 """
 
 import re
@@ -19,8 +23,12 @@ def block_name(index: int) -> str:
     return f"blocks.{index}"
 
 
+def softmax_name(index: int) -> str:
+    return f"{block_name(index)}.softmax"
+
+
 def name_block_outputs(model: Any) -> None:
-    """Rename the tensors between blocks of an onnx_ir.Model that the exporter has just traced, in place.
+    """Rename the tensors between blocks, and the maps in them, of an onnx_ir.Model that was just traced, in place.
 
     Blocks are the children of a list called `blocks`, as in timm's transformers; a network without such a list, or with
     a nested one, keeps its names. Call it before the exporter's metadata, which says which block a node is of, is
@@ -50,6 +58,11 @@ def name_block_outputs(model: Any) -> None:
             value.name = block_name(index)
     if outputs and embedding is not None:
         embedding.name = EMBEDDING
+    maps = [(block_of[id(node)], node.outputs[0]) for node in model.graph if node.op_type == "Softmax"]
+    blocks = [block for block, _ in maps]
+    for block, value in maps:
+        if block is not None and blocks.count(block) == 1:
+            value.name = softmax_name(block)
 
 
 def _block_index(node: Any) -> int | None:

@@ -137,9 +137,17 @@ def fold_layer_norm_affine(root: nn.Module) -> int:
     if model is not None and model.global_pool in ("token", "avg"):
         heads = [head for head in classifiers(model) if isinstance(head, nn.Linear)]
         if len(heads) == len(classifiers(model)):
-            last = model.norm if isinstance(model.fc_norm, nn.Identity) else model.fc_norm
-            pairs.append((last, heads))
+            pairs.append((last_norm(root), heads))
     return sum(_fold_affine(norm, linears) for norm, linears in pairs)
+
+
+def last_norm(root: nn.Module) -> nn.LayerNorm | None:
+    """The norm before the classifier of the vision transformer under `root`; None without one that is a LayerNorm."""
+    model = vision_transformer(root)
+    if model is None:
+        return None
+    last = model.norm if isinstance(model.fc_norm, nn.Identity) else model.fc_norm
+    return last if isinstance(last, nn.LayerNorm) else None
 
 
 def fold_value_bias(root: nn.Module) -> int:

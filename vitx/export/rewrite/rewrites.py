@@ -156,15 +156,7 @@ def rewrite_checked(
     but the layer's reads its weights.
     """
     images = torch.randint(0, 256, (2, image_size, image_size, 3), dtype=torch.uint8, generator=_seeded())
-    try:
-        expected = _logits(classifier, images)
-    # A network checks its input by whatever raises; the message says in which of its modules.
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        place, reason = failure_of(error, classifier)
-        raise InputError(
-            f"this network cannot classify images of {image_size} × {image_size} pixels, {place}: {reason}; give it "
-            "other arguments with --model-arg, or take another network of its family"
-        ) from None
+    expected = logits_of_network(classifier, images)
     applied = applied_rewrites(classifier, rewrites)
     if _change(expected, _logits(classifier, images)) <= TOLERANCE:
         return applied
@@ -180,6 +172,20 @@ def rewrite_checked(
                     f"in two places, or a weight on its own; leave it out with --without {name}"
                 )
     raise CheckFailed("the rewrites together change this network, none of them alone: please report it")
+
+
+def logits_of_network(classifier: ImageClassifier, images: Tensor) -> Tensor:
+    """Logits float64 (N, C) of images uint8 (N, S, S, 3); raise InputError where the network cannot classify them."""
+    try:
+        return _logits(classifier, images)
+    # A network checks its input by whatever raises; the message says in which of its modules.
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        place, reason = failure_of(error, classifier)
+        size = images.shape[1]
+        raise InputError(
+            f"this network cannot classify images of {size} × {size} pixels, {place}: {reason}; give it "
+            "other arguments with --model-arg, or take another network of its family"
+        ) from None
 
 
 def _seeded() -> torch.Generator:

@@ -8,6 +8,7 @@ from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.layers import first_divergence
+from vitx.parity.executables.listing import output_sets
 from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.executables.witness import Witness, read_witness
 from vitx.parity.loaded_model import DEFAULT_RUNTIME
@@ -38,8 +39,10 @@ def require_verdict(bundle: Bundle, session: Session, *, quiet: bool = False) ->
     return verdict
 
 
-def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> Verdict:
+def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> list[Verdict]:
     """`vitx parity BUNDLE`: run the witness set through `options.runtime`, and keep a passing verdict on this machine.
+
+    One verdict, and of a bundle with further outputs a second one on the executable that gives them too.
 
     Raises InputError for a path that is no bundle, a bundle without a witness set, and a set that is too small for a
     `--max-flip-rate` that was given.
@@ -55,8 +58,12 @@ def certify_here(path: Path, options: ParityOptions, *, quiet: bool = False) -> 
     asked = "max_flip_rate" in options.model_fields_set
     certificate = bundle.certificate()
     rate = options.max_flip_rate if asked or certificate is None else certificate.max_flip_rate
-    with load_session(bundle, options.runtime or DEFAULT_RUNTIME, device=options.device) as session:
-        return _judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet)
+    runtime = options.runtime or DEFAULT_RUNTIME
+    found = []
+    for outputs in output_sets(bundle, runtime):
+        with load_session(bundle, runtime, device=options.device, outputs=outputs) as session:
+            found.append(_judged(bundle, witness, session, rate, must_prove=asked, quiet=quiet))
+    return found
 
 
 def require_passing(path: Path, verdict: Verdict) -> None:

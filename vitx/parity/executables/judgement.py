@@ -2,21 +2,23 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from vitx.core.bundle import Bundle, Precision, timestamp
-from vitx.core.certificate import Executable, Verdict
+from vitx.core.certificate import Executable, OutputVerdict, Verdict
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.machine import describe_machine
 from vitx.core.tolerance import allowed_logit_error, coarser
 from vitx.parity.comparison import NOT_FINITE_ERROR
+from vitx.parity.executables.outputs import judge_output, reasons_of
 from vitx.parity.executables.witness import Witness
 from vitx.parity.statistics import stratified_upper
-from vitx.runtimes.session import Float32Array, Session, executable_of
+from vitx.runtimes.session import LOGITS, Float32Array, Session, executable_of
 
 BATCH = 16
 ALONE = 8  # images that are also run one at a time
@@ -24,11 +26,15 @@ ALONE = 8  # images that are also run one at a time
 
 @dataclass(frozen=True)
 class _Run:
-    """logits (N, C) at batches of `BATCH`, `alone` (n, C) of the first images one at a time; seconds an image."""
+    """logits (N, C) at batches of `BATCH`, `alone` (n, C) of the first images one at a time; seconds an image.
+
+    outputs: of each further output the same two.
+    """
 
     logits: Float32Array
     alone: Float32Array
     seconds: float
+    outputs: dict[str, tuple[Float32Array, Float32Array]]
 
 
 def judge_executable(
@@ -51,9 +57,10 @@ def judge_executable(
     executable = executable_of(bundle.subject(), session)
     precision = coarser(bundle.manifest.precision, _precision(executable))
     allowed = allowed_logit_error(precision, info.logit_std)
+    outputs = _judged_outputs(bundle, witness, run, precision)
     if run.logits.shape != witness.logits.shape:
         other = (f"logits {run.logits.shape} where the checkpoint has {witness.logits.shape}",)
-        return _verdict(witness, executable, "fail", other, run, rate, allowed)
+        return _verdict(witness, executable, "fail", other, run, rate, allowed, outputs=outputs)
     finite = bool(np.isfinite(run.logits).all() and np.isfinite(run.alone).all())
     error = _largest_error(witness, run) if finite else NOT_FINITE_ERROR
     census, sample = _flips(witness, run)
@@ -68,24 +75,46 @@ def judge_executable(
         ),
         (error <= allowed, f"largest logit error {error:.3g}, allowed {allowed:.3g}"),
         (finite, "logits that are not finite, allowed none" if not finite else "all logits finite"),
+        *((outputs[name].verdict == "pass", text) for name, text in reasons_of(outputs).items()),
     )
     failures = tuple(text for holds, text in checks if not holds)
     reasons: tuple[str, ...] = failures or tuple(text for _, text in checks)
-    measured: dict[str, Any] = {"flips": census + sample, "flip_rate_bound": bound, "max_logit_error": error}
+    measured: dict[str, Any] = {"flips": census + sample, "flip_rate_bound": bound}
+    measured |= {"max_logit_error": error, "outputs": outputs}
     return _verdict(witness, executable, "fail" if failures else "pass", reasons, run, rate, allowed, **measured)
 
 
 def _run(witness: Witness, session: Session, *, quiet: bool) -> _Run:
-    pixels, found, seconds = witness.pixels, [], []
+    pixels, found, seconds = witness.pixels, list[dict[str, Float32Array]](), []
+    infer = session.infer_outputs if session.outputs else lambda block: {LOGITS: session.infer(block)}
     with progress("witness set", len(witness), quiet=quiet) as bar:
         for start in range(0, len(pixels), BATCH):
             block = pixels[start : start + BATCH]
             begun = time.perf_counter()
-            found.append(session.infer(block))
+            found.append(infer(block))
             seconds.append((time.perf_counter() - begun) / len(block))
             bar.update(start + len(block))
-    alone = np.concatenate([session.infer(pixels[row : row + 1]) for row in range(min(ALONE, len(pixels)))])
-    return _Run(np.concatenate(found), alone, float(np.median(seconds)))
+    alone = [infer(pixels[row : row + 1]) for row in range(min(ALONE, len(pixels)))]
+    outputs = {name: (_column(found, name), _column(alone, name)) for name in session.outputs}
+    return _Run(_column(found, LOGITS), _column(alone, LOGITS), float(np.median(seconds)), outputs)
+
+
+def _column(batches: Sequence[dict[str, Float32Array]], name: str) -> Float32Array:
+    return np.concatenate([batch[name] for batch in batches])
+
+
+def _judged_outputs(bundle: Bundle, witness: Witness, run: _Run, precision: Precision) -> dict[str, OutputVerdict]:
+    """A verdict on each output that the bundle lists and the session gave."""
+
+    def bound(exceeding: np.ndarray) -> float:
+        census = witness.info.census
+        return _bound(witness, int(exceeding[:census].sum()), int(exceeding[census:].sum()))
+
+    return {
+        spec.name: judge_output(witness.outputs[spec.name], *run.outputs[spec.name], precision, bound)
+        for spec in bundle.manifest.outputs
+        if spec.name in run.outputs
+    }
 
 
 def _largest_error(witness: Witness, run: _Run) -> float:
@@ -127,6 +156,7 @@ def _verdict(
     flips: int = 0,
     flip_rate_bound: float = 1.0,
     max_logit_error: float = NOT_FINITE_ERROR,
+    outputs: dict[str, OutputVerdict] | None = None,
 ) -> Verdict:
     return Verdict(
         executable=executable,
@@ -141,6 +171,7 @@ def _verdict(
         max_logit_error=max_logit_error,
         max_logit_error_allowed=allowed,
         images_per_second=1 / run.seconds,
+        outputs=outputs or {},
         machine=describe_machine(),
         created=timestamp(),
     )

@@ -27,7 +27,8 @@ def first_divergence(bundle: Bundle, session: Session, witness: Witness) -> str:
     the same images are run through both graphs on this machine. The other runtimes do not, and without the package
     onnx the graph gets no further outputs.
     """
-    if not session.describe()["runtime"].startswith("openvino") or find_spec("onnx") is None:
+    of_ir = session.describe()["runtime"].startswith("openvino") and not session.outputs
+    if not of_ir or find_spec("onnx") is None:
         return ""
     pixels = witness.pixels[:IMAGES]
     found = _openvino_tensors(bundle, pixels)

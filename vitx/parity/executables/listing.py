@@ -45,24 +45,37 @@ def verdicts_of_bundle(
 ) -> list[Verdict]:
     """A verdict by the witness set on each of `runtimes` that can run here, and "not run" on each plan that cannot.
 
-    Without a witness set there is no evidence, and only plans are listed. One that fails is listed as such.
+    Of a bundle with further outputs each runtime that gives them has a second one, with all of them. Without a witness
+    set there is no evidence, and only plans are listed. One that fails is listed as such.
     """
     witness = read_witness(bundle)
     found = []
     if witness is not None:
         for name in (name for name in runtimes_for(bundle, device) if name in runtimes):
-            verdict = _judged(bundle, witness, name, rate, quiet=quiet)
-            if verdict is not None:
-                log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
-                found.append(verdict)
+            for outputs in output_sets(bundle, name):
+                verdict = _judged(bundle, witness, name, rate, outputs, quiet=quiet)
+                if verdict is not None:
+                    log(f"parity: {verdict.verdict}: {verdict.executable}", quiet=quiet)
+                    found.append(verdict)
+    further = [spec.name for spec in bundle.manifest.outputs]
+    if further and not any(verdict.outputs for verdict in found):
+        log(f"warning: nothing here gives {', '.join(further)} of this bundle: no certificate of them is written")
     run = {file for verdict in found for file in verdict.executable.artefacts}
     return found + [_not_run(bundle, plan) for plan in _plans(bundle) if plan not in run]
 
 
-def _judged(bundle: Bundle, witness: Witness, runtime: str, rate: float, *, quiet: bool) -> Verdict | None:
+def output_sets(bundle: Bundle, runtime: str) -> tuple[tuple[str, ...], ...]:
+    """With which outputs a runtime is judged: logits alone and, where bundle and runtime have them, all others too."""
+    outputs = tuple(spec.name for spec in bundle.manifest.outputs)
+    return ((), outputs) if outputs and "tensorrt" not in runtime else ((),)
+
+
+def _judged(
+    bundle: Bundle, witness: Witness, runtime: str, rate: float, outputs: Sequence[str], *, quiet: bool
+) -> Verdict | None:
     """None for a runtime that does not take this graph here: without a session there is nothing to speak of."""
     try:
-        with load_session(bundle, runtime) as session:
+        with load_session(bundle, runtime, outputs=outputs) as session:
             return judge_executable(bundle, witness, session, rate, quiet=quiet)
     except VitxError as error:
         log(f"parity: {runtime} does not run '{bundle.manifest.name}' here: {error}", quiet=quiet)

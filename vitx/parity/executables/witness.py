@@ -4,9 +4,10 @@ With it any machine can judge an executable of the bundle without the checkpoint
 """
 
 import io
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -41,15 +42,22 @@ class WitnessInfo(Record):
     logit_std: float = Field(description="standard deviation of the reference's logits over the whole split")
     images_sha256: str = Field(description="of the pixels, uint8")
     logits_sha256: str = Field(description="float64, little endian")
+    outputs_sha256: Annotated[dict[str, str], Field(exclude_if=lambda digests: not digests)] = Field(
+        default_factory=dict, description="float32, little endian, by output"
+    )
 
 
 @dataclass(frozen=True)
 class Witness:
-    """pixels: uint8 (N, S, S, 3). logits: of the checkpoint, computed in float64, (N, C)."""
+    """pixels: uint8 (N, S, S, 3). logits: of the checkpoint, computed in float64, (N, C).
+
+    outputs: its further outputs, computed in float64 too and rounded to float32, (N, D) or (N, P), by name.
+    """
 
     info: WitnessInfo
     pixels: UInt8Array
     logits: Float64Array
+    outputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -76,6 +84,7 @@ def write_witness(path: Path, witness: Witness, encoded: list[bytes]) -> None:
         "png": np.frombuffer(b"".join(encoded), np.uint8),
         "ends": np.cumsum([len(image) for image in encoded]).astype(np.int64),
         "logits": witness.logits,
+        **witness.outputs,
     }
     write_bytes(path, save(tensors, metadata={_METADATA: witness.info.model_dump_json()}))
 
@@ -96,8 +105,10 @@ def read_witness(bundle: Bundle) -> Witness | None:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, ValidationError) as error:
         raise InputError(f"{path} is no witness set: {_first_line(error)}; export the bundle again") from None
-    if {name: str(tensor.dtype) for name, tensor in tensors.items()} != _TENSORS:
-        raise InputError(f"{path} is no witness set: expected the tensors {', '.join(_TENSORS)}; export it again")
+    widths = {str(spec.name): spec.shape[1:] for spec in bundle.manifest.outputs}
+    expected = {**_TENSORS, **dict.fromkeys(widths, "float32")}
+    if {name: str(tensor.dtype) for name, tensor in tensors.items()} != expected:
+        raise InputError(f"{path} is no witness set: expected the tensors {', '.join(expected)}; export it again")
     logits, ends = tensors["logits"], tensors["ends"]
     if info.labels != bundle.manifest.labels or logits.shape != (len(ends), len(info.labels)):
         raise CheckFailed(
@@ -108,9 +119,14 @@ def read_witness(bundle: Bundle) -> Witness | None:
             f"{path} was preprocessed otherwise than {bundle.path} says: that was changed after it was made; export it "
             "again"
         )
+    outputs = {name: tensors[name] for name in widths}
+    for name, values in outputs.items():
+        if values.shape != (len(ends), *widths[name]):
+            raise CheckFailed(f"the {name} of {path} is {values.shape}, the bundle's is {('N', *widths[name])}")
     pixels = _decode(path, tensors["png"].tobytes(), ends, shape)
-    _check(path, info, pixels, logits)
-    return Witness(info, pixels, logits)
+    witness = Witness(info, pixels, logits, outputs)
+    _check(path, witness)
+    return witness
 
 
 def _decode(path: Path, encoded: bytes, ends: npt.NDArray[np.int64], shape: tuple[int, ...]) -> UInt8Array:
@@ -134,15 +150,19 @@ def _decode(path: Path, encoded: bytes, ends: npt.NDArray[np.int64], shape: tupl
     return pixels
 
 
-def _check(path: Path, info: WitnessInfo, pixels: UInt8Array, logits: Float64Array) -> None:
-    for what, digest, found in (
-        ("images", info.images_sha256, digest_of(pixels)),
-        ("reference logits", info.logits_sha256, digest_of(logits)),
-    ):
-        if digest != found:
+def _check(path: Path, witness: Witness) -> None:
+    info, logits = witness.info, witness.logits
+    found: list[tuple[str, str | None, npt.NDArray[Any]]] = [
+        ("images", info.images_sha256, witness.pixels),
+        ("reference logits", info.logits_sha256, logits),
+        *((f"reference values of {name}", info.outputs_sha256.get(name), it) for name, it in witness.outputs.items()),
+    ]
+    for what, digest, values in found:
+        if digest != digest_of(values):
             raise CheckFailed(f"the {what} of {path} were altered after it was made: export the bundle again")
-    count = len(pixels)
-    if not (0 <= info.census <= count <= info.population and np.isfinite(logits).all() and info.logit_std >= 0):
+    count = len(witness)
+    finite = np.isfinite(logits).all() and all(np.isfinite(values).all() for values in witness.outputs.values())
+    if not (0 <= info.census <= count <= info.population and finite and info.logit_std >= 0):
         raise InputError(f"{path} is no witness set: {count} images of {info.population}, {info.census} by margin")
 
 

@@ -1,6 +1,7 @@
 """Draws the witness set of a bundle: which evaluation images, and the checkpoint's logits of them in float64."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from vitx.core.bundle import MANIFEST, MODEL, WITNESS, Bundle, FileEntry
 from vitx.core.console import log
+from vitx.core.errors import InputError
 from vitx.core.files import sha256_file, write_json
 from vitx.core.preprocess import UInt8Array
 from vitx.core.probabilities import Float64Array
@@ -41,7 +43,7 @@ def add_witness(
     images: ImageSet,
     margins: Float64Array,
     logit_std: float,
-    reference: Callable[[UInt8Array], Float64Array],
+    reference: Callable[[UInt8Array], Mapping[str, Float64Array]],
     *,
     count: int | None,
     reference_name: str,
@@ -51,9 +53,10 @@ def add_witness(
 ) -> Bundle:
     """Write a witness set into a bundle that is being made, list it in its manifest, and return the new bundle.
 
-    margins, logit_std: of the reference's logits of all `images`. reference: its logits in float64 (N, C). count: how
-    many images; None for as many as keep the bundle from growing by more than 20 MB or a tenth of its graph. Without
-    room for one image the bundle stays as it is, and the log says so.
+    margins, logit_std: of the reference's logits of all `images`. reference: its `logits` in float64 (N, C), and each
+    output that the bundle has. count: how many images; None for as many as keep the bundle from growing by more than
+    20 MB or a tenth of its graph. Without room for one image the bundle stays as it is, and the log says so; of a
+    bundle with further outputs InputError is raised, for nothing else certifies them.
     """
     limit = min(MOST_BYTES, int(MOST_SHARE * bundle.manifest.files[MODEL].size))
     seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
@@ -62,14 +65,21 @@ def add_witness(
         chosen, census = draw_images(margins, wanted, seed)
         pixels = _pixels(images, bundle, chosen)
         encoded = encode_images(pixels)
-        size = sum(map(len, encoded)) + len(chosen) * 8 * len(bundle.manifest.labels)
+        size = sum(map(len, encoded)) + len(chosen) * _reference_bytes(bundle)
         if count is not None or size <= limit:
             break
         wanted = min(wanted - 1, int(wanted * limit / size))
+    if not wanted and bundle.manifest.outputs:
+        raise InputError(
+            f"not one image fits into {limit / 1e6:.1f} MB, a tenth of the graph, and --output "
+            f"{bundle.manifest.outputs[0].name} is certified by the witness set: give --witness N"
+        )
     if not wanted:
         log(f"export: not one image fits into {limit / 1e6:.1f} MB: no witness set (see --witness)", quiet=quiet)
         return bundle
-    logits = reference(pixels)
+    found = reference(pixels)
+    logits = found["logits"]
+    outputs = {str(spec.name): found[spec.name].astype(np.float32) for spec in bundle.manifest.outputs}
     info = WitnessInfo(
         split=images.name,
         split_sha256=split_sha256,
@@ -83,9 +93,10 @@ def add_witness(
         logit_std=logit_std,
         images_sha256=digest_of(pixels),
         logits_sha256=digest_of(logits),
+        outputs_sha256={name: digest_of(values) for name, values in outputs.items()},
     )
     path = bundle.path / WITNESS
-    write_witness(path, Witness(info, pixels, logits), encoded)
+    write_witness(path, Witness(info, pixels, logits, outputs), encoded)
     log(
         f"export: witness set of {len(chosen)} of {len(images)} images, {path.stat().st_size / 1e6:.2f} MB", quiet=quiet
     )
@@ -95,8 +106,14 @@ def add_witness(
 def _count_that_fits(bundle: Bundle, images: ImageSet, limit: int) -> int:
     some = images.evenly_spaced(_SAMPLED_SIZES)
     encoded = encode_images(_pixels(some, bundle, np.arange(len(some))))
-    mean = sum(map(len, encoded)) / len(encoded) + 8 * len(bundle.manifest.labels)
+    mean = sum(map(len, encoded)) / len(encoded) + _reference_bytes(bundle)
     return min(len(images), int(limit / mean))
+
+
+def _reference_bytes(bundle: Bundle) -> int:
+    """What the checkpoint's logits (float64) and further outputs (float32) of one image take."""
+    widths = [math.prod(int(size) for size in spec.shape[1:]) for spec in bundle.manifest.outputs]
+    return 8 * len(bundle.manifest.labels) + 4 * sum(widths)
 
 
 def _pixels(images: ImageSet, bundle: Bundle, chosen: npt.NDArray[np.int64]) -> UInt8Array:

@@ -3,14 +3,15 @@
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and on request logits and embeddings (lists of float16).
+top_k_scores (list of float32), error (string), and on request logits and embeddings (lists of float16) and attention
+(list of float32: its values are shares, most of them below what float16 has all its digits for).
 
-Shape letters: N images, M of them with a prediction, C classes, K best classes, D width of the features.
+Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,14 @@ import numpy.typing as npt
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
 from vitx.predict.ledger.ledger import ShardRecord
-from vitx.runtimes.session import FeatureArray
 
 PREDICTIONS = "predictions.parquet"
 # Rows that are collected before they are written as one row group.
 ROW_GROUP = 8192
+# The columns of lists, by the output of a session that they hold.
+LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
+# ±65504 is the largest float16; beyond it a value would become infinite.
+LARGEST_HALF = 65504
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -46,15 +50,15 @@ def escape_invalid_utf8(name: str) -> str:
 class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
-    indices and scores: (M, K), best first; logits (M, C) and embeddings (M, D), or None where not requested.
+    indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
+    image may be left out.
     """
 
     keys: Sequence[str]
     errors: Sequence[str | None]
     indices: Int32Array
     scores: Float32Array
-    logits: Float32Array | None = None
-    embeddings: FeatureArray | None = None
+    lists: Mapping[str, Float32Array] = field(default_factory=dict)
 
 
 def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
@@ -89,18 +93,12 @@ class Part:
 
 
 class PartWriter:
-    """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard."""
+    """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    def __init__(
-        self,
-        out: Path,
-        shard: int,
-        suffix: str,
-        labels: Sequence[str],
-        *,
-        logits: bool = False,
-        embeddings: bool = False,
-    ) -> None:
+    lists: those of LIST_COLUMNS that the file gets.
+    """
+
+    def __init__(self, out: Path, shard: int, suffix: str, labels: Sequence[str], *, lists: Sequence[str] = ()) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -117,8 +115,10 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        requested = [name for name, wanted in (("logits", logits), ("embeddings", embeddings)) if wanted]
-        self._schema = pa.schema(columns | dict.fromkeys(requested, pa.list_(pa.float16())))
+        requested = {
+            LIST_COLUMNS[name]: pa.list_(pa.float32() if name == "attention" else pa.float16()) for name in lists
+        }
+        self._schema = pa.schema(columns | requested)
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
@@ -172,15 +172,13 @@ def remove_leftovers(out: Path, suffix: str = "*") -> None:
 
 
 def _concatenated(batches: Sequence[Rows]) -> Rows:
-    logits = [rows.logits for rows in batches if rows.logits is not None]
-    embeddings = [rows.embeddings for rows in batches if rows.embeddings is not None]
+    names = {name: None for rows in batches for name in rows.lists}  # in order
     return Rows(
         keys=[key for rows in batches for key in rows.keys],
         errors=[error for rows in batches for error in rows.errors],
         indices=np.concatenate([rows.indices for rows in batches]),
         scores=np.concatenate([rows.scores for rows in batches]),
-        logits=np.concatenate(logits) if logits else None,
-        embeddings=np.concatenate(embeddings) if embeddings else None,
+        lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
     )
 
 
@@ -209,10 +207,11 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
         lists(pa.array(rows.scores.reshape(-1)), width),
         pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
     ]
-    for name, values in (("logits", rows.logits), ("embeddings", rows.embeddings)):
-        if name in schema.names:
-            found = np.zeros((0, 1)) if values is None else values  # None: a group without a readable image
-            # ±65504 is the largest float16; beyond it a logit would become infinite.
-            halves = np.clip(found, -65504, 65504).astype(np.float16)
-            columns.append(lists(pa.array(halves.reshape(-1), pa.float16()), found.shape[1]))
+    for name, column in LIST_COLUMNS.items():
+        if column in schema.names:
+            found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
+            kind = schema.field(column).type.value_type
+            if kind == pa.float16():
+                found = np.clip(found, -LARGEST_HALF, LARGEST_HALF).astype(np.float16)
+            columns.append(lists(pa.array(found.reshape(-1), kind), found.shape[1]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

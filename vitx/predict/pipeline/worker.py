@@ -17,7 +17,7 @@ from vitx.predict.ledger.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
-from vitx.runtimes.session import FeatureArray, Float32Array, Session
+from vitx.runtimes.session import LOGITS, Float32Array, Session
 
 STAGES = ("read", "decode", "infer", "write")
 # Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
@@ -53,8 +53,8 @@ class Job:
     decode_threads: int
     # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
     has_single_files: bool = True
-    # Write a column of features; the session must have features.
-    embeddings: bool = False
+    # Further outputs of the session, each of which becomes a column.
+    outputs: tuple[str, ...] = ()
     # See Preprocessing.from_bytes.
     draft: bool = False
     # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
@@ -97,12 +97,12 @@ class PreparedImage(NamedTuple):
 
 
 class BatchOutputs(NamedTuple):
-    """A batch of N images: keys and errors of all; logits (M, C) and features (M, D) of the M without an error."""
+    """A batch of N images: keys and errors of all; logits (M, C) and further outputs of the M without an error."""
 
     keys: list[str]
     errors: list[str | None]
     logits: Float32Array
-    features: FeatureArray | None
+    further: dict[str, Float32Array]
 
 
 class Worker:
@@ -113,8 +113,9 @@ class Worker:
     """
 
     def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
-        if job.embeddings and not session.has_features:
-            raise InputError("embeddings need a session that returns features: load_session(…, features=True)")
+        missing = [name for name in job.outputs if name not in session.outputs]
+        if missing:
+            raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={job.outputs})")
         self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
         self.images = self.committed = 0
         self._slice_size = slice_size(job.batch_size, job.decode_threads)
@@ -213,33 +214,37 @@ class Worker:
             refuse_unreadable((item.key for item in batch), errors)
         classes = len(self.job.labels)
         logits: Float32Array = np.zeros((0, classes), dtype=np.float32)
-        features: FeatureArray | None = None
+        further: dict[str, Float32Array] = {}
         pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
         if pixels:
             with self.timer.busy("infer"):
-                logits, features = self._run(np.stack(pixels))
-        return BatchOutputs([item.key for item in batch], errors, logits, features)
+                logits, further = self._run(np.stack(pixels))
+        return BatchOutputs([item.key for item in batch], errors, logits, further)
 
-    def _run(self, images: UInt8Array) -> tuple[Float32Array, FeatureArray | None]:
-        if self.job.embeddings:
-            return self.session.infer_features(images)
-        return self.session.infer(images), None
+    def _run(self, images: UInt8Array) -> tuple[Float32Array, dict[str, Float32Array]]:
+        if not self.job.outputs:
+            return self.session.infer(images), {}
+        found = self.session.infer_outputs(images)
+        return found[LOGITS], {name: found[name] for name in self.job.outputs}
 
     def _rows(self, outputs: BatchOutputs) -> Rows:
-        """Rank the classes; an image whose logits are not finite becomes one with an error.
+        """Rank the classes; an image of whose outputs a value is not finite becomes one with an error.
 
         Called in the writing thread, so that the model does not wait for it.
         """
-        keys, errors, logits, features = outputs
+        keys, errors, logits, further = outputs
         finite = np.isfinite(logits).all(axis=1)
+        for values in further.values():
+            finite &= np.isfinite(values).all(axis=1)
         if not finite.all():
             predicted = [row for row, error in enumerate(errors) if error is None]
             for row in np.array(predicted)[~finite]:
                 errors[row] = "the model's output is not finite"
             logits = logits[finite]
-            features = None if features is None else features[finite]
+            further = {name: values[finite] for name, values in further.items()}
         indices, scores = rank(logits, self.job.top_k)
-        return Rows(keys, errors, indices, scores, logits if self.job.logits else None, features)
+        lists = ({"logits": logits} if self.job.logits else {}) | further
+        return Rows(keys, errors, indices, scores, lists)
 
     def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
         """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
@@ -268,9 +273,8 @@ class Worker:
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._writer is None:
             job, suffix = self.job, self.shards.temporary_suffix()
-            self._writer = PartWriter(
-                *(job.out, claim.id, suffix, job.labels), logits=job.logits, embeddings=job.embeddings
-            )
+            lists = [*(["logits"] if job.logits else []), *job.outputs]
+            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists)
         if rows is not None:
             self._writer.add(rows)
             return

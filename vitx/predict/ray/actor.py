@@ -140,7 +140,7 @@ class PredictionActor:
             assignment.runtime,
             device=assignment.device,
             threads=assignment.threads,
-            features=assignment.job.embeddings,
+            outputs=assignment.job.outputs,
         )
         job = assignment.job
         if job.certified:

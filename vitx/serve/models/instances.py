@@ -1,7 +1,7 @@
 """Several sessions of one bundle that look like one: a batch goes to a free session."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,15 +16,26 @@ class SessionPool(Session):
 
     def __init__(self, sessions: Sequence[Session]) -> None:
         super().__init__()
-        self._sessions, self.profiles, self.artefacts = sessions, sessions[0].profiles, sessions[0].artefacts
+        first = sessions[0]
+        self._sessions, self.profiles = sessions, first.profiles
+        self.artefacts, self.outputs = first.artefacts, first.outputs
         self._free: SimpleQueue[Session] = SimpleQueue()
         for session in sessions:
             self._free.put(session)
 
     def _infer(self, images: UInt8Array) -> Float32Array:
+        with self._borrowed() as session:
+            return session.infer(images)
+
+    def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+        with self._borrowed() as session:
+            return session.infer_outputs(images)
+
+    @contextmanager
+    def _borrowed(self) -> Iterator[Session]:
         session = self._free.get()
         try:
-            return session.infer(images)
+            yield session
         finally:
             self._free.put(session)
 

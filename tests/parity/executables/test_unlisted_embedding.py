@@ -1,4 +1,4 @@
-"""Features and logits: the input of the classifier, taken from the bundle's own graph."""
+"""Features of a bundle that lists no outputs: the input of the classifier, taken from the bundle's own graph."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,11 +21,13 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SourceRequest, export_bundle
+from vitx.export.graph.outputs import classifier_inputs
 from vitx.models import build_model, image_tensor
+from vitx.parity.executables.choice import load_fastest
+from vitx.parity.executables.unlisted_embedding import classifier
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.options import PredictOptions
 from vitx.runtimes import load_session
-from vitx.runtimes.features import OnnxRuntimeFeatures, classifier, classifier_input
 
 
 def random_images(count: int, size: int) -> UInt8Array:
@@ -40,9 +42,10 @@ def expected_features(images: UInt8Array) -> npt.NDArray[np.float64]:
 
 def test_features_are_the_classifiers_input(tiny_bundle: Bundle) -> None:
     images = random_images(5, 16)
-    session = load_session(tiny_bundle, device="cpu", threads=1, features=True)
-    assert isinstance(session, OnnxRuntimeFeatures)
-    logits, features = session.infer_features(images)
+    session = load_fastest(tiny_bundle, "auto", device="cpu", threads=1, outputs=("embedding",))
+    assert session.outputs == ("embedding",)
+    found = session.infer_outputs(images)
+    logits, features = found["logits"], found["embedding"]
     np.testing.assert_allclose(features, expected_features(images), rtol=1e-5)
     np.testing.assert_allclose(features @ WEIGHT + BIAS, logits, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(logits, load_session(tiny_bundle, device="cpu", threads=1).infer(images))
@@ -64,9 +67,8 @@ def test_features_are_the_torch_models(tmp_path: Path, monkeypatch: pytest.Monke
     options = ExportOptions(without=() if folded else ("fold-layer-norm-affine",))
     bundle = export_bundle(SourceRequest(str(run.path)), tmp_path / "net.vitx", options)
     images = next(open_images("digits", "val").batches(DIGITS_PREPROCESSING, 16))
-    session = load_session(bundle, device="cpu", features=True)
-    assert isinstance(session, OnnxRuntimeFeatures)
-    logits, found = session.infer_features(images)
+    both = load_fastest(bundle, "auto", device="cpu", outputs=("embedding",)).infer_outputs(images)
+    logits, found = both["logits"], both["embedding"]
     model: Any = SourceRequest(str(run.path)).load().model
     with torch.no_grad():
         last = model.forward_features(image_tensor(images, DIGITS_PREPROCESSING.mean, DIGITS_PREPROCESSING.std))
@@ -99,12 +101,22 @@ def no_product(graph: onnx.GraphProto) -> None:
     graph.node[-1].output[0] = "logits"
 
 
-@pytest.mark.parametrize("change", [averaged_with_another, softmax_at_the_end, no_product])
-def test_graphs_without_one_classifier_are_refused(change: GraphChange) -> None:
+@pytest.mark.parametrize("change", [softmax_at_the_end, no_product])
+def test_graphs_without_a_classifier_are_refused(change: GraphChange) -> None:
     model = tiny_graph()
     change(model.graph)
-    with pytest.raises(InputError, match=r"not one matrix product of features \(N, D\)"):
-        classifier_input(model, "logits")
+    with pytest.raises(InputError, match=r"not matrix products of features \(N, D\)"):
+        classifier_inputs(model, "logits")
+
+
+def test_two_classifiers_are_refused(tmp_path: Path) -> None:
+    """Which mean of the two is meant, only the network can say."""
+    model = tiny_graph()
+    averaged_with_another(model.graph)
+    assert classifier_inputs(model, "logits") == ("features", "squares")
+    bundle = add_files(write_bundle(tmp_path / "b.vitx"), {"model.onnx": model.SerializeToString()})
+    with pytest.raises(InputError, match=r"are of 2 classifiers: export it again with --output embedding"):
+        load_fastest(bundle, "auto", device="cpu", outputs=("embedding",))
 
 
 def with_casts_and_scale(graph: onnx.GraphProto) -> None:
@@ -127,7 +139,7 @@ def with_casts_and_scale(graph: onnx.GraphProto) -> None:
 def test_a_product_in_half_precision_is_found() -> None:
     model = tiny_graph()
     with_casts_and_scale(model.graph)
-    assert classifier_input(model, "logits") == "half_features"
+    assert classifier_inputs(model, "logits") == ("half_features",)
     head = classifier(model, "half_features", TensorProto.FLOAT16, "logits")
     assert [node.op_type for node in head.graph.node] == ["Identity", "MatMul", "Cast", "Add", "Mul"]
     assert {tensor.name for tensor in head.graph.initializer} == {"halves", "bias", "two"}
@@ -143,9 +155,9 @@ def test_logits_that_do_not_follow_from_the_features_are_refused(
                 tensor.CopyFrom(numpy_helper.from_array(BIAS + np.float32(0.01), "bias"))
         return head
 
-    monkeypatch.setattr("vitx.runtimes.features.classifier", another_bias)
+    monkeypatch.setattr("vitx.parity.executables.unlisted_embedding.classifier", another_bias)
     with pytest.raises(CheckFailed, match=r"from the features alone differ by 0\.01, allowed 0\.0001"):
-        load_session(tiny_bundle, device="cpu", features=True)
+        load_fastest(tiny_bundle, "auto", device="cpu", outputs=("embedding",))
 
 
 def test_features_of_four_axes_are_refused(tmp_path: Path) -> None:
@@ -155,16 +167,22 @@ def test_features_of_four_axes_are_refused(tmp_path: Path) -> None:
     constant = numpy_helper.from_array(WEIGHT, "weight")
     model.graph.node.append(helper.make_node("MatMul", ["normal", constant.name], ["logits"]))
     bundle = add_files(bundle, {"model.onnx": model.SerializeToString()})
-    with pytest.raises(InputError, match=r"takes tensor\(float\) of 4 axes: expected float32 or float16 \(N, D\)"):
-        load_session(bundle, device="cpu", features=True)
+    with pytest.raises(InputError, match=r"takes float of 4 axes: expected float32 or float16 \(N, D\)"):
+        load_fastest(bundle, "auto", device="cpu", outputs=("embedding",))
 
 
 def test_other_runtimes_and_a_missing_package_say_so(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="the runtime openvino gives logits alone: features need onnxruntime"):
-        load_session(tiny_bundle, "openvino", features=True)
-    monkeypatch.setattr("vitx.runtimes.load.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"only onnxruntime finds one in a graph, not openvino: choose it, or export"):
+        load_fastest(tiny_bundle, "openvino", outputs=("embedding",))
+    monkeypatch.setattr("vitx.parity.executables.unlisted_embedding.find_spec", lambda name: None)
     with pytest.raises(EnvironmentMissing, match=r"'onnx', which is not installed: pip install 'vitx\[export\]'"):
-        load_session(tiny_bundle, features=True)
+        load_fastest(tiny_bundle, "auto", outputs=("embedding",))
+
+
+@pytest.mark.parametrize("outputs", [("attention",), ("embedding", "attention")])
+def test_what_no_graph_shows_is_refused(tiny_bundle: Bundle, outputs: tuple[str, ...]) -> None:
+    with pytest.raises(InputError, match=rf"has no output '{outputs[0]}' \(logits alone\): export it again with --out"):
+        load_fastest(tiny_bundle, "auto", device="cpu", outputs=outputs)
 
 
 def test_embeddings_column(tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx) -> None:
@@ -194,5 +212,7 @@ def test_embeddings_column(tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx) -> N
 def test_embeddings_need_a_session_with_features(tiny_bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png(colour_image(0, np.random.default_rng(0))))
     session = load_session(tiny_bundle, device="cpu")
-    with pytest.raises(InputError, match=r"load_session\(…, features=True\)"):
+    with pytest.raises(
+        InputError, match=r"the session gives no embedding: load_session\(…, outputs=\('embedding',\)\)"
+    ):
         predict(tiny_bundle, session, tmp_path / "a.png", tmp_path / "out", PredictOptions(embeddings=True), quiet=True)
