@@ -284,12 +284,12 @@ def test_logits_column(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> Non
     (folder / "05.png").write_bytes(b"")
     run(tiny_bundle, folder, tmp_path / "out", logits=True)
     assert pq.read_schema(next((tmp_path / "out" / PREDICTIONS).iterdir())).field("logits").type == pa.list_(
-        pa.float16()
+        pa.float32()
     )
     found = rows(tmp_path / "out")
     assert found["05.png"]["logits"] is None
     for name in ("00.png", "11.png"):
-        np.testing.assert_allclose(np.array(found[name]["logits"], dtype=np.float32), logits_of(name), rtol=1e-3)
+        np.testing.assert_allclose(np.array(found[name]["logits"]), logits_of(name), rtol=1e-6)
 
 
 def test_ranking_is_the_sorted_softmax() -> None:

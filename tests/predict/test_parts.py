@@ -76,18 +76,18 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
         "top_k_classes": "list<item: string>",
         "top_k_scores": "list<item: float>",
         "error": "string",
-        "logits": "list<item: halffloat>",
-        "embeddings": "list<item: halffloat>",
+        "logits": "list<item: float>",
+        "embeddings": "list<item: float>",
     }
 
 
-def test_values_beyond_float16_are_its_largest(out: Path) -> None:
-    values = np.array([[1e6, -1e6, 65504], [-65504, 0.5, -2]], dtype=np.float32)
+def test_values_of_float32_stay_what_they_are(out: Path) -> None:
+    values = np.array([[1e6, -1e6, 1e-9], [65505, 0.5, -2]], dtype=np.float32)
     writer = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding"))
     writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, lists={"logits": values, "embedding": -values[:, :2]}))
     table = pq.read_table(writer.finish().temporary)
-    assert table["logits"].to_pylist() == [[65504, -65504, 65504], [-65504, 0.5, -2]]
-    assert table["embeddings"].to_pylist() == [[-65504, 65504], [65504, -0.5]]
+    assert table["logits"].to_pylist() == values.tolist()
+    assert table["embeddings"].to_pylist() == (-values[:, :2]).tolist()
 
 
 def test_names_that_are_not_utf8_are_escaped_in_both_columns(out: Path) -> None:

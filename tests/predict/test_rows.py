@@ -31,7 +31,6 @@ def features_of(index: int) -> list[float]:
 
 
 def attention_of(index: int) -> list[float]:
-    """Shares that float16 does not have."""
     return [float(np.float32(index / 3)), float(np.float32(1e-6))]
 
 

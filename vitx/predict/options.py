@@ -22,8 +22,8 @@ class PredictOptions(Options):
 
     batch_size: int = option(32, "Images to a batch.", flag="--batch", ge=1)
     top_k: int = option(5, "Classes listed for each image.", ge=1)
-    logits: bool = option(False, "Add a column of all logits, in float16.")
-    embeddings: bool = option(False, "Add a column of the features before the classifier, in float16.")
+    logits: bool = option(False, "Add a column of all logits.")
+    embeddings: bool = option(False, "Add a column of the features before the classifier.")
     attention: bool = option(False, "Add a column of how far each patch is looked at; see vitx export --output.")
     draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
     strict: bool = option(False, "Stop at the first unreadable image.")

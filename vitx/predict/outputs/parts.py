@@ -3,8 +3,8 @@
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and on request logits and embeddings (lists of float16) and attention
-(list of float32: its values are shares, most of them below what float16 has all its digits for).
+top_k_scores (list of float32), error (string), and on request logits, embeddings and attention (lists of float32:
+Spark 3.5 opens no file with a column of float16).
 
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
@@ -27,8 +27,6 @@ PREDICTIONS = "predictions.parquet"
 ROW_GROUP = 8192
 # The columns of lists, by the output of a session that they hold.
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
-# ±65504 is the largest float16; beyond it a value would become infinite.
-LARGEST_HALF = 65504
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
@@ -115,10 +113,7 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        requested = {
-            LIST_COLUMNS[name]: pa.list_(pa.float32() if name == "attention" else pa.float16()) for name in lists
-        }
-        self._schema = pa.schema(columns | requested)
+        self._schema = pa.schema(columns | {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists})
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
@@ -210,8 +205,5 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
     for name, column in LIST_COLUMNS.items():
         if column in schema.names:
             found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
-            kind = schema.field(column).type.value_type
-            if kind == pa.float16():
-                found = np.clip(found, -LARGEST_HALF, LARGEST_HALF).astype(np.float16)
-            columns.append(lists(pa.array(found.reshape(-1), kind), found.shape[1]))
+            columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
