@@ -337,6 +337,13 @@ def test_the_name_between_blocks_is_kept() -> None:
     model = ir.serde.deserialize_model(graph(["N", 5, 6], linear, **WEIGHTS))
     assert linears_as_gemm(model.graph) == 1
     assert "blocks.0" in {each.name for made in model.graph for each in made.outputs}
+    turned = [node("Transpose", ["x"], ["blocks.0"], perm=[0, 2, 1]), node("Transpose", ["blocks.0"], ["y"])]
+    folded(graph(["N", 2, 3], turned), merge_transposes, 0)
+    parts = joint([node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])])
+    for each in parts.graph.node:
+        for names in (each.input, each.output):
+            names[:] = ["blocks.0" if name == "t" else name for name in names]
+    folded(parts, split_joint_projections, 0)
 
 
 def test_a_function_of_each_value_needs_no_view_around_it() -> None:
