@@ -39,11 +39,10 @@ class Drawn:
         self.nodes: list[onnx.NodeProto] = []
         self.constants: dict[str, Array] = {}
         self.shapes: dict[str, list[Dim]] = {"x": ["1*N", *(int(size) for size in self.rng.integers(2, 6, 2))]}
-        self.input_shape = [*self.shapes["x"]]
         self.outputs: list[str] = []
         self.value = "x"
-        steps = (self.layer, self.layer, self.factor, self.factor, self.shift, self.shift, self.transpose)
-        steps += (self.transpose, self.view, self.view, self.function, self.slice, self.pad, self.parts, self.constant)
+        steps = [self.layer, self.layer, self.factor, self.factor, self.shift, self.shift, self.transpose]
+        steps += [self.transpose, self.view, self.view, self.function, self.slice, self.pad, self.parts, self.constant]
         while len(self.nodes) < NODES:
             steps[self.rng.integers(len(steps))]()
             if self.rng.random() < 0.06:
