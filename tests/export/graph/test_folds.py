@@ -99,7 +99,7 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
     gathers = [node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])]
     if fold is split_joint_projections:
         return joint(gathers)
-    nodes, constants = {
+    places: dict[Any, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
         fold_scales: ([*LINEAR, node("Mul", ["l", "c"], ["y"])], {**WEIGHTS, "c": values(4)}),
         linears_as_gemm: ([*LINEAR, node("Neg", ["l"], ["y"])], WEIGHTS),
         join_added_constants: (sums, {"a": values(6)}),
@@ -111,7 +111,8 @@ def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
         merge_views: ([node("Reshape", ["x", "s"], ["t"]), node("Neg", ["t"], ["y"])], {"s": [-1, 5, 6]}),
         view_after_elementwise: (views, {"s": [-1, 30]}),
         merge_slices: (slices, {"o": [1], "t": [2]}),
-    }[fold]
+    }
+    nodes, constants = places[fold]
     return graph(["N", 5, 6], nodes, **constants)
 
 

@@ -190,7 +190,10 @@ def write_jpegs(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("deit_digits", {}), ("deepvit_digits", {"attention": "plain", "patch_embedding": "cnn", "patch_size": 8})],
+    [
+        ("deit_digits", {}),
+        ("deepvit_s", {"attention": "plain", "img_size": 32, "patch_size": 8, "embed_dim": 24, "num_heads": 3}),
+    ],
     ids=["unpadded", "padded"],
 )
 def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -200,7 +203,9 @@ def test_the_uint8_graph_equals_the_float_graph_on_jpegs(name: str, options: dic
         image_size=32, crop_fraction=0.9, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
     )
     model = randomize(timm.create_model(name, depth=1, **options)).eval()
-    onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "uint8.onnx")
+    graph = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "uint8.onnx")
+    operators = {node.op_type for node in graph.graph.node}
+    assert operators & {"Sub", "Div"} == ({"Sub"} if name == "deepvit_s" else set()), "normalisation is not folded"
     normalised = torch.zeros(2, 3, 32, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the exporter's, about its own internals
