@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -169,6 +171,8 @@ def test_all_norms_of_a_network_are_synchronised_and_nothing_else() -> None:
     assert synchronize_batch_norm(network, CPU) is network
     kinds = [type(each).__name__ for each in network.modules() if not isinstance(each, nn.Sequential)]
     assert kinds == ["SynchronizedBatchNorm"] * 2 + ["LayerNorm", "SynchronizedBatchNorm"]
+    with pytest.raises(InputError, match=r"'1' is a BatchNormAct2d, .* execution\.sync_batch_norm=false"):
+        synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(2), BatchNormAct2d(3)), CPU)
     on_gpus: Any = synchronize_batch_norm(nn.Sequential(nn.BatchNorm2d(2)), GPU)
     assert [type(each) for each in on_gpus] == [nn.SyncBatchNorm]
 
@@ -180,6 +184,7 @@ def test_a_process_knows_its_part() -> None:
     assert [each.indices(2).tolist() for each in processes] == [[0], [1], []]
     assert processes[1].batch_part.of(np.arange(12)).tolist() == [2, 3, 8, 9]
     assert (ALONE.rank, ALONE.count, ALONE.writes) == (0, 1, True)
+    assert len({Processes(1, 3), *processes}) == 3  # values, which can be keys
     assert ALONE.indices(3).tolist() == ALONE.batch_part.of(np.arange(3)).tolist() == [0, 1, 2]
 
 
@@ -302,6 +307,11 @@ class Objective(nn.Module):
         return self.network(x)  # type: ignore[no-any-return]
 
 
+def note_and_call(asked: list[Any], function: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    asked.append((arguments, options))
+    function(*arguments, **options)
+
+
 @contextmanager
 def group_of_one(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
@@ -331,6 +341,19 @@ def test_blocks_are_groups_of_their_own_and_the_rest_is_one(sharded: Any) -> Non
     for name, value in before.items():
         assert type(found[name]) is Tensor
         assert torch.equal(found[name], value)
+
+
+def test_the_mesh_is_of_the_device_and_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 5)
+    monkeypatch.setattr(module, "init_device_mesh", lambda *arguments: arguments)
+    monkeypatch.setattr(module, "fully_shard", lambda part, mesh: asked.append((part, mesh)))
+    objective, plain = Objective(), nn.Linear(2, 2)
+    shard_module(objective, GPU)
+    shard_module(plain, CPU)
+    assert asked == [(part, ("cuda", (5,))) for part in (*objective.network.blocks, objective)] + [
+        (plain, ("cpu", (5,)))
+    ]
 
 
 def test_a_gathered_state_is_loaded_again_and_only_the_first_process_holds_it(
@@ -383,13 +406,20 @@ def test_gradients_of_accumulated_passes_are_exchanged_with_the_last(
 def test_parameters_are_whole_inside_the_block_only(sharded: Any) -> None:
     objective, before = sharded
     x = seq(0, 5, 4).float()
+    groups = [each for each in objective.modules() if isinstance(each, FSDPModule)]
+    asked: list[Any] = []
+    for group in groups:
+        set_one = group.set_reshard_after_forward
+        group.set_reshard_after_forward = partial(note_and_call, asked, set_one)  # type: ignore[method-assign]
     with torch.no_grad():
         expected = objective(x)
         with unsharded(objective):
+            assert asked == [((False,), {"recurse": False})] * 3
             for _ in range(2):
                 torch.testing.assert_close(objective(x), expected, rtol=0, atol=0)
                 assert not any(isinstance(parameter, DTensor) for parameter in objective.parameters())
         assert all(isinstance(parameter, DTensor) for parameter in objective.parameters())
+        assert asked[3:] == [((True,), {"recurse": False})] * 3
         objective(x)
         blocks = [name for name, value in objective.named_parameters() if not isinstance(value, DTensor)]
         assert blocks == []
