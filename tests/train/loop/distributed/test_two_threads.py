@@ -4,8 +4,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -15,13 +13,11 @@ import torch
 import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from reference import randomize, seq
+from reference import seq
 from vitx.core.errors import InputError
 from vitx.train.loop.distributed import processes as module
-from vitx.train.loop.distributed.fsdp_tensors import gathered, gathered_state, load_gathered_state, placed_like
+from vitx.train.loop.distributed.fsdp_tensors import gathered, placed_like
 from vitx.train.loop.distributed.processes import (
     ALONE,
     Processes,
@@ -294,53 +290,51 @@ class Network(nn.Module):
         self.blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         self.head = nn.Linear(4, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))  # type: ignore[no-any-return]
-
 
 class Objective(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.network = Network()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.network(x)  # type: ignore[no-any-return]
+
+class Group(nn.Module):
+    """Stands for a module that FSDP has split; notes what it is told. A real one leaves threads in this process."""
+
+    def __init__(self, told: list[Any], *inner: nn.Module) -> None:
+        super().__init__()
+        self.told, self.inner = told, nn.Sequential(*inner)
+
+    def set_requires_gradient_sync(self, wanted: bool) -> None:
+        self.told.append(wanted)
+
+    def set_reshard_after_forward(self, wanted: bool, *, recurse: bool = True) -> None:
+        self.told.append((self, "reshard after forward", wanted, recurse))
+
+    def unshard(self) -> None:
+        self.told.append((self, "whole"))
+
+    def reshard(self) -> None:
+        self.told.append((self, "split"))
 
 
-def note_and_call(asked: list[Any], function: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    asked.append((arguments, options))
-    function(*arguments, **options)
+class Averaging(nn.Module):
+    """Stands for DistributedDataParallel."""
 
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__()
+        self.told = told
 
-@contextmanager
-def group_of_one(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.told.append("apart")
         yield
-    finally:
-        dist.destroy_process_group()
+        self.told.append("together")
 
 
 @pytest.fixture
-def sharded(tmp_path: Path) -> Iterator[tuple[Any, dict[str, Tensor]]]:
-    """A network split over a group of one process, and its weights as they were."""
-    with group_of_one(tmp_path):
-        objective = randomize(Objective())
-        before = {name: value.detach().clone() for name, value in objective.state_dict().items()}
-        shard_module(objective, CPU)
-        yield objective, before
-
-
-def test_blocks_are_groups_of_their_own_and_the_rest_is_one(sharded: Any) -> None:
-    objective, before = sharded
-    groups = [name for name, each in objective.named_modules() if isinstance(each, FSDPModule)]
-    assert groups == ["", "network.blocks.0", "network.blocks.1"]
-    assert all(isinstance(parameter, DTensor) for parameter in objective.parameters())
-    found = gathered_state(objective)
-    assert found.keys() == before.keys()
-    for name, value in before.items():
-        assert type(found[name]) is Tensor
-        assert torch.equal(found[name], value)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FSDPModule", Group)
+    monkeypatch.setattr(module, "DistributedDataParallel", Averaging)
 
 
 def test_the_mesh_is_of_the_device_and_of_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,71 +350,38 @@ def test_the_mesh_is_of_the_device_and_of_all_processes(monkeypatch: pytest.Monk
     ]
 
 
-def test_a_gathered_state_is_loaded_again_and_only_the_first_process_holds_it(
-    sharded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    objective, before = sharded
-    other = {name: value + 1 for name, value in before.items()}
-    load_gathered_state(objective, other)
-    assert all(isinstance(parameter, DTensor) for parameter in objective.parameters())
-    for name, value in gathered_state(objective).items():
-        assert torch.equal(value, other[name])
-    plain = torch.ones(2, requires_grad=True)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    assert [value.numel() for value in gathered_state(objective).values()] == [0] * len(before)
-    assert (gathered(plain).tolist(), gathered(plain).requires_grad) == ([1, 1], False)
+def test_a_tensor_that_is_not_split_is_copied() -> None:
+    """Those that are split are tested in processes of their own (test_resharding.py)."""
+    parameter, value = torch.ones(2, requires_grad=True), seq(1, 3, 4)
+    assert (gathered(parameter).tolist(), gathered(parameter).requires_grad) == ([1, 1], False)
+    placed = placed_like(torch.zeros(3, 4), value)
+    assert torch.equal(placed, value)
+    assert placed.data_ptr() != value.data_ptr()
 
 
-def test_a_value_is_copied_and_split_as_its_parameter_is(sharded: Any) -> None:
-    parameter = sharded[0].network.head.weight
-    value = seq(1, 3, 4).float()
-    placed = placed_like(parameter, value)
-    assert isinstance(placed, DTensor)
-    assert (placed.placements, placed.device_mesh) == (parameter.placements, parameter.device_mesh)
-    assert torch.equal(placed.full_tensor(), value)
-    for reference, given in ((parameter, torch.ones(())), (torch.zeros(3, 4), value)):
-        whole = placed_like(reference, given)
-        assert not isinstance(whole, DTensor)
-        assert torch.equal(whole, given)
-        assert whole.data_ptr() != given.data_ptr()
-
-
-def test_gradients_of_accumulated_passes_are_exchanged_with_the_last(
-    sharded: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    objective, said = sharded[0], list[bool]()
-    monkeypatch.setattr(objective, "set_requires_gradient_sync", said.append)
+@pytest.mark.usefixtures("stand_ins")
+def test_gradients_of_accumulated_passes_are_exchanged_with_the_last() -> None:
+    told: list[Any] = []
     for last in (False, True):
-        with accumulating(objective, last=last):
-            assert said[-1] is last
-    assert said == [False, True]
-    ddp: Any = nn.parallel.DistributedDataParallel(Network())
-    for last in (False, True):
-        with accumulating(ddp, last=last):
-            assert ddp.require_backward_grad_sync is last
-        assert ddp.require_backward_grad_sync
-    with accumulating(nn.Identity(), last=False):
-        assert len(said) == 2
+        for each in (Group(told), Averaging(told), nn.Identity()):
+            with accumulating(each, last=last):
+                told.append("pass")
+    assert told == [False, "pass", "apart", "pass", "together", "pass", True, "pass", "pass", "pass"]
 
 
-def test_parameters_are_whole_inside_the_block_only(sharded: Any) -> None:
-    objective, before = sharded
-    x = seq(0, 5, 4).float()
-    groups = [each for each in objective.modules() if isinstance(each, FSDPModule)]
-    asked: list[Any] = []
-    for group in groups:
-        set_one = group.set_reshard_after_forward
-        group.set_reshard_after_forward = partial(note_and_call, asked, set_one)  # type: ignore[method-assign]
-    with torch.no_grad():
-        expected = objective(x)
-        with unsharded(objective):
-            assert asked == [((False,), {"recurse": False})] * 3
-            for _ in range(2):
-                torch.testing.assert_close(objective(x), expected, rtol=0, atol=0)
-                assert not any(isinstance(parameter, DTensor) for parameter in objective.parameters())
-        assert all(isinstance(parameter, DTensor) for parameter in objective.parameters())
-        assert asked[3:] == [((True,), {"recurse": False})] * 3
-        objective(x)
-        blocks = [name for name, value in objective.named_parameters() if not isinstance(value, DTensor)]
-        assert blocks == []
-    assert torch.equal(gathered_state(objective)["network.head.bias"], before["network.head.bias"])
+@pytest.mark.usefixtures("stand_ins")
+def test_parameters_are_whole_inside_the_block_only() -> None:
+    told: list[Any] = []
+    inner = Group(told, nn.Linear(2, 2))
+    outer = Group(told, nn.Linear(2, 2), inner)
+    block = unsharded(nn.Sequential(outer))
+    block.__enter__()
+    told.append("passes")
+    assert not block.__exit__(KeyError, KeyError(), None)
+    begun = [
+        part for each in (outer, inner) for part in ((each, "reshard after forward", False, False), (each, "whole"))
+    ]
+    ended = [
+        part for each in (outer, inner) for part in ((each, "split"), (each, "reshard after forward", True, False))
+    ]
+    assert told == [*begun, "passes", *ended]
