@@ -286,6 +286,7 @@ def test_constants_are_not_joined_where_a_sum_is_read_or_would_be_large() -> Non
     sums = [node("Add", ["x", "a"], ["t"]), node("Add", ["t", "b"], ["y"])]
     assert folded(graph(["N", 3], sums, a=values(3), b=values(1)), join_added_constants, 1) == Counter(["Add"])
     folded(graph(["N", 3], sums, ["y", "t"], a=values(3), b=values(3)), join_added_constants, 0)
+    folded(graph(["N", 3], [node("Add", ["x", "a"], ["y"])], a=values(3)), join_added_constants, 0)
     assert JOINED_LIMIT == 2048 * 1024
     assert folded(graph([1, 2048, 1], sums, a=values(2048, 1), b=values(1, 1024)), join_added_constants, 1)["Add"] == 1
     folded(graph([1, 2049, 1], sums, a=values(2049, 1), b=values(1, 1024)), join_added_constants, 0)
@@ -310,8 +311,9 @@ def test_a_layer_of_tokens_is_one_gemm() -> None:
 def test_a_layer_stays_a_product_elsewhere(
     x: list[Any], nodes: list[onnx.NodeProto], outputs: list[str], bias: Array
 ) -> None:
-    model = ir.serde.deserialize_model(graph(x, nodes, outputs, w=WEIGHTS["w"], b=bias))
-    assert linears_as_gemm(model.graph) == 0
+    model = graph(x, nodes, outputs, w=WEIGHTS["w"], b=bias)
+    assert linears_as_gemm(ir.serde.deserialize_model(model).graph) == 0
+    assert linears_as_gemm(ir.serde.deserialize_model(beside(model, one_place(linears_as_gemm))).graph) == 1
 
 
 def test_a_computed_target_of_one_dynamic_size_is_a_constant() -> None:
