@@ -39,7 +39,7 @@ def test_bias_norm_device_and_type_are_passed_on() -> None:
     norm = partial(nn.LayerNorm, eps=0.5)
     embed: Any = ConvPatchEmbed(16, 8, 3, 12, bias=False, norm_layer=norm, device="meta", dtype=torch.float64)
     assert embed.proj.bias is None
-    assert (type(embed.norm), embed.norm.eps) == (nn.LayerNorm, 0.5)
+    assert (type(embed.norm), embed.norm.eps, embed.norm.normalized_shape) == (nn.LayerNorm, 0.5, (12,))
     tensors = {name: (value.device.type, value.dtype) for name, value in embed.state_dict().items()}
     counts = [tensors.pop(f"bn{index}.num_batches_tracked") for index in (1, 2)]
     assert {*tensors.values()} == {("meta", torch.float64)}

@@ -132,23 +132,6 @@ def test_attention_form_follows_the_opset() -> None:
     assert (operators["Attention"], operators["Softmax"]) == (0, 3)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "options"),
-    [
-        ("resnet18", 32, {}),
-        ("convnext_atto", 32, {"depths": (1, 1, 1, 1)}),
-        ("swin_tiny_patch4_window7_224", 56, {"depths": (1, 1), "num_heads": (3, 6), "img_size": 56}),
-    ],
-    ids=["resnet18", "convnext", "swin"],
-)
-def test_any_classifier_of_timm(name: str, size: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """onnx_from_model compares the graph with the network at batches that were never traced."""
-    model = timm.create_model(name, num_classes=5, **options).eval()
-    preprocessing = Preprocessing(image_size=size)
-    graph = onnx_from_model(rewrite_for_export(model, preprocessing), preprocessing, (), tmp_path / "model.onnx")
-    assert not any(node.op_type == "BatchNormalization" for node in graph.graph.node)
-
-
 def test_pairs_of_convolution_and_batch_norm_are_folded() -> None:
     """PyTorch's exporter folds them; AlterNet keeps the norms before an activation, DeepViT's stem none."""
     preprocessing = Preprocessing(image_size=32)

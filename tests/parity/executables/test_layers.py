@@ -80,7 +80,7 @@ def test_the_first_block_that_differs_is_named_with_its_error(tmp_path: Path, bl
     )
 
 
-@pytest.mark.parametrize(("change", "named"), [(0.0, False), (0.049, False), (0.051, True)])
+@pytest.mark.parametrize(("change", "named"), [(0.049, False), (0.051, True)])
 def test_a_twentieth_is_a_difference(tmp_path: Path, change: float, named: bool) -> None:
     factors = [BLOCKS[0] * np.float32(1 + change), BLOCKS[1]]
     expected = "the first layer that differs from model.onnx is blocks.0, by 0.051 of its norm"
