@@ -178,7 +178,11 @@ def test_every_option_of_tensorrt(precision: str) -> None:
 @pytest.mark.parametrize(
     ("tensorrt", "remedy"),
     [
-        (False, r"instead of CUDAExecutionProvider: install the CUDA and cuDNN libraries .* or choose --device cpu"),
+        (
+            False,
+            r"instead of CUDAExecutionProvider: install the CUDA and cuDNN libraries .*"
+            r" \(pip install 'onnxruntime-gpu\[cuda,cudnn\]'\), or choose --device cpu$",
+        ),
         (True, r"instead of TensorrtExecutionProvider: install the TensorRT 10 libraries .* choose onnxruntime-cuda"),
     ],
 )
@@ -193,6 +197,12 @@ def test_another_provider_than_asked_for(
     loaded.used, loaded.elsewhere = (), ("Softmax", "Conv", "Gather", "Conv")
     with pytest.raises(
         EnvironmentMissing, match="does not compute all of the graph of 'tiny', Conv, Softmax would run"
+    ):
+        OnnxRuntimeSession(bundle, device="cuda", tensorrt=tensorrt, engine_cache=tmp_path)
+    compute = ("Attention", "Conv", "Gemm", "LayerNormalization", "MatMul", "MultiHeadAttention", "Softmax")
+    loaded.elsewhere = compute
+    with pytest.raises(
+        EnvironmentMissing, match=f"of the graph of 'tiny', {', '.join(compute)} would run elsewhere: ch"
     ):
         OnnxRuntimeSession(bundle, device="cuda", tensorrt=tensorrt, engine_cache=tmp_path)
     loaded.elsewhere = ("Gather",)  # arithmetic of shapes
@@ -217,6 +227,8 @@ def test_auto_is_a_gpu_where_there_is_one_and_a_build_for_it(
         monkeypatch.setattr(onnxruntime, "get_available_providers", lambda names=names: names)
         OnnxRuntimeSession(bundle)
         assert loaded.made[-1].providers[0] == expected
+        OnnxRuntimeSession(bundle, device="cpu")
+        assert loaded.made[-1].providers == [CPU]
 
 
 @pytest.mark.parametrize(
