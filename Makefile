@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+# Where it is set, pytest would rewrite all tests in every run, ten seconds for each of its workers.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test check coverage mutate soak update clean
 help:
 	@echo "make demo    install, then the main job on handwritten digits, ending in one table"

@@ -1,6 +1,5 @@
 """One exported bundle for all tests of the exporter (a test that changes it takes a copy), and TensorRT's bindings."""
 
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -11,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from vitx.export import SourceRequest
 
@@ -35,8 +35,7 @@ def exported_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shared = shared.parent
     out = shared / "exported_bundle" / "net.vitx"
     out.parent.mkdir(exist_ok=True)
-    with (shared / "exported_bundle.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(shared / "exported_bundle.lock"):
         if not out.exists():  # it appears whole
             export(out)
     return out

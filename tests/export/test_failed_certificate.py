@@ -9,11 +9,12 @@ import vitx.export.bundling as vitx_export_bundling
 from cli_fixture import Vitx
 from vitx.export import ImageClassifier, Source
 
-SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--device", "cpu", "--quiet")
+SMALL = ("--model-arg", "depth=2", "--model-arg", "attention=('plain', 're-attention')")
+SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--device", "cpu", "--quiet", *SMALL)
 
 
 def head_mix_transposed(source: Source) -> ImageClassifier:
-    weight = source.model.get_parameter("blocks.4.attn.reatten_matrix.weight")
+    weight = source.model.get_parameter("blocks.1.attn.reatten_matrix.weight")
     weight.data = weight.data.transpose(0, 1).contiguous()
     return ImageClassifier(source.model, source.preprocessing).eval()
 
@@ -28,7 +29,7 @@ def normalization_left_out(source: Source) -> ImageClassifier:
     [
         (
             head_mix_transposed,
-            ("no common mistake explains it", "blocks.4 diverges first", "transposed: attn.reatten_matrix.weight"),
+            ("no common mistake explains it", "blocks.1 diverges first", "transposed: attn.reatten_matrix.weight"),
         ),
         (normalization_left_out, ("normalisation: mean and std are left out", "embedding diverges first")),
     ],

@@ -1,7 +1,7 @@
 """The named networks: every rewrite at full depth; every precision, against PyTorch on real images, at 32 px.
 
-They are exported with their full width and few blocks, since blocks repeat; test_tensorrt_engine.py exports a network
-of 12 blocks at 224 px.
+They are exported with their full width and few blocks, since blocks repeat; test_tensorrt_engine.py exports one at
+224 px.
 """
 
 import io

@@ -6,11 +6,13 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from reference import randomize
 from vitx.core.errors import InputError
 from vitx.models import attention_maps, attention_std, fold_head_mix
 from vitx.models.attention import ReAttention
+from vitx.models.attention_maps import attention_layers
 from vitx.models.head_mix import mix_heads
 
 VIT: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
@@ -68,6 +70,63 @@ def test_mixed_maps_meet_v() -> None:
         attention = model.get_submodule(name)
         assert isinstance(attention, ReAttention)
         torch.testing.assert_close(mixed[name], mix_heads(maps, *fold_head_mix(attention)), atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_was_not_fused_stays_so() -> None:
+    model: Any = timm.create_model("deit_tiny_12", **VIT).eval()
+    model.blocks[1].attn.fused_attn = False
+    with attention_maps(model):
+        assert not any(block.attn.fused_attn for block in model.blocks)
+    assert [block.attn.fused_attn for block in model.blocks] == [True, False]
+
+
+def test_layers_are_told_by_their_dropout() -> None:
+    model = timm.create_model("deit_tiny_12", **VIT)
+    assert [*attention_layers(model)] == ["blocks.0.attn", "blocks.1.attn"]
+    model.get_submodule("blocks.0.attn").attn_drop = nn.Identity()
+    assert [*attention_layers(model)] == ["blocks.1.attn"]
+
+
+def test_maps_are_those_before_dropout() -> None:
+    model = timm.create_model("deit_tiny_12", attn_drop_rate=0.9, **VIT).train()
+    with torch.no_grad(), attention_maps(model) as maps:
+        model(torch.randn(2, 3, 32, 32))
+    for found in maps.values():
+        torch.testing.assert_close(found.sum(-1), torch.ones_like(found.sum(-1)))
+
+
+@pytest.mark.parametrize("stage", ["softmax", "mixed"])
+def test_both_stages_of_timms_talking_heads(stage: Any) -> None:
+    """By its own formula: scores mixed over heads, softmax, mixed again."""
+    model: Any = randomize(timm.create_model("cait_xxs24_224", **VIT, depth_token_only=1)).eval()
+    layer = model.blocks[0].attn
+    seen: list[Any] = []
+    layer.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        with attention_maps(model, stage=stage) as maps:
+            model(torch.randn(2, 3, 32, 32))
+        B, N, D = seen[0].shape
+        q, k, _ = layer.qkv(seen[0]).reshape(B, N, 3, 3, D // 3).permute(2, 0, 3, 1, 4)
+        scores = torch.einsum("bhik,bhjk->bhij", q, k) * layer.scale
+        expected = torch.einsum("hg,bgij->bhij", layer.proj_l.weight, scores) + layer.proj_l.bias.view(-1, 1, 1)
+        expected = expected.softmax(-1)
+        if stage == "mixed":
+            expected = torch.einsum("hg,bgij->bhij", layer.proj_w.weight, expected) + layer.proj_w.bias.view(-1, 1, 1)
+    torch.testing.assert_close(maps["blocks.0.attn"], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_factor_that_is_applied_to_v_is_in_the_mixed_maps() -> None:
+    """Re-Attention's scale: V has fewer numbers than the maps."""
+    model: Any = randomize(timm.create_model("deepvit_16b", **VIT, reatten_scale=0.25)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        with attention_maps(model, stage="mixed") as maps:
+            model(images)
+        scaled = maps["blocks.0.attn"]
+        model.blocks[0].attn.value_scale = 1.0
+        with attention_maps(model, stage="mixed") as maps:
+            model(images)
+    torch.testing.assert_close(scaled, maps["blocks.0.attn"] * 0.25, rtol=0, atol=0)
 
 
 def test_reduction_keeps_no_map() -> None:

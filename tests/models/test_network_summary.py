@@ -43,6 +43,11 @@ def test_macs_of_a_plain_vit_follow_from_its_sizes() -> None:
     assert summarize("deit_small_12").gmacs == pytest.approx(by_hand / 1e9, abs=1e-4)
 
 
+def test_blocks_in_a_row_are_counted() -> None:
+    assert summarize("deepvit_digits").blocks == "3 × PlainAttention, 3 × ReAttention"
+    assert summarize("test_resnet").blocks == ""  # neither a ViT nor a list of stages
+
+
 def test_an_unknown_network_suggests_the_nearest() -> None:
     with pytest.raises(InputError, match="unknown model 'deepvit_ss': did you mean deepvit_s"):
         summarize("deepvit_ss")

@@ -38,6 +38,13 @@ def test_errors_of_a_layer_are_sums_over_batches() -> None:
     assert sums.result("x").own == pytest.approx(math.sqrt(5) / 13)
 
 
+def test_the_error_of_a_small_layer_is_relative_too() -> None:
+    sums = divergence._ErrorSums()
+    sums.add(torch.tensor([[0.3, 0.4]]), torch.tensor([[0.3, 0.9]]))
+    assert sums.error == pytest.approx(1)
+    assert divergence._ErrorSums().error == 0  # of nothing
+
+
 def test_tokens_that_a_layer_leaves_out_are_not_compared() -> None:
     sums = divergence._ErrorSums()
     sums.add(torch.tensor([[[3.0], [50.0]]]), torch.tensor([[[4.0]]]), prefix_tokens=1)

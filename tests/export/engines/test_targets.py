@@ -27,13 +27,16 @@ from vitx.runtimes import load_session
 
 # Random weights give near ties. The conversions are under test, not the network: 5 % of the images may flip.
 SOURCE = ("model:deepvit_digits", "--weights", "random", "--data", "digits", "--max-flip-rate", "0.05")
+SMALL = ("--model-arg", "depth=2", "--model-arg", "attention=('plain', 're-attention')")
 
 
 def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_process: None) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX has wheels for x86-64 Linux and Windows only")
     pytest.importorskip("openvino", reason="an optional target")
     every_target = ("--trt-rtx", "--arch", "sm89", "--profiles", "1", "--openvino", "--triton", tmp_path / "repo")
-    code, _, errors = vitx("export", *SOURCE, "--precision", "fp16", *every_target, "--out", tmp_path / "net.vitx")
+    code, _, errors = vitx(
+        "export", *SOURCE, *SMALL, "--precision", "fp16", *every_target, "--out", tmp_path / "net.vitx"
+    )
     assert code == 0, errors
     bundle = Bundle.open(tmp_path / "net.vitx")
     assert bundle.manifest.precision == "fp16"

@@ -62,15 +62,14 @@ def crops(count: int, size: int) -> UInt8Array:
 
 
 DEEPVIT_S: dict[str, Any] = {"depth": 2, "attention": ["plain", "re-attention"], "img_size": 64}
+OPTIONS_OF: dict[str, dict[str, Any]] = {"deit_small_12": {"depth": 4}, "deepvit_s": DEEPVIT_S}
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("deit_small_12", {}), ("deepvit_s", DEEPVIT_S)], ids=["deit_small_12", "deepvit_s"]
-)
+@pytest.mark.parametrize(("name", "options"), OPTIONS_OF.items(), ids=OPTIONS_OF)
 def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The steps of `vitx export --precision fp16 --trt-rtx`: float32 graph, islands, plan; DeiT-S at 224 px.
 
-    DeepViT-S, of which two blocks are built, needs no island (test_networks.py), so its search is left out.
+    Blocks repeat, so few are built. DeepViT-S needs no island (test_networks.py), so its search is left out.
     """
     pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX is not installed")
     preprocessing = Preprocessing(image_size=options.get("img_size", 224))
@@ -88,7 +87,7 @@ def test_fp16_plans(name: str, options: dict[str, Any], tmp_path: Path, monkeypa
     assert report.info.precision == "fp16"
     assert report.info.size > graph.stat().st_size  # the weights are in it
     kinds = count_kinds(report.layers)
-    assert kinds["SOFTMAX"] == options.get("depth", 12)
+    assert kinds["SOFTMAX"] == options["depth"]
     assert "SCALE" not in kinds  # no BatchNorm was left
     assert {row[2] for row in working_layers(report.layers) if row[1] == "MATRIX_MULTIPLY"} == {"HALF"}
     assert check_plan(plan, architecture="sm120") == report.info

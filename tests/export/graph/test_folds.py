@@ -65,18 +65,55 @@ def run(model: onnx.ModelProto, x: Array) -> list[Array]:
     return found
 
 
+def beside(first: onnx.ModelProto, second: onnx.ModelProto) -> onnx.ModelProto:
+    """One graph of two, each with its own input; the names of the second begin with "other"."""
+    return onnx.compose.merge_models(first, onnx.compose.add_prefix(second, "other "), io_map=[])
+
+
 def folded(model: onnx.ModelProto, fold: Callable[[ir.Graph], int], places: int) -> Counter[str]:
-    """The operators after a fold that must apply in so many places and keep the values at three batches."""
+    """The operators after a fold that must apply in so many places and keep the values at three batches.
+
+    Whatever it finds in this graph, it finds in others behind it.
+    """
     before = ir.serde.deserialize_model(model)
     assert fold(before.graph) == places
+    assert fold(ir.serde.deserialize_model(beside(model, one_place(fold))).graph) == places + 1
     after = ir.serde.serialize_model(before)
     onnx.checker.check_model(after)
     shape = [dim.dim_value for dim in model.graph.input[0].type.tensor_type.shape.dim]
     for batch in (1, 2, 3):
-        x = values(batch, *shape[1:]) if not shape[0] else values(*shape)
+        x = values(shape[0] or batch, *(size or 4 for size in shape[1:]))
         for expected, found in zip(run(model, x), run(after, x), strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
     return Counter(each.op_type for each in after.graph.node)
+
+
+def one_place(fold: Callable[[ir.Graph], int]) -> onnx.ModelProto:
+    """A graph in which the fold applies once."""
+    sums = [node("Add", ["x", "a"], ["t"]), node("Add", ["t", "a"], ["y"])]
+    twice = [node("Transpose", ["x"], ["t"]), node("Transpose", ["t"], ["u"]), node("Neg", ["u"], ["y"])]
+    views = [node("Reshape", ["x", "s"], ["t"]), node("Relu", ["t"], ["u"]), node("Reshape", ["u", "s"], ["y"])]
+    slices = [node("Slice", ["x", "o", "t", "o"], ["s"]), node("Slice", ["s", "o", "t", "t"], ["y"])]
+    parts = [node("Split", ["a"], ["b", "c"], num_outputs=2), node("Sum", ["x", "b", "c"], ["y"])]
+    shaped = [node("Shape", ["x"], ["s"]), node("Reshape", ["x", "s"], ["y"])]
+    gathers = [node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])]
+    if fold is split_joint_projections:
+        return joint(gathers)
+    places: dict[Any, tuple[list[onnx.NodeProto], dict[str, Any]]] = {
+        fold_scales: ([*LINEAR, node("Mul", ["l", "c"], ["y"])], {**WEIGHTS, "c": values(4)}),
+        linears_as_gemm: ([*LINEAR, node("Neg", ["l"], ["y"])], WEIGHTS),
+        join_added_constants: (sums, {"a": values(6)}),
+        fix_reshape_targets: (shaped, {}),
+        drop_empty_pads: ([node("Pad", ["x", "p"], ["t"]), node("Neg", ["t"], ["y"])], {"p": [0] * 6}),
+        split_constants: (parts, {"a": values(2, 1, 1)}),
+        merge_transposes: (twice, {}),
+        view_transposes: ([node("Transpose", ["x"], ["y"], perm=[0, 1, 2])], {}),
+        merge_views: ([node("Reshape", ["x", "s"], ["t"]), node("Neg", ["t"], ["y"])], {"s": [-1, 5, 6]}),
+        view_after_elementwise: (views, {"s": [-1, 30]}),
+        merge_slices: (slices, {"o": [1], "t": [2]}),
+    }
+    nodes, constants = places[fold]
+    return graph(["N", 5, 6], nodes, **constants)
 
 
 LINEAR = [node("MatMul", ["x", "w"], ["p"]), node("Add", ["p", "b"], ["l"])]
@@ -168,7 +205,7 @@ def test_a_weight_that_two_layers_share_is_scaled_in_one() -> None:
     assert folded(model, fold_scales, 1)["MatMul"] == 2
 
 
-def joint(takers: list[onnx.NodeProto], outputs: Sequence[str] = ("q", "k")) -> onnx.ModelProto:
+def joint(takers: list[onnx.NodeProto], outputs: Sequence[str] = ("q", "k"), **more: Any) -> onnx.ModelProto:
     """(N, 5, 6) · (6, 2·2·3) + b, viewed as (N, 5, 2, 2, 3) and transposed to (2, N, 2, 5, 3)."""
     nodes = [*LINEAR, node("Reshape", ["l", "s"], ["v"]), node("Transpose", ["v"], ["t"], perm=[2, 0, 3, 1, 4])]
     sizes: dict[str, Any] = {
@@ -179,7 +216,7 @@ def joint(takers: list[onnx.NodeProto], outputs: Sequence[str] = ("q", "k")) -> 
         "at1": [1],
         "at2": [2],
     }
-    return graph(["N", 5, 6], [*nodes, *takers], outputs, w=values(6, 12), b=values(12), **sizes)
+    return graph(["N", 5, 6], [*nodes, *takers], outputs, w=values(6, 12), b=values(12), **sizes, **more)
 
 
 def test_a_joint_projection_is_taken_apart() -> None:
@@ -249,8 +286,10 @@ def test_constants_are_not_joined_where_a_sum_is_read_or_would_be_large() -> Non
     sums = [node("Add", ["x", "a"], ["t"]), node("Add", ["t", "b"], ["y"])]
     assert folded(graph(["N", 3], sums, a=values(3), b=values(1)), join_added_constants, 1) == Counter(["Add"])
     folded(graph(["N", 3], sums, ["y", "t"], a=values(3), b=values(3)), join_added_constants, 0)
-    side = int(JOINED_LIMIT**0.5) + 1
-    folded(graph([1, side, 1], sums, a=values(side, 1), b=values(1, side)), join_added_constants, 0)
+    folded(graph(["N", 3], [node("Add", ["x", "a"], ["y"])], a=values(3)), join_added_constants, 0)
+    assert JOINED_LIMIT == 2048 * 1024
+    assert folded(graph([1, 2048, 1], sums, a=values(2048, 1), b=values(1, 1024)), join_added_constants, 1)["Add"] == 1
+    folded(graph([1, 2049, 1], sums, a=values(2049, 1), b=values(1, 1024)), join_added_constants, 0)
 
 
 def test_a_layer_of_tokens_is_one_gemm() -> None:
@@ -272,8 +311,9 @@ def test_a_layer_of_tokens_is_one_gemm() -> None:
 def test_a_layer_stays_a_product_elsewhere(
     x: list[Any], nodes: list[onnx.NodeProto], outputs: list[str], bias: Array
 ) -> None:
-    model = ir.serde.deserialize_model(graph(x, nodes, outputs, w=WEIGHTS["w"], b=bias))
-    assert linears_as_gemm(model.graph) == 0
+    model = graph(x, nodes, outputs, w=WEIGHTS["w"], b=bias)
+    assert linears_as_gemm(ir.serde.deserialize_model(model).graph) == 0
+    assert linears_as_gemm(ir.serde.deserialize_model(beside(model, one_place(linears_as_gemm))).graph) == 1
 
 
 def test_a_computed_target_of_one_dynamic_size_is_a_constant() -> None:
@@ -286,6 +326,62 @@ def test_a_computed_target_of_one_dynamic_size_is_a_constant() -> None:
     assert folded(model, fix_reshape_targets, 1) == Counter(["Reshape"])
     two = graph(["N", "M", 6], [node("Shape", ["x"], ["s"]), node("Reshape", ["x", "s"], ["y"])])
     assert fix_reshape_targets(ir.serde.deserialize_model(two).graph) == 0
+
+
+NEGATED, PRODUCT = node("Neg", ["x"], ["w"]), node("MatMul", ["x", "w"], ["p"])
+SQUARE, PIXELS = [2, 4, 4], [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("x", "nodes", "constants"),
+    [
+        ([2, 4, 6], [node("MatMul", ["x", "w"], ["l"])], {"w": values(2, 6, 4)}),
+        ([2, 4, 6], LINEAR, {"w": values(2, 6, 4), "b": values(4)}),
+        (SQUARE, [NEGATED, node("MatMul", ["x", "w"], ["l"])], {}),
+        (SQUARE, [NEGATED, *LINEAR], {"b": values(4)}),
+        (SQUARE, [node("MatMul", ["v", "x"], ["l"])], {"v": values(6, 4)}),
+        (SQUARE, [PRODUCT, node("Add", ["p", "x"], ["l"])], {"w": values(4, 4)}),
+        (PIXELS, [NEGATED, node("Conv", ["x", "w"], ["l"])], {}),
+        (
+            PIXELS,
+            [node("ReduceSum", ["x", "at"], ["b"], keepdims=0), node("Conv", ["x", "w", "b"], ["l"])],
+            {"w": values(4, 4, 1, 1), "at": [0, 2, 3]},
+        ),
+    ],
+    ids=[
+        *("a matrix an image", "a matrix an image and a bias", "no constant", "no constant and a bias"),
+        *("from the left", "a sum of two", "a filter that varies", "a bias that varies"),
+    ],
+)
+def test_what_is_no_layer_keeps_its_factor(
+    x: list[Any], nodes: list[onnx.NodeProto], constants: dict[str, Any]
+) -> None:
+    model = graph(x, [*nodes, node("Mul", ["l", "c"], ["y"])], **constants, c=np.float32(0.5))
+    folded(model, fold_scales, 0)
+    assert linears_as_gemm(ir.serde.deserialize_model(model).graph) == 0
+
+
+@pytest.mark.parametrize(
+    "takers",
+    [
+        [node("Gather", ["t", "at1"], ["q"])],
+        [node("Gather", ["t", "minus"], ["q"])],
+        [node("Gather", ["t", "one"], ["q"], axis=2)],
+        [node("Slice", ["t", "at0", "at1", "at0"], ["cut"]), node("Neg", ["cut"], ["q"])],
+        [node("Slice", ["t", "at0", "at1", "at0"], ["cut"]), node("Squeeze", ["cut"], ["q"])],
+        [node("Slice", ["t", "at0", "at1", "at2"], ["cut"]), node("Squeeze", ["cut", "at2"], ["q"])],
+        [node("Slice", ["t", "before", "at2", "at0"], ["cut"]), node("Squeeze", ["cut", "at0"], ["q"])],
+        [node("Slice", ["t", "at0", "at2", "at0"], ["q"])],
+    ],
+    ids=[
+        *("an index of one", "from the end", "another axis", "no squeeze", "all squeezed", "another slice"),
+        *("slice from the end", "both"),
+    ],
+)
+def test_a_part_is_one_along_the_first_axis(takers: list[onnx.NodeProto]) -> None:
+    whole = joint(takers, ["q"], minus=np.int64(-1), before=[-1])
+    before = ir.serde.deserialize_model(whole)
+    assert split_joint_projections(before.graph) == 0
 
 
 def test_a_pad_by_nothing_is_dropped() -> None:
@@ -337,6 +433,13 @@ def test_the_name_between_blocks_is_kept() -> None:
     model = ir.serde.deserialize_model(graph(["N", 5, 6], linear, **WEIGHTS))
     assert linears_as_gemm(model.graph) == 1
     assert "blocks.0" in {each.name for made in model.graph for each in made.outputs}
+    turned = [node("Transpose", ["x"], ["blocks.0"], perm=[0, 2, 1]), node("Transpose", ["blocks.0"], ["y"])]
+    folded(graph(["N", 2, 3], turned), merge_transposes, 0)
+    parts = joint([node("Gather", ["t", "zero"], ["q"]), node("Gather", ["t", "one"], ["k"])])
+    for each in parts.graph.node:
+        for names in (each.input, each.output):
+            names[:] = ["blocks.0" if name == "t" else name for name in names]
+    folded(parts, split_joint_projections, 0)
 
 
 def test_a_function_of_each_value_needs_no_view_around_it() -> None:
@@ -357,6 +460,18 @@ def test_slices_along_two_axes_are_one() -> None:
     assert folded(two("last"), merge_slices, 1) == Counter(["Slice"])
     folded(two("o"), merge_slices, 0)
     folded(two("last", "s"), merge_slices, 0)
+
+
+def test_two_dynamic_sizes_and_computed_bounds_are_left_alone() -> None:
+    turned = graph(["N", "M", 1], [node("Transpose", ["x"], ["t"], perm=[0, 2, 1]), node("Neg", ["t"], ["y"])])
+    folded(turned, view_transposes, 0)
+    wrapped = [node("Unsqueeze", ["x", "z"], ["t"]), node("Unsqueeze", ["t", "z"], ["u"]), node("Neg", ["u"], ["y"])]
+    folded(graph(["N", "M", 6], wrapped, z=[0]), merge_views, 0)
+    last = node("Slice", ["s", "z", "o", "o"], ["y"])
+    computed = [node("Shape", ["x"], ["n"], end=1), node("Slice", ["x", "z", "n", "z"], ["s"]), last]
+    folded(graph(["N", 5, 6], computed, z=[0], o=[1]), merge_slices, 0)
+    without_axes = [node("Slice", ["x", "z", "o"], ["s"]), last]
+    folded(graph(["N", 5, 6], without_axes, z=[0], o=[1]), merge_slices, 0)
 
 
 def test_folds_are_repeated_until_none_applies() -> None:

@@ -1,6 +1,7 @@
 """`witness.safetensors`: which images it holds, and that whatever was altered in it is refused by name."""
 
 import contextlib
+import io
 import json
 import re
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
@@ -15,6 +17,8 @@ from bundle_fixture import LABELS, PREPROCESSING
 from vitx.core.bundle import MANIFEST, MODEL, WITNESS, Bundle, FileEntry, Manifest
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, write_json
+from vitx.data.image_set import ImageSet
+from vitx.parity.executables import witness_set
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, read_witness
 from vitx.parity.executables.witness_set import add_witness, draw_images
 from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, reference_float64, seal_manifest
@@ -86,6 +90,58 @@ def test_it_adds_a_tenth_at_most(tmp_path: Path, witnessed: Bundle) -> None:
     assert witness is not None
     assert 20 < len(witness) < 80
     assert larger.manifest.files[WITNESS].size < 24_000
+
+
+def test_a_first_guess_that_is_too_large_is_corrected(
+    witnessed: Bundle, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size is guessed of 16 evenly spaced images: here they are plain, and all others are noise."""
+    (witnessed.path / WITNESS).unlink()
+    bundle, generator = seal_manifest(witnessed.path), np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (160, 16, 16, 3), dtype=np.uint8)
+    pixels[np.linspace(0, 159, 16).astype(int)] = 7
+    encoded = encode_images(pixels)
+    images = ImageSet("noise", LABELS, tuple(map(str, range(160))), np.zeros(160, np.int64), encoded.__getitem__)
+    files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=200_000)}
+    big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
+    tried: list[int] = []
+
+    def draw(margins: Any, count: int, seed: int) -> Any:
+        tried.append(count)
+        return (np.arange(count) + 1) % 160, count // 4
+
+    monkeypatch.setattr(witness_set, "draw_images", draw)
+    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64}
+    add_witness(big, images, np.zeros(160), 1.0, reference_float64, count=None, **options)
+    expected, limit = [], 20_000
+    sizes = [len(image) + 8 * len(LABELS) for image in encode_images(images_as_they_enter(images))]
+    count = min(160, int(limit / sizes[0]))
+    while True:
+        expected.append(count)
+        size = sum(sizes[1 : count + 1]) + (sizes[0] if count == 160 else 0)
+        if size <= limit:
+            break
+        count = min(count - 1, int(count * limit / size))
+    assert (len(tried) > 1, tried) == (True, expected)
+    assert f"export: witness set of {tried[-1]} of 160 images, 0.02 MB" in capsys.readouterr().err
+    none = add_witness(bundle, images, np.zeros(160), 1.0, reference_float64, count=None, **options)
+    assert WITNESS not in none.manifest.files
+    assert capsys.readouterr().err == "export: not one image fits into 0.0 MB: no witness set (see --witness)\n"
+
+
+def images_as_they_enter(images: ImageSet) -> Any:
+    return np.concatenate(list(images.batches(PREPROCESSING, 64)))
+
+
+def test_an_image_in_another_format_is_no_witness(witnessed: Bundle) -> None:
+    """What other decoders make of bytes is not asked."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.zeros((16, 16, 3), np.uint8)).save(buffer, "BMP")
+    content = np.frombuffer(buffer.getvalue(), np.uint8)
+    info = {"labels": [*LABELS]}
+    changed = rewritten(witnessed, info=info, png=content, ends=np.array([len(content)]), logits=np.zeros((1, 4)))
+    with pytest.raises(CheckFailed, match=r"image 0 of .* was altered \(cannot identify image file"):
+        read_witness(changed)
 
 
 def test_a_bundle_without_one_has_none(bare: Bundle) -> None:

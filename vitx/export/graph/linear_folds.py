@@ -20,6 +20,7 @@ from vitx.export.graph.edits import (
     constant,
     dims_of,
     insert,
+    is_free,
     is_inner,
     nodes_of,
     producer_of,
@@ -79,7 +80,7 @@ def split_joint_projections(graph: ir.Graph) -> int:
         if joint is None or parted is None or axis != len(joint) - 1 or joint[:-1] != parted[:axis]:
             continue
         parts = [_part_taken(usage.node) for usage in node.outputs[0].uses()]
-        if node.outputs[0].is_graph_output() or not parts or any(part is None for part in parts):
+        if not is_free(node.outputs[0]) or not parts or any(part is None for part in parts):
             continue
         for index, last in [part for part in parts if part is not None]:
             _replace_part(graph, layer, index, parted[axis:], perm, last)

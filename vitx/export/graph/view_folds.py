@@ -15,6 +15,7 @@ from vitx.export.graph.edits import (
     insert,
     is_free,
     is_inner,
+    is_named,
     nodes_of,
     producer_of,
     remove_unused,
@@ -78,7 +79,7 @@ def merge_transposes(graph: ir.Graph) -> int:
     changed = 0
     for node in nodes_of(graph, "Transpose"):
         before = producer_of(node.inputs[0], "Transpose")
-        if before is None:
+        if before is None or is_named(before.outputs[0]):
             continue
         first, second = _permutation(before), _permutation(node)
         if first is None or second is None:

@@ -32,6 +32,8 @@ def test_unequal_parts_are_refused() -> None:
     with pytest.raises(InputError, match=r"a batch of 18 images cannot be cut into 2 parts .* a multiple of 4"):
         BatchPart(0, 2).of(np.arange(18))
     assert len(WHOLE_BATCH.of(np.arange(7))) == 7
+    assert WHOLE_BATCH.slices(7) == [slice(0, 7)]
+    assert {WHOLE_BATCH, BatchPart(0, 1)} == {BatchPart()}  # values, which can be keys
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,0 +1,69 @@
+"""Similarities of tokens and of attention maps, each by loops over single numbers."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import seq
+from vitx.core.errors import InputError
+from vitx.models.similarity import attention_similarity, attention_std, map_similarity, token_similarity
+
+TOKENS = seq(1, 2, 5, 3)
+FIRST, SECOND = seq(2, 2, 3, 4, 4), seq(3, 2, 3, 4, 4)
+
+
+def cosine(a: Tensor, b: Tensor) -> float:
+    dot = sum(float(x * y) for x, y in zip(a, b, strict=True))
+    norms = [math.sqrt(sum(float(x * x) for x in values)) for values in (a, b)]
+    return dot / (norms[0] * norms[1])
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_tokens_are_compared_pair_by_pair(absolute: bool) -> None:
+    pairs = [cosine(image[i], image[j]) for image in TOKENS for i, j in itertools.permutations(range(5), 2)]
+    expected = mean([abs(value) if absolute else value for value in pairs])
+    assert min(pairs) < 0
+    found = token_similarity(TOKENS, absolute=absolute)
+    assert found.shape == ()
+    assert float(found) == pytest.approx(expected, abs=1e-12)
+    assert float(token_similarity(torch.ones(1, 4, 2), absolute=absolute)) == pytest.approx(1)
+
+
+def test_a_token_of_zeros_is_finite() -> None:
+    """Its own cosine is 0 where 1 is taken off: two of six pairs are 1, and one less is left of them."""
+    tokens = torch.tensor([[[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]], dtype=torch.float64)
+    for absolute in (False, True):
+        assert float(token_similarity(tokens, absolute=absolute)) == pytest.approx((2 - 1) / 6)
+
+
+def test_the_spread_of_a_row_is_unbiased() -> None:
+    rows = [[float(value) for value in row] for image in FIRST for head in image for row in head]
+    expected = mean([math.sqrt(sum((value - mean(row)) ** 2 for value in row) / 3) for row in rows])
+    assert float(attention_std(FIRST)) == pytest.approx(expected, abs=1e-12)
+    assert float(attention_std(torch.full((1, 1, 2, 4), 0.25))) == 0
+
+
+def test_maps_are_compared_column_by_column_or_entry_by_entry() -> None:
+    B, H, N, _ = FIRST.shape
+    columns = [cosine(FIRST[b, h, :, k], SECOND[b, h, :, k]) for b in range(B) for h in range(H) for k in range(N)]
+    entries = [cosine(FIRST[b, :, q, k], SECOND[b, :, q, k]) for b in range(B) for q in range(N) for k in range(N)]
+    assert float(map_similarity(FIRST, SECOND)) == pytest.approx(mean(columns), abs=1e-12)
+    assert float(map_similarity(FIRST, SECOND, "rows")) == pytest.approx(mean(columns), abs=1e-12)
+    assert float(map_similarity(FIRST, SECOND, over="heads")) == pytest.approx(mean(entries), abs=1e-12)
+    assert attention_similarity is map_similarity
+    # Where a map is zero there is no direction, and no division by zero.
+    assert float(map_similarity(FIRST, torch.zeros_like(FIRST))) == 0
+    tiny = torch.full((1, 1, 2, 2), 1e-13, dtype=torch.float64)
+    assert float(map_similarity(tiny, tiny)) == pytest.approx(0.02)  # norms of √2·1e-13 count as 1e-12
+
+
+def test_another_axis_is_refused() -> None:
+    with pytest.raises(InputError, match="unknown axis of the attention similarity 'row': did you mean rows"):
+        map_similarity(FIRST, SECOND, "row")  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""What OpenVINO and PyTorch are asked for: precision, threads, requests, device; the libraries' objects stand in."""
+
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from bundle_fixture import IMAGE_SIZE, PREPROCESSING, write_bundle
+from run_fixture import ColourMean, write_run
+from vitx.core.bundle import Bundle, FileEntry
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.runtimes import openvino as openvino_runtime
+from vitx.runtimes import torch as torch_runtime
+from vitx.runtimes.openvino import IR, OpenVinoSession
+from vitx.runtimes.torch import TorchSession, checkpoint_name, load_run
+
+IMAGES = np.arange(2 * IMAGE_SIZE**2 * 3, dtype=np.uint8).reshape(2, IMAGE_SIZE, IMAGE_SIZE, 3)
+
+
+class Model:
+    """Stands for OpenVINO's core, model and request at once; its logits say which request computed them."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+        self.precision, self.requests = "bf16", 0
+        self.outputs = [SimpleNamespace(get_names=lambda: {"logits"})]
+        self.error: Exception | None = None
+
+    def compile_model(self, *arguments: Any) -> "Model":
+        self.compiled.append(arguments)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def get_property(self, name: str) -> Any:
+        assert name == "INFERENCE_PRECISION_HINT"
+        return SimpleNamespace(get_type_name=lambda: self.precision)
+
+    def create_infer_request(self) -> Any:
+        self.requests += 1
+        number = self.requests
+
+        def infer(inputs: dict[str, Any]) -> dict[str, Any]:
+            assert [*inputs] == ["images"]
+            if self.error is not None:
+                raise self.error
+            return {"logits": np.full((len(inputs["images"]), 4), number, np.float32)}
+
+        return SimpleNamespace(infer=infer)
+
+
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Model:
+    pytest.importorskip("openvino", reason="an optional target")
+    model = Model()
+    monkeypatch.setattr(openvino_runtime, "openvino_core", lambda: model)
+    return model
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    bundle.manifest.files[IR] = FileEntry(sha256="", size=0)
+    return bundle
+
+
+def test_openvino_computes_in_float32_unless_bfloat16_is_asked_for(core: Model, bundle: Bundle) -> None:
+    plain, three = OpenVinoSession(bundle), OpenVinoSession(bundle, threads=3)
+    low = OpenVinoSession(bundle, threads=1, bf16=True)
+    path, hint = str(bundle.path / IR), {"PERFORMANCE_HINT": "LATENCY"}
+    unbound = {"ENABLE_CPU_PINNING": False}
+    assert core.compiled == [
+        (path, "CPU", {"INFERENCE_PRECISION_HINT": "f32", **hint}),
+        (path, "CPU", {"INFERENCE_PRECISION_HINT": "f32", **hint, "INFERENCE_NUM_THREADS": 3, **unbound}),
+        (path, "CPU", {"INFERENCE_PRECISION_HINT": "bf16", **hint, "INFERENCE_NUM_THREADS": 1, **unbound}),
+    ]
+    about = {"version": version("openvino").split("-")[0], "provider": "CPU"}
+    assert plain.describe() == {"runtime": "openvino", **about, "precision": "fp32", "threads": "all cores"}
+    assert three.describe()["threads"] == 3
+    assert low.describe() == {"runtime": "openvino-bf16", **about, "precision": "bf16", "threads": 1}
+    assert plain.artefacts == ("openvino/model.xml", "openvino/model.bin")
+
+
+def test_a_processor_without_bfloat16_is_said(core: Model, bundle: Bundle) -> None:
+    core.precision = "f32"
+    OpenVinoSession(bundle)
+    with pytest.raises(
+        EnvironmentMissing, match="no bfloat16 products, OpenVINO would take f32: choose the runtime op"
+    ):
+        OpenVinoSession(bundle, bf16=True)
+    core.error = RuntimeError("no IR")
+    with pytest.raises(InputError, match=r"OpenVINO cannot load .*model\.xml: no IR"):
+        OpenVinoSession(bundle)
+
+
+def test_an_idle_request_is_taken_and_a_failed_one_is_not(core: Model, bundle: Bundle) -> None:
+    session = OpenVinoSession(bundle)
+    assert [session.infer(IMAGES)[0, 0] for _ in range(3)] == [1, 1, 1]
+    core.error = RuntimeError("no memory")
+    with pytest.raises(CheckFailed, match="the IR of 'tiny' fails on a batch of 2: no memory"):
+        session.infer(IMAGES)
+    core.error = None
+    assert (session.infer(IMAGES)[0, 0], core.requests) == (2, 2)
+    with pytest.raises(InputError, match=r"expected uint8 \(N, 16, 16, 3\)"):
+        session.infer(IMAGES[0])
+
+
+def exact(images: Any) -> Any:
+    pixels = (images.astype(np.float64) / 255 - PREPROCESSING.mean) / PREPROCESSING.std
+    return pixels.mean(axis=(1, 2))
+
+
+def test_a_network_is_run_in_evaluation_mode_as_it_was_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dropout of everything would give zeros."""
+    network: Any = nn.Sequential(nn.Dropout(1.0), ColourMean(4)).train()
+    weight, bias = (value.detach().double().numpy() for value in (network[1].head.weight, network[1].head.bias))
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    session = TorchSession(network, PREPROCESSING, threads=5)
+    assert (threads, network.training, session.network() is network) == ([5], False, True)
+    expected = exact(IMAGES) @ weight.T + bias
+    np.testing.assert_allclose(session.infer(IMAGES), expected, atol=1e-5)
+    np.testing.assert_allclose(session.infer(IMAGES[::-1]), expected[::-1], atol=1e-5)
+    np.testing.assert_allclose(session.infer_float64(IMAGES)["logits"], expected, atol=1e-12)
+    assert network[1].head.weight.dtype == torch.float32
+    mean, std = (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    other = session.with_normalization(mean, std)
+    assert len(threads) == 1
+    again = ((IMAGES / 255 - mean) / std).mean(axis=(1, 2)) @ weight.T + bias
+    np.testing.assert_allclose(other.infer(IMAGES), again, atol=1e-5)
+    assert session.describe() == {
+        "runtime": "torch",
+        "version": torch.__version__,
+        "provider": "cpu",
+        "precision": "fp32",
+        "threads": torch.get_num_threads(),
+    }
+
+
+def test_convolutions_of_a_gpu_are_no_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = TorchSession(ColourMean(4), PREPROCESSING, device="cpu")
+    flags: list[Any] = []
+    monkeypatch.setattr(torch.backends.cudnn, "flags", lambda **given: flags.append(given))
+    session._full_precision()
+    assert flags == []
+    session._device = torch.device("cuda")
+    session._full_precision()
+    assert flags == [{"enabled": True, "allow_tf32": False}]
+
+
+def test_a_checkpoint_is_loaded_with_the_digest_of_its_averaged_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", "digits", bias_change=1.0)
+    digests = run.checkpoint("best")[1].sha256
+    session, digest = load_run(run, "last", device="cpu", threads=None, compiled=False)
+    assert digest == digests["ema.safetensors"] != digests["model.safetensors"]
+    asked: list[str] = []
+    state = SimpleNamespace(sha256={"model.safetensors": "of the model", "optimizer.safetensors": "other"})
+
+    def load(_run: Any, which: str) -> tuple[Any, Any]:
+        asked.append(which)
+        return ColourMean(4), state
+
+    monkeypatch.setattr(torch_runtime, "load_run_model", load)
+    session, digest = load_run(run, "last", device="cpu", threads=None, compiled=False)
+    assert (digest, asked, session.describe()["runtime"]) == ("of the model", ["last"], "torch")
+    assert [checkpoint_name(name) for name in ("best", "last")] == ["best", "last"]
