@@ -36,11 +36,11 @@ def test_tokens_are_compared_pair_by_pair(absolute: bool) -> None:
     assert float(token_similarity(torch.ones(1, 4, 2), absolute=absolute)) == pytest.approx(1)
 
 
-def test_a_token_of_zeros_is_finite() -> None:
-    """Its own cosine is 0 where 1 is taken off: two of six pairs are 1, and one less is left of them."""
+def test_a_token_of_zeros_is_similar_to_none() -> None:
+    """Of six pairs two have a cosine of 1; the zeros' own cosine, which is 0, is not taken off as 1."""
     tokens = torch.tensor([[[0.0, 0.0], [3.0, 4.0], [3.0, 4.0]]], dtype=torch.float64)
     for absolute in (False, True):
-        assert float(token_similarity(tokens, absolute=absolute)) == pytest.approx((2 - 1) / 6)
+        assert float(token_similarity(tokens, absolute=absolute)) == pytest.approx(2 / 6)
 
 
 def test_the_spread_of_a_row_is_unbiased() -> None:

@@ -280,6 +280,7 @@ def test_a_run_is_opened_in_this_order(
             done.append(("train", given))
             return "result"
 
+    monkeypatch.setattr(module, "require_wandb", lambda: done.append("wandb"))
     monkeypatch.setattr(module, "fix_cublas_workspace", lambda device: done.append(("cublas", device)))
     monkeypatch.setattr(module, "deterministic_algorithms", lambda enabled: entered(f"deterministic {enabled}", None))
     monkeypatch.setattr(module, "choose_device", lambda device: f"chosen {device}")
@@ -304,6 +305,7 @@ def test_a_run_is_opened_in_this_order(
     assert found == "result"
     writes = rank == 0
     assert done == [
+        "wandb",
         *([("cublas", "cpu")] if deterministic else []),
         *(f"deterministic {deterministic}", "join on chosen cpu", "lost RUN", ("lock of", "RUN")),
         *([("acquire", 2 * VISIBILITY_TIMEOUT)] if writes and resume else []),
