@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 SHARDS_PER_DATASET = 10_000
 # For a cluster that is started here: its object store holds only claims and results.
 OBJECT_STORE_BYTES = 100 << 20
+# What threads of Ray Data may take to end after an interrupt.
+EXECUTOR_SECONDS = 20.0
 
 
 class PoolSize(NamedTuple):
@@ -248,7 +250,17 @@ def _connected(address: str) -> Iterator[None]:
     with joined(address, log_to_driver=False, object_store_memory=OBJECT_STORE_BYTES):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray has replaced it by one that exits at once
-        yield
+        try:
+            yield
+        finally:
+            _wait_for_executors()
+
+
+def _wait_for_executors() -> None:
+    """Ray Data waits seconds for its threads; one that outlives the connection ends the process with exit code 1."""
+    for thread in threading.enumerate():
+        if thread.name.startswith(("StreamingExecutor", "ray-data-metadata-prefetch")):
+            thread.join(EXECUTOR_SECONDS)
 
 
 @contextmanager
