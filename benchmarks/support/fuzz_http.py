@@ -24,7 +24,7 @@ Maker = Callable[[random.Random, str], bytes]
 
 def http(method: str, target: str, body: bytes = b"", *headers: str) -> bytes:
     """A request whose framing is right, unless `headers` say otherwise."""
-    lines = [f"{method} {target} HTTP/1.1", "Host: vitx", *headers]
+    lines = [f"{method} {target} HTTP/1.1", "Host: localhost", *headers]
     if not any(header.lower().startswith(("content-length", "transfer-encoding")) for header in headers):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogatepass") + body
@@ -140,7 +140,7 @@ def header_requests(chance: random.Random, model: str) -> bytes:
             http("POST", target, b"{}", f"Timeout-Ms: {length}"),
             http("post\x01", target, b"{}"),
             http("PATCH", target, b"{}"),
-            f"POST {target} HTTP/9.9\r\nHost: x\r\n\r\n".encode(),
+            f"POST {target} HTTP/9.9\r\nHost: localhost\r\n\r\n".encode(),
             f"POST {target}\r\n\r\n".encode(),
             b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(64),  # TLS on a plain port
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",

@@ -19,8 +19,8 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.latency import Setting
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import SessionPool, load_instances
 from vitx.runtimes.session import Session
-from vitx.serve.models.instances import SessionPool, load_instances
 from vitx.serve.options import ServeOptions
 
 IMAGES = np.zeros((8, 16, 16, 3), dtype=np.uint8)

@@ -102,11 +102,17 @@ def test_metrics_of_three_images_by_hand() -> None:
     """Probabilities ⅘ and ⅕; right, wrong, right."""
     logits = np.log(np.array([[0.8, 0.2], [0.8, 0.2], [0.2, 0.8]], dtype=np.float64))
     metrics = classification_metrics(logits, np.array([0, 1, 1]))
-    assert set(metrics) == {"top1", "nll", "ece", "brier"}
+    assert set(metrics) == {"top1", "top5", "nll", "ece", "brier"}
+    assert metrics["top5"] == 1.0, "of two classes"
     assert metrics["top1"] == pytest.approx(2 / 3, abs=1e-12)
     assert metrics["nll"] == pytest.approx(-(2 * np.log(0.8) + np.log(0.2)) / 3, abs=1e-12)
     assert metrics["ece"] == pytest.approx(abs(2 / 3 - 0.8), abs=1e-12)
     assert metrics["brier"] == pytest.approx((0.04 + 0.04 + 0.64 + 0.64 + 0.04 + 0.04) / 3, abs=1e-12)
+
+
+def test_top5_of_eight_classes_by_hand() -> None:
+    logits = np.tile(np.arange(8.0), (4, 1))  # the best five are the classes 7 to 3
+    assert classification_metrics(logits, np.array([7, 3, 2, 5]))["top5"] == 0.75
 
 
 def test_confidences_are_the_largest_probabilities_and_one_where_a_logit_is_not_finite() -> None:

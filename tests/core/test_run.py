@@ -7,7 +7,7 @@ import pytest
 from vitx.core.errors import InputError
 from vitx.core.files import link_atomically, sha256_file, write_json
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import CheckpointState, ModelSpec, RunFolder, RunInfo, verify_digests
+from vitx.core.run import CheckpointState, ModelSpec, RunFolder, RunInfo, verify_digests, weights_file
 
 INFO = RunInfo(
     name="run",
@@ -112,3 +112,12 @@ def test_impossible_numbers_are_refused() -> None:
     for epoch, step in ((-1, 0), (0, -1)):
         with pytest.raises(ValueError, match="greater than or equal to 0"):
             CheckpointState(epoch=epoch, step=step, best_metric=0.0, best_epoch=0, sha256={})
+
+
+def test_raw_names_the_trained_weights_of_the_same_checkpoint(run: RunFolder) -> None:
+    folder, state = run.checkpoint("last-raw")
+    assert (folder, state) == run.checkpoint("last")
+    both = state.model_copy(update={"sha256": {"model.safetensors": "a", "ema.safetensors": "b"}})
+    found = [weights_file(which, both) for which in ("best", "last", "best-raw", "last-raw")]
+    assert found == ["ema.safetensors"] * 2 + ["model.safetensors"] * 2
+    assert weights_file("best", state) == "model.safetensors", "a run that kept no average"

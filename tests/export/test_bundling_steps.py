@@ -46,7 +46,7 @@ class Conversions:
         self.untrained: tuple[str, ...] = ()
         monkeypatch.setattr(bundling, "run_limited", self.run)
         monkeypatch.setattr(bundling, "convert_limited", self.convert)
-        monkeypatch.setattr(EngineRequest, "check", lambda request: self.asked.append(("check", request)))
+        monkeypatch.setattr(EngineRequest, "check", lambda request, precision: self.asked.append(("check", request)))
 
     def run(self, title: str, function: Any, *arguments: Any, **limits: Any) -> Any:
         self.asked.append((title, function, arguments, limits))
@@ -123,18 +123,22 @@ def test_norms_that_never_saw_a_batch_are_said(
 
 
 @pytest.mark.parametrize(
-    ("options", "data", "target", "opset"),
+    ("options", "data", "target", "base", "opset"),
     [
-        ({"precision": "int8", "data": "own"}, "own", "cpu", 20),
-        ({"precision": "int8", "data": "own", "calibration": "better"}, "better", "cpu", 20),
-        ({"precision": "int8", "data": "own", "trt": True}, "own", "tensorrt", 20),
-        ({"precision": "int8", "data": "own", "trt_rtx": True}, "own", "tensorrt", 20),
-        ({"precision": "int8", "data": "own", "trt": True, "target": "cpu"}, "own", "cpu", 20),
-        ({"precision": "bf16", "data": "own"}, "own", "cpu", 22),
+        ({"precision": "int8", "data": "own"}, "own", "cpu", "fp32", 20),
+        ({"precision": "int8", "data": "own", "calibration": "better"}, "better", "cpu", "fp32", 20),
+        ({"precision": "int8", "data": "own", "trt": True}, "own", "tensorrt", "fp16", 20),
+        ({"precision": "int8", "data": "own", "trt_rtx": True}, "own", "tensorrt", "fp16", 20),
+        ({"precision": "int8", "data": "own", "target": "tensorrt", "base": "bf16"}, "own", "tensorrt", "bf16", 22),
+        ({"precision": "int8", "data": "own", "trt": True, "base": "fp32"}, "own", "tensorrt", "fp32", 20),
+        ({"precision": "int8", "data": "own", "trt": True, "target": "cpu"}, "own", "cpu", "fp32", 20),
+        ({"precision": "fp8", "data": "own"}, "own", "tensorrt", "fp16", 20),
+        ({"precision": "bf16", "data": "own", "trt": True}, "own", "tensorrt", "fp32", 22),
+        ({"precision": "bf16", "data": "own"}, "own", "cpu", "fp32", 22),
     ],
 )
 def test_what_a_lower_precision_is_judged_on_and_written_for(
-    conversions: Conversions, tmp_path: Path, options: dict[str, Any], data: str, target: Any, opset: int
+    conversions: Conversions, tmp_path: Path, options: dict[str, Any], data: str, target: Any, base: Any, opset: int
 ) -> None:
     plan: Any = "the certificate to come"
     given = ExportOptions(**options, **LIMITS)
@@ -143,8 +147,9 @@ def test_what_a_lower_precision_is_judged_on_and_written_for(
     assert conversions.named("tracing")[0][1][3] == opset
     ((function, arguments, limits),) = conversions.named(f"lowering to {precision}")
     assert (function, arguments[0].name, arguments[2], limits) == (lower_file, "model.onnx", PREPROCESSING, LIMITS)
-    assert arguments[1] == PrecisionRequest(precision, data, target, plan, True)
+    assert arguments[1] == PrecisionRequest(precision, data, target, base, plan, True)
     manifest = bundle.manifest
+    assert manifest.base == base
     assert (manifest.precision, manifest.islands, manifest.lowering) == (precision, ("island",), {"target": "cpu"})
 
 

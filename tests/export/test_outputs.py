@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,12 @@ def images(count: int) -> UInt8Array:
     return np.random.default_rng(7).integers(0, 256, (count, 32, 32, 3), dtype=np.uint8)
 
 
-def exported(model: nn.Module, folder: Path, names: tuple[OutputName, ...] = OUTPUTS) -> tuple[OutputSpec, ...]:
+def exported(
+    model: nn.Module, folder: Path, names: tuple[OutputName, ...] = OUTPUTS, rewrites: Sequence[str] = ALL
+) -> tuple[OutputSpec, ...]:
     classifier = ImageClassifier(copy.deepcopy(model), PREPROCESSING).eval()
     planned = plan_outputs(classifier, names, 32)
-    applied_rewrites(classifier, ALL)
+    applied_rewrites(classifier, rewrites)
     graph = onnx_from_model(classifier, PREPROCESSING, tuple("abcde"), folder / "model.onnx", check=False)
     return write_outputs(planned, classifier.model, graph, folder)
 
@@ -172,6 +174,14 @@ def test_outputs_are_the_network_s(name: str, folder_of: Any) -> None:
             np.testing.assert_allclose(found[output_tensor(output)][row], values, rtol=2e-4, atol=2e-6, err_msg=output)
 
 
+def test_an_embedding_without_the_rewrites_has_its_norm_once(tmp_path: Path) -> None:
+    model, pixels = network("deit"), images(2)
+    exported(model, tmp_path, ("embedding",), rewrites=())
+    found = run(joined(tmp_path, "embedding"), pixels)[output_tensor("embedding")]
+    for row, expected in enumerate(expected_outputs("deit", model, pixels)):
+        np.testing.assert_allclose(found[row], expected["embedding"], rtol=2e-4, atol=2e-6)
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_reference_is_that_of_the_loops(name: str) -> None:
     model, pixels = network(name), images(2)
@@ -231,6 +241,27 @@ def test_a_part_of_other_maps_is_found(monkeypatch: pytest.MonkeyPatch, folder_o
     with pytest.raises(InputError, match=r"has no tensor 'maps 2', of which --output attention is made: leave it out"):
         write_outputs(planned, model, graph, other)
     assert not other.exists()
+
+
+def test_one_wrong_value_of_a_part_is_found(folder_of: Any, tmp_path: Path) -> None:
+    model = network("deit")
+    planned = plan_outputs(ImageClassifier(model, PREPROCESSING).eval(), ("attention",), 32)
+    graph = onnx.load(folder_of("deit")[0] / "model.onnx")
+    planned.expected[0]["attention"][0, 3] += 0.5
+    with pytest.raises(CheckFailed, match="the graph's attention differs from the network's at a batch of 1"):
+        write_outputs(planned, model, graph, tmp_path)
+
+
+def test_a_rollout_needs_the_maps_of_every_block(folder_of: Any, tmp_path: Path) -> None:
+    model = network("deit")
+    planned = plan_outputs(ImageClassifier(model, PREPROCESSING).eval(), ("attention", "rollout"), 32)
+    graph = onnx.load(folder_of("deit")[0] / "model.onnx")
+    for node in graph.graph.node:
+        for names in (node.input, node.output):
+            names[:] = ["fused" if each == "blocks.0.softmax" else each for each in names]
+    with pytest.raises(InputError, match=r"no tensor 'blocks\.0\.softmax', of which --output rollout is made"):
+        write_outputs(planned, model, graph, tmp_path)
+    assert (tmp_path / output_file("attention")).is_file(), "the last block's maps are there"
 
 
 @pytest.mark.parametrize(

@@ -74,18 +74,21 @@ def test_a_runs_network_has_averaged_weights_where_there_are_any(tmp_path: Path,
     if averaged:
         save_file(ema.state_dict(), tmp_path / "ema.safetensors")
     asked: list[str] = []
+    names = ("model.safetensors", "ema.safetensors")[: 1 + averaged]
+    its_state = SimpleNamespace(sha256=dict.fromkeys(names, "digest"))
 
     def checkpoint(which: str) -> tuple[Path, Any]:
         asked.append(which)
-        return tmp_path, "its state"
+        return tmp_path, its_state
 
     run: Any = SimpleNamespace(checkpoint=checkpoint, info=SimpleNamespace(model=SPEC))
     model, state = load_run_model(run, "last")
     given: Any = state
     load_run_model(run)
-    assert (asked, given, model.training) == (["last", "best"], "its state", False)
-    expected = (ema if averaged else raw).state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
+    assert (asked, given, model.training) == (["last", "best"], its_state, False)
+    trained, _ = load_run_model(run, "best-raw")
+    for found, expected in ((model, ema if averaged else raw), (trained, raw)):
+        assert all(torch.equal(value, expected.state_dict()[key]) for key, value in found.state_dict().items())
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

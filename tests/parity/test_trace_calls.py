@@ -153,7 +153,7 @@ def test_islands_are_searched_on_training_images(
     arguments, options = seen[2]
     assert arguments[:4] == ("exact", "graph", "int8", "training images")
     assert arguments[4] is PIXELS
-    assert options == {"target": asked, "quiet": True}
+    assert options == {"target": asked, "base": "fp32", "quiet": True}
 
 
 def test_the_float32_graph_is_exported_with_the_bundles_rewrites(

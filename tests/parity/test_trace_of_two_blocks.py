@@ -312,6 +312,7 @@ def test_a_repair_is_accepted_by_the_evaluation_images(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(divergence, "lower_precision", lower)
     monkeypatch.setattr(divergence, "logits_of", logits_of)
+    monkeypatch.setattr(divergence, "graph_on_cpu", lambda graph, precision: graph)
     given: Any = ("exact", "candidate", "int8", "training", "evaluation")
     found = repair(*given, target="tensorrt", quiet=True)
     accept = asked.pop("accept")
@@ -322,6 +323,7 @@ def test_a_repair_is_accepted_by_the_evaluation_images(monkeypatch: pytest.Monke
         "precision": "int8",
         "images": "training",
         "target": "tensorrt",
+        "base": "fp32",
         "quiet": True,
     }
     assert (found.graph, found.islands) == ("lowered", ("a", "b"))

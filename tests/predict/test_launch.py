@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bundle_fixture import NumpySession
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import launch as launching
@@ -82,3 +83,52 @@ def test_actors_without_ray_are_refused(
         launch(tiny_bundle.path, "images", Path("out"), PredictOptions(ray_actors=actors))
     assert str(caught.value) == f"--ray-actors {said} is for --ray: pass that too, or leave it out"
     assert asked == []
+
+
+class Loaded(NumpySession):
+    """A session that was asked for with a number of threads."""
+
+    def __init__(self, threads: int | None, provider: str, *, concurrent: bool) -> None:
+        super().__init__()
+        self.threads, self.provider, self.concurrent, self.closed = threads, provider, concurrent, False
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "provider": self.provider}
+
+    def _close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("cores", "provider", "concurrent", "threads", "callers"),
+    [
+        (1, "CPUExecutionProvider", True, [None], 1),
+        (4, "CPUExecutionProvider", True, [None, 1], 4),
+        (4, "CPU", False, [None, 1, 1, 1, 1], 4),
+        (64, "CPU", False, [None, *[8] * 8], 8),
+        (4, "CUDAExecutionProvider", True, [None], 1),
+    ],
+)
+def test_without_threads_sessions_share_the_cores(
+    tiny_bundle: Bundle,
+    asked: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    provider: str,
+    concurrent: bool,
+    threads: list[int | None],
+    callers: int,
+) -> None:
+    made: list[Loaded] = []
+
+    def load(*_: Any, **options: Any) -> Loaded:
+        made.append(Loaded(options["threads"], provider, concurrent=concurrent))
+        return made[-1]
+
+    monkeypatch.setattr(launching, "load_fastest", load)
+    monkeypatch.setattr(launching, "usable_cores", lambda: cores)
+    launch(tiny_bundle.path, "images", Path("out"), PredictOptions())
+    ((_, session, *_), _), *_ = asked
+    assert [each.threads for each in made] == threads
+    assert session.callers == callers
+    assert all(each.closed for each in made), "when the prediction has ended"

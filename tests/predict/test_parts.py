@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vitx.core.files import sync
 from vitx.predict import PREDICTIONS
@@ -95,7 +98,22 @@ def test_names_that_are_not_utf8_are_escaped_in_both_columns(out: Path) -> None:
     writer.add(Rows(["\udcff/ö"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
     (row,) = pq.read_table(writer.finish().temporary).to_pylist()
     assert (row["path"], row["error"]) == ("\\xff/ö", "no \\xe9")
-    assert escape_invalid_utf8("plain\\xff") == "plain\\xff"
+    assert escape_invalid_utf8("plain\\xff") == "plain\\\\xff"
+    assert escape_invalid_utf8("a\\b\\xyz ö") == "a\\b\\xyz ö"
+
+
+@given(st.lists(st.sampled_from([b"\xff", b"\xc3", b"\\", b"x", b"f", b"0", b"a", "ö".encode()]), max_size=9))
+def test_a_name_can_be_told_from_its_text(parts: list[bytes]) -> None:
+    name = b"".join(parts)
+    text = escape_invalid_utf8(os.fsdecode(name))
+    text.encode()
+    if re.search(r"\\x[0-9a-f]{2}", text):
+        found = re.sub(
+            rb"\\(\\|x([0-9a-f]{2}))", lambda m: bytes.fromhex(m[2].decode()) if m[2] else b"\\", text.encode()
+        )
+    else:
+        found = text.encode()
+    assert found == name
 
 
 class Steps:

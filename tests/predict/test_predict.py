@@ -170,7 +170,8 @@ def test_decoding_runs_ahead_by_a_bounded_number(
             return super()._infer(images)
 
     predict(tiny_bundle, Watched(), folder, tmp_path / "out", PredictOptions(batch_size=10), quiet=True)
-    assert max(ahead) <= 10 * 5
+    # Three batches ahead, one that is formed, one in the model and two that wait for it.
+    assert max(ahead) <= 10 * 7
     assert pq.read_table(tmp_path / "out" / PREDICTIONS).num_rows == 200
 
 

@@ -34,10 +34,10 @@ from vitx.core.machine import Gpu, local_gpus
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import load_instances
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
 from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Session
-from vitx.serve.models.instances import load_instances
 from vitx.serve.models.served_model import load_warm
 from vitx.serve.options import ServeOptions
 
@@ -140,7 +140,7 @@ def test_gpu_that_is_not_there_is_refused(certified_original: Bundle, tiny_run: 
 def test_unknown_checkpoint_is_refused(tiny_run: RunFolder) -> None:
     from vitx.runtimes.torch import load_run_session
 
-    with pytest.raises(InputError, match=r"unknown checkpoint 'newest'.*known: best, last"):
+    with pytest.raises(InputError, match=r"unknown checkpoint 'newest'.*known: best, best-raw, last, last-raw"):
         load_run_session(tiny_run, "newest")
 
 

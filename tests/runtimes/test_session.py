@@ -26,8 +26,8 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, SessionClosed, load_session
+from vitx.runtimes.instances import SessionPool, load_instances
 from vitx.runtimes.torch import load_run_session
-from vitx.serve.models.instances import SessionPool, load_instances
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
 

@@ -85,7 +85,9 @@ class Browser:
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._buffer:
-            readable, _, _ = select.select([self._answers], [], [], _PATIENCE_SECONDS)
+            poll = select.poll()  # select() takes no descriptor above 1,023
+            poll.register(self._answers, select.POLLIN)
+            readable = poll.poll(1000 * _PATIENCE_SECONDS)
             assert readable, f"the browser said nothing for {_PATIENCE_SECONDS:g} s"
             data = os.read(self._answers, 2**16)
             assert data, "the browser ended"

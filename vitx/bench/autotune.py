@@ -13,8 +13,8 @@ from vitx.core.console import log
 from vitx.core.latency import Latency, Setting, Tuning
 from vitx.core.machine import describe_machine
 from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.instances import load_instances
 from vitx.runtimes.session import Session, image_shape
-from vitx.serve.models.instances import load_instances
 
 BATCH_SIZES = (1, 4, 16)
 # Every setting is measured for one turn; the finalists, those with this share of the best throughput, for four more.

@@ -19,9 +19,9 @@ from vitx.core.latency import Tuning
 from vitx.core.machine import describe_machine, usable_cores
 from vitx.core.run import RunFolder
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import load_instances, tuned_setting
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Session, image_shape
-from vitx.serve.models.instances import load_instances, tuned_setting
 from vitx.serve.options import ServeOptions
 
 

@@ -22,6 +22,7 @@ def command(as_json: Json = False) -> None:
     from vitx.core.console import print_fields, print_json, print_table
     from vitx.core.machine import describe_machine, installed_versions, local_gpus
     from vitx.runtimes.requirements import RUNTIMES, why_unusable
+    from vitx.runtimes.tensorrt_versions import tensorrt_report
 
     extras = {
         name: "installed" if find_spec(package) else f"not installed, needed by {verbs}: pip install 'vitx[{name}]'"
@@ -34,6 +35,7 @@ def command(as_json: Json = False) -> None:
         "gpus": len(local_gpus()),
         **{f"extra {name}": state for name, state in extras.items()},
         **{name: version for name, version in installed_versions().items() if name != "vitx"},
+        **tensorrt_report(),
     }
     if as_json:
         usable = {name: {"usable": not reason, "reason": reason} for name, reason in runtimes.items()}

@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on s
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, only the result.")]
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave unreadable images out, and count them.")]
 Data = Annotated[str | None, typer.Option("--data", help=shared.DATA_HELP)]
-Which = Annotated[Literal["best", "last"], typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
+Which = Annotated[shared.Checkpoint, typer.Option("--checkpoint", help=shared.CHECKPOINT_HELP)]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help=shared.DEVICE_HELP)]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help=shared.THREADS_HELP)]
 LOCAL_RAY = "local"

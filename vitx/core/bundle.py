@@ -19,6 +19,8 @@ from vitx.core.run import ModelSpec, verify_digests
 from vitx.core.sealed import read_sealed
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
+# What surrounds the products of an int8 or fp8 graph.
+Base = Literal["fp32", "fp16", "bf16"]
 # What a bundle may give beside logits (docs/maths.md §7), in the order in which it is listed.
 OutputName = Literal["embedding", "attention", "rollout"]
 OUTPUTS: tuple[OutputName, ...] = get_args(OutputName)
@@ -88,6 +90,9 @@ class Manifest(Record):
         default=(), description="what the bundle gives beside logits, each by a file of its own"
     )
     precision: Precision
+    base: Annotated[Base, Field(exclude_if=lambda base: base == "fp32")] = Field(
+        default="fp32", description="what computes beside the 8-bit products of an int8 or fp8 graph"
+    )
     islands: tuple[str, ...] = Field(default=(), description="nodes kept in float32 in a graph of lower precision")
     lowering: dict[str, Any] = Field(default_factory=dict, description="how the lower precision was found")
     rewrites: tuple[str, ...]

@@ -78,7 +78,7 @@ class OutputVerdict(Record):
 class Verdict(Record):
     """Whether one executable classifies as the checkpoint does, how sure that is, and where it was measured.
 
-    "not run": it was built or copied, and nothing that could run it was there; `reasons` says what was missing.
+    "not run": it was built or copied, and nothing that could run it was there, or it was only timed; `reasons` says so.
     """
 
     executable: Executable

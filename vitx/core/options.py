@@ -38,11 +38,13 @@ def option(
 # Options of several verbs.
 DEVICE_HELP = "Where to run; auto takes a GPU where there is one."
 DATA_HELP = "'digits', or a folder with train/ and val/, one folder a class. Default: the run's."
-CHECKPOINT_HELP = "Which checkpoint of the run."
+# "-raw": the weights that were trained, in place of their moving average.
+Checkpoint = Literal["best", "last", "best-raw", "last-raw"]
+CHECKPOINT_HELP = "Which checkpoint of the run; raw: the weights as trained, not their average."
 THREADS_HELP = "Threads of one session. Default: all cores."
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Field(description=DEVICE_HELP)]
 DataOption = Annotated[str | None, Field(description=DATA_HELP)]
-CheckpointOption = Annotated[Literal["best", "last"], Field(description=CHECKPOINT_HELP)]
+CheckpointOption = Annotated[Checkpoint, Field(description=CHECKPOINT_HELP)]
 Threads = Annotated[int | None, Field(description=THREADS_HELP, ge=1)]
 RuntimeOption = Annotated[
     str, Field(description="What runs a bundle: auto takes the fastest certified here; `vitx doctor` lists the names.")

@@ -49,6 +49,22 @@ class ImageError(InputError):
     """An image that cannot be read; the message says why."""
 
 
+class TooManyPixels(ImageError):
+    """An image whose header says more pixels than allowed; it is not decoded."""
+
+    def __init__(self, width: int, height: int, allowed: int) -> None:
+        super().__init__(f"image of {width}×{height} pixels: more than the {allowed:,} allowed")
+        self.width, self.height, self.allowed = width, height, allowed
+
+    def __reduce__(self) -> tuple[type["TooManyPixels"], tuple[int, int, int]]:
+        """How it is pickled: an exception's own way would call the constructor with the text."""
+        return type(self), (self.width, self.height, self.allowed)
+
+    @property
+    def pixels(self) -> int:
+        return self.width * self.height
+
+
 class Preprocessing(Record):
     """How an image becomes the model's input.
 
@@ -150,7 +166,7 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: 
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
             if image.width * image.height > max_pixels:
-                raise ImageError(f"image of {image.width}×{image.height} pixels: more than the {max_pixels:,} allowed")
+                raise TooManyPixels(image.width, image.height, max_pixels)
             if shorter_side is not None:
                 _decode_smaller(image, shorter_side)
             image.load()

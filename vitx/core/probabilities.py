@@ -12,11 +12,12 @@ ECE_BINS = 15
 
 
 def classification_metrics(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.integer]) -> dict[str, float]:
-    """top1, nll (nats), ece and brier of logits (N, C) against labels (N,)."""
+    """top1, top5, nll (nats), ece and brier of logits (N, C) against labels (N,)."""
     log_probabilities = log_softmax(logits)
     probabilities = np.exp(log_probabilities)
     return {
         "top1": float((logits.argmax(axis=1) == labels).mean()),
+        "top5": float((top_k(logits, 5) == labels[:, None]).any(axis=1).mean()),
         "nll": -float(log_probabilities[np.arange(len(labels)), labels].mean()),
         "ece": calibration_error(probabilities, labels),
         "brier": brier_score(probabilities, labels),

@@ -8,9 +8,8 @@ from pydantic import Field, NonNegativeInt
 
 from vitx.core.errors import InputError
 from vitx.core.files import Record, read_record, sha256_file
+from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
-
-Checkpoint = Literal["best", "last"]
 
 
 class ModelSpec(Record):
@@ -84,7 +83,7 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     def checkpoint_path(self, which: Checkpoint) -> Path:
-        return self.path / "checkpoints" / which
+        return self.path / "checkpoints" / which.removesuffix("-raw")
 
     def checkpoint(self, which: Checkpoint = "best") -> tuple[Path, CheckpointState]:
         """Return a checkpoint's folder and state, every file's digest verified.
@@ -99,6 +98,12 @@ class RunFolder:
         state = read_record(folder / "state.json", CheckpointState)
         verify_digests(folder, state.sha256)
         return folder, state
+
+
+def weights_file(which: Checkpoint, state: CheckpointState) -> str:
+    """The file of a checkpoint that holds the network: the averaged weights, where the run kept some, unless raw."""
+    averaged = "ema.safetensors" in state.sha256 and not which.endswith("-raw")
+    return "ema.safetensors" if averaged else "model.safetensors"
 
 
 def verify_digests(folder: Path, expected: Mapping[str, str]) -> None:

@@ -5,7 +5,7 @@ Nothing here imports TensorRT: a plan is checked before any library sees it.
 
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -64,6 +64,9 @@ class PlanInfo(Record):
     timing_cache_out_sha256: str | None = None
     build_seconds: float
     layers: int = Field(description="of the network that was parsed, before fusion")
+    fused_layers: Annotated[dict[str, int], Field(exclude_if=lambda counts: not counts)] = Field(
+        default_factory=dict, description="of the plan, by the type they write; each is in NAME.plan.layers.tsv"
+    )
     warnings: tuple[str, ...] = ()
     created: str
 
@@ -77,6 +80,10 @@ class InstalledLibrary(NamedTuple):
 
 def sidecar_path(plan: Path) -> Path:
     return plan.with_name(f"{plan.name}.json")
+
+
+def layers_path(plan: Path) -> Path:
+    return plan.with_name(f"{plan.name}.layers.tsv")
 
 
 def read_sidecar(plan: Path) -> PlanInfo:

@@ -13,7 +13,6 @@ from vitx.core.bundle import (
     FileEntry,
     Manifest,
     OutputSpec,
-    Precision,
     Provenance,
     TensorSpec,
     timestamp,
@@ -81,20 +80,20 @@ def export_bundle(
     rewrites = select_rewrites(options.with_, options.without)
     engines = _engines(options)
     for engine in engines:
-        engine.check()
+        engine.check(options.precision)
     if options.precision != "fp32" and request.is_model:
         _calibration_data(options, request.data or "")
     with staged_folder(out) as stage:
         graph = stage / GRAPH
         traced = run_limited(
-            *("tracing", trace_to_file, request, rewrites, graph, opset_for(options.precision), options.outputs),
+            *("tracing", trace_to_file, request, rewrites, graph, _opset(options), options.outputs),
             seconds=options.seconds,
             memory_gib=options.memory_gib,
         )
         _warn_untrained(traced)
         lowered = _lower(graph, traced.source, options, plan, quiet=quiet)
         _build_targets(graph, out, options, engines, quiet=quiet)
-        manifest = _manifest(bundle_name(out), traced, options.precision, lowered, stage)
+        manifest = _manifest(bundle_name(out), traced, options, lowered, stage)
         write_json(stage / MANIFEST, manifest)
         accept(Bundle(stage, manifest))
     return Bundle.open(out)
@@ -145,8 +144,14 @@ def _lower(
 ) -> LoweredFile:
     if options.precision == "fp32":
         return LoweredFile((), {})
-    target = options.target or ("tensorrt" if options.trt or options.trt_rtx else "cpu")
-    request = PrecisionRequest(options.precision, _calibration_data(options, source.data), target, plan, quiet)
+    request = PrecisionRequest(
+        precision=options.precision,
+        data=_calibration_data(options, source.data),
+        target=options.quantize_for(),
+        base=options.base_type(),
+        sampling_plan=plan,
+        quiet=quiet,
+    )
     return run_limited(
         *(f"lowering to {options.precision}", lower_file, graph, request, source.preprocessing),
         seconds=options.seconds,
@@ -167,7 +172,11 @@ def _build_targets(
         convert_limited("openvino", openvino_from_onnx, graph, graph.parent / IR_FOLDER, failed=failed, **limits)
 
 
-def _manifest(name: str, traced: Traced, precision: Precision, lowered: LoweredFile, stage: Path) -> Manifest:
+def _opset(options: ExportOptions) -> int:
+    return max(map(opset_for, (options.precision, options.base_type())))
+
+
+def _manifest(name: str, traced: Traced, options: ExportOptions, lowered: LoweredFile, stage: Path) -> Manifest:
     source = traced.source
     size = source.preprocessing.image_size
     files = sorted(path for path in stage.rglob("*") if path.is_file())
@@ -179,7 +188,8 @@ def _manifest(name: str, traced: Traced, precision: Precision, lowered: LoweredF
         input=TensorSpec(name=INPUT, dtype="uint8", shape=("N", size, size, 3)),
         output=TensorSpec(name=OUTPUT, dtype="float32", shape=("N", len(source.class_names))),
         outputs=traced.outputs,
-        precision=precision,
+        precision=options.precision,
+        base=options.base_type(),
         islands=lowered.islands,
         lowering=lowered.details,
         rewrites=traced.rewrites,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from vitx.core.bundle import OUTPUTS, Precision
+from vitx.core.bundle import OUTPUTS, Base, Precision
 from vitx.core.errors import unknown_name
 from vitx.core.options import (
     CheckpointOption,
@@ -50,6 +50,9 @@ class ExportOptions(Options):
     """What to make of a source; seconds and memory_gib (resident) are limits of each conversion."""
 
     precision: Precision = option("fp32", "Written into the graph.")
+    base: Base | None = option(
+        None, "What computes beside int8 and fp8 products. Default: fp16 for TensorRT and for fp8, fp32 for a CPU."
+    )
     calibration: str | None = option(
         None, "Judges a lower precision. Default: the training images.", flag="--calibration-data"
     )
@@ -76,7 +79,7 @@ class ExportOptions(Options):
     max_flip_rate: MaxFlipRate = 0.01
     witness: Annotated[int | None, BeforeValidator(parse_witness)] = option(
         None,
-        "Evaluation images that certify the bundle on other machines. Default: at most 20 MB and a tenth more.",
+        "Evaluation images that certify the bundle elsewhere. Default: at most 20 MB, a tenth more, and seconds.",
         metavar="N|none",
         text=True,
     )
@@ -93,6 +96,19 @@ class ExportOptions(Options):
     seconds: float = option(3600, "Time limit of one conversion.", ge=1)
     memory_gib: float = option(64, "Memory limit of one conversion.", ge=0.1)
 
+    def quantize_for(self) -> Target:
+        """The target of an int8 or fp8 graph: fp8 has no other than TensorRT."""
+        return self.target or ("tensorrt" if self.trt or self.trt_rtx or self.precision == "fp8" else "cpu")
+
+    def base_type(self) -> Base:
+        """What computes beside 8-bit products; fp32 for other precisions.
+
+        TensorRT runs it in the tensor cores' type at half the bytes; a CPU has no kernels of half types to gain by.
+        """
+        if self.precision not in ("int8", "fp8"):
+            return "fp32"
+        return self.base or ("fp16" if self.quantize_for() == "tensorrt" else "fp32")
+
     @model_validator(mode="after")
     def _options_that_go_together(self) -> "ExportOptions":
         if self.arch and not self.trt_rtx:
@@ -106,6 +122,8 @@ class ExportOptions(Options):
             raise ValueError(f"--output {self.outputs[0]} is certified by the witness set: leave --witness none out")
         if self.calibration is not None and self.precision == "fp32":
             raise ValueError(f"--calibration-data {self.calibration} goes with a --precision below fp32: leave it out")
+        if self.base is not None and self.precision not in ("int8", "fp8"):
+            raise ValueError(f"--base {self.base} is of int8 and fp8, and {self.precision} is its own: leave it out")
         if self.target is not None and self.precision != "int8":
             raise ValueError(
                 f"--quantize-for {self.target} is of int8, and {self.precision} has one form: leave it out"

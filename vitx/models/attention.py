@@ -236,6 +236,18 @@ class ReAttention(HeadMixAttention):
             nn.init.zeros_(self.reatten_matrix.bias)
 
     def after_softmax(self, maps_BHNN: Tensor) -> Tensor:
+        """Mix and norm, in float32 also inside autocast; the product with V, which follows, is autocast's again.
+
+        The bias is some hundred times the deviation of a fresh network's maps from 1/N: half precision rounds their sum
+        to it, and BatchNorm amplifies what is left (docs/maths.md §3.1).
+        """
+        device = maps_BHNN.device.type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return self._mixed(maps_BHNN)
+        with torch.autocast(device, enabled=False):
+            return self._mixed(maps_BHNN.to(self.reatten_matrix.weight.dtype))
+
+    def _mixed(self, maps_BHNN: Tensor) -> Tensor:
         if not self.var_norm.training and not isinstance(self.var_norm, nn.LayerNorm):
             return mix_heads(maps_BHNN, *self.cached("mix", self.head_mix))
         # In training: the statistics of BatchNorm are those of the mixed maps, over batch, queries and keys.

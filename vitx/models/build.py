@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.core.run import Checkpoint, CheckpointState, ModelSpec, RunFolder
+from vitx.core.options import Checkpoint
+from vitx.core.run import CheckpointState, ModelSpec, RunFolder, weights_file
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
@@ -43,11 +44,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def load_run_model(run: RunFolder, which: Checkpoint = "best") -> tuple[nn.Module, CheckpointState]:
-    """Return a run's network in evaluation mode with its averaged (EMA) weights, or the raw ones where it kept none."""
+    """Return a run's network in evaluation mode, with the weights that `weights_file` names."""
     folder, state = run.checkpoint(which)
     model = build_model(run.info.model)
-    ema = folder / "ema.safetensors"
-    load_weights(model, ema if ema.is_file() else folder / "model.safetensors")
+    load_weights(model, folder / weights_file(which, state))
     return model.eval(), state
 
 

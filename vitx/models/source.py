@@ -16,8 +16,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
+from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import Checkpoint, ModelSpec, RunFolder
+from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.data.open import open_images
 from vitx.models import build_model, load_public_checkpoint, load_run_model
 
@@ -180,7 +181,6 @@ def _require_finite(source: Source) -> None:
 def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:
     model, state = load_run_model(run, which)
     info = run.info
-    weights = "ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"
     return Source(
         name=str(run.path),
         model=model,
@@ -189,7 +189,7 @@ def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:
         preprocessing=info.preprocessing,
         data=info.data,
         checkpoint=which,
-        checkpoint_sha256=state.sha256[weights],
+        checkpoint_sha256=state.sha256[weights_file(which, state)],
         recipe=info.recipe,
         metrics=state.metrics,
     )

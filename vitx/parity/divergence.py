@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
+from onnx import TensorProto
 from torch import Tensor, nn
 
-from vitx.core.bundle import Precision
+from vitx.core.bundle import Base, Precision
 from vitx.core.certificate import TokenSimilarity
 from vitx.core.errors import InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
@@ -98,8 +99,10 @@ class Repair:
 
 
 def graph_on_cpu(graph: onnx.ModelProto, precision: Precision) -> onnx.ModelProto:
-    """What rounds on this CPU as `graph` says: of half precision its twin, for ONNX Runtime's CPU does not round."""
-    return cpu_twin(graph) if precision in HALVES else graph
+    """What rounds on this CPU as `graph` says: of a half type its twin, for ONNX Runtime's CPU does not round."""
+    halves = {TensorProto.FLOAT16, TensorProto.BFLOAT16}
+    lowered = precision in HALVES or any(tensor.data_type in halves for tensor in graph.graph.initializer)
+    return cpu_twin(graph) if lowered else graph
 
 
 def require_block_names(graph: onnx.ModelProto, model: nn.Module) -> None:
@@ -223,6 +226,7 @@ def repair(
     evaluation: UInt8Array,
     *,
     target: Target = "cpu",
+    base: Base = "fp32",
     quiet: bool = False,
 ) -> Repair:
     """The smallest set of float32 islands found that makes the float32 graph `exact` pass in `precision`.
@@ -241,6 +245,7 @@ def repair(
         precision,
         images,
         target=target,
+        base=base,
         accept=lambda graph: agreement(graph).within(bounds),
         quiet=quiet,
     )

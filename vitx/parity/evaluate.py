@@ -23,6 +23,7 @@ class Evaluation(Record):
 
     images: int
     top1: float
+    top5: float
     nll: float
     ece: float
     brier: float

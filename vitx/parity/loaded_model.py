@@ -102,13 +102,16 @@ def model_from_bundle(
 
 
 def _twin_session(bundle: Bundle, device: str) -> Session | None:
-    """The float32 twin of a half-precision bundle, which rounds where the graph says; None for others, and on a GPU.
+    """The float32 twin of a bundle that computes in a half type, if only beside 8 bits: it rounds where the graph says.
+
+    None for others, and on a GPU.
 
     ONNX Runtime's CPU computes float16 nodes in float32 and leaves the rounding out, and has no bfloat16 products.
     """
     from vitx.core.machine import local_gpus
 
-    if bundle.manifest.precision not in ("fp16", "bf16") or device == "cuda":
+    manifest = bundle.manifest
+    if (manifest.precision not in ("fp16", "bf16") and manifest.base == "fp32") or device == "cuda":
         return None
     if device == "auto" and local_gpus():
         return None

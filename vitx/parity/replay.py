@@ -4,6 +4,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
+from vitx.core.options import Checkpoint
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -184,7 +186,7 @@ def _certified_reference(
         return given
     provenance = bundle.manifest.provenance
     source = Path(provenance.source)
-    if not RunFolder(source).exists() or provenance.checkpoint not in ("best", "last"):
+    if not RunFolder(source).exists() or provenance.checkpoint not in get_args(Checkpoint):
         return None
     exported = open_model(source, which=provenance.checkpoint, device=options.device)
     if exported.sha256 == certificate.reference_sha256:

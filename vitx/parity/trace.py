@@ -248,7 +248,8 @@ def _repair(
     assert manifest.precision != "fp32"
     training = sample_images(open_images(images.name, "train"), manifest.preprocessing)
     target: Target = "tensorrt" if manifest.lowering.get("target") == "tensorrt" else "cpu"
-    found = repair(exact, graph, manifest.precision, training, pixels, target=target, quiet=quiet)
+    precision, base = manifest.precision, manifest.base
+    found = repair(exact, graph, precision, training, pixels, target=target, base=base, quiet=quiet)
     return _repair_text(found, manifest.precision)
 
 

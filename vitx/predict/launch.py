@@ -5,13 +5,18 @@ from pathlib import Path
 
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
+from vitx.core.machine import usable_cores
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.signature import require_signature
 from vitx.predict.job import predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.executor import Executor
 from vitx.predict.summary import PredictionSummary
+from vitx.runtimes.instances import load_instances
 from vitx.runtimes.session import Session
+
+# Each may have a copy of the weights.
+MAX_SESSIONS = 8
 
 
 def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet: bool = False) -> PredictionSummary:
@@ -39,6 +44,20 @@ def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
-    return load_fastest(
-        bundle, options.runtime, device=options.device, threads=options.threads, outputs=options.outputs
-    )
+    return _on_all_cores(bundle, options) if options.threads is None else _session(bundle, options, options.threads)
+
+
+def _session(bundle: Bundle, options: PredictOptions, threads: int | None) -> Session:
+    return load_fastest(bundle, options.runtime, device=options.device, threads=threads, outputs=options.outputs)
+
+
+def _on_all_cores(bundle: Bundle, options: PredictOptions) -> Session:
+    """On a CPU sessions that share the cores: the threads of a single one would spin while the decoders wait."""
+    cores = usable_cores()
+    instances = min(cores, MAX_SESSIONS)
+    threads = cores // instances
+    first = _session(bundle, options, None)  # with all cores: it may have to be judged
+    if cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():
+        return first
+    first.close()
+    return load_instances(lambda: _session(bundle, options, threads), instances, threads)

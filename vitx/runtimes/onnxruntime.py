@@ -109,7 +109,7 @@ class OnnxRuntimeSession(Session):
             content = graph if isinstance(graph, bytes) else str(graph)
             return onnxruntime.InferenceSession(content, options, providers=providers, enable_fallback=0)
         except _LOAD_ERRORS as error:
-            if providers[0] == _CPU and self._manifest.precision == "bf16":
+            if providers[0] == _CPU and "bf16" in (self._manifest.precision, self._manifest.base):
                 raise EnvironmentMissing(
                     f"'{self._manifest.name}' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU "
                     f"({_first_line(error)}): run the fp32 or fp16 bundle on this machine, or this one on an NVIDIA GPU"
@@ -128,13 +128,13 @@ class OnnxRuntimeSession(Session):
         engine_cache.mkdir(parents=True, exist_ok=True)
         if precision == "fp32":
             os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # the provider has no option for it
-        return tensorrt_options(self._manifest.input.name, self._shape, precision, engine_cache)
+        return tensorrt_options(self._manifest.input.name, self._shape, precision, engine_cache, self._manifest.base)
 
     def _check_provider(self, wanted: str) -> None:
         """Raise EnvironmentMissing unless the provider that was asked for computes the whole graph."""
         if self.provider != wanted:
             remedy = (
-                "install the TensorRT 10 libraries (pip install 'tensorrt<11'), or choose onnxruntime-cuda"
+                "install the TensorRT 10 libraries (pip install 'vitx[trt10]'), or choose onnxruntime-cuda"
                 if wanted == "TensorrtExecutionProvider"
                 else "install the CUDA and cuDNN libraries of this onnxruntime-gpu (pip install "
                 "'onnxruntime-gpu[cuda,cudnn]'), or choose --device cpu"
@@ -205,7 +205,9 @@ class OnnxRuntimeSession(Session):
         }
 
 
-def tensorrt_options(name: str, image: tuple[int, ...], precision: str, engine_cache: Path) -> Provider:
+def tensorrt_options(
+    name: str, image: tuple[int, ...], precision: str, engine_cache: Path, base: str = "fp32"
+) -> Provider:
     """TensorRT's execution provider with its options, for a graph with the input `name` of images of shape `image`."""
     batches = {"min": TENSORRT_BATCHES.minimum, "opt": TENSORRT_BATCHES.optimum, "max": TENSORRT_BATCHES.maximum}
     shape = "x".join(map(str, image))
@@ -217,7 +219,7 @@ def tensorrt_options(name: str, image: tuple[int, ...], precision: str, engine_c
             "trt_timing_cache_enable": "1",
             "trt_timing_cache_path": str(engine_cache),
             **{f"trt_profile_{kind}_shapes": f"{name}:{batch}x{shape}" for kind, batch in batches.items()},
-            **{f"trt_{kind}_enable": "1" for kind in _TENSORRT_PRECISION[precision]},
+            **{f"trt_{kind}_enable": "1" for kind in (*_TENSORRT_PRECISION[precision], *_TENSORRT_PRECISION[base])},
         },
     )
 

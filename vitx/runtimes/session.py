@@ -33,12 +33,14 @@ class Session(ABC):
 
     profiles: the ranges of batch sizes that TensorRT compiled for; empty in other runtimes.
     concurrent: with one thread, calls from several threads are computed at once, not one after the other.
+    callers: how many threads may call it at once, each with a share of the cores.
     outputs: what it was loaded to give beside logits, of "embedding", "attention" and "rollout".
     artefacts: the files of the bundle that were loaded, by their names in it.
     """
 
     profiles: tuple[Profile, ...] = ()
     concurrent: bool = False
+    callers: int = 1
     outputs: tuple[str, ...] = ()
     artefacts: tuple[str, ...] = (MODEL,)
 

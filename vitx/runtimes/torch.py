@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import nn
 
-from vitx.core.errors import EnvironmentMissing, unknown_name
+from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
+from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.probabilities import Float64Array
-from vitx.core.run import Checkpoint, RunFolder
+from vitx.core.run import RunFolder, weights_file
 from vitx.models import image_tensor, load_run_model, reattention_impl
+from vitx.models.flops import count_flops
 from vitx.models.outputs import recorded_outputs
 from vitx.runtimes.requirements import require
 from vitx.runtimes.session import Device, Float32Array, Session, device_name
@@ -88,6 +90,14 @@ class TorchSession(Session):
                 rows.append({name: value.numpy() for name, value in found.items()})
         return {name: np.concatenate([row[name] for row in rows]) for name in ("logits", *outputs)}
 
+    def flops(self) -> int | None:
+        """Of one image; None for a network with an operator that has no formula."""
+        size = self._preprocessing.image_size
+        try:
+            return count_flops(self._network, torch.empty(1, 3, size, size))
+        except InputError:
+            return None
+
     def _close(self) -> None:
         del self._model, self._network
 
@@ -125,7 +135,7 @@ def load_run_session(
     threads: int | None = None,
     compiled: bool = False,
 ) -> TorchSession:
-    """Load a run's checkpoint, 'best' or 'last', as the reference; `compiled` for the runtime torch-compile."""
+    """Load a run's checkpoint as the reference; `compiled` for the runtime torch-compile."""
     session, _ = load_run(run, which, device=device, threads=threads, compiled=compiled)
     return session
 
@@ -134,15 +144,16 @@ def load_run(
     run: RunFolder, which: str, *, device: str, threads: int | None, compiled: bool
 ) -> tuple[TorchSession, str]:
     """As `load_run_session`, with the sha256 of the weights that were read: the EMA's where the run kept one."""
-    model, state = load_run_model(run, checkpoint_name(which))
+    checkpoint = checkpoint_name(which)
+    model, state = load_run_model(run, checkpoint)
     session = TorchSession(
         model, run.info.preprocessing, device=device_name(device), threads=threads, compiled=compiled
     )
-    return session, state.sha256["ema.safetensors" if "ema.safetensors" in state.sha256 else "model.safetensors"]
+    return session, state.sha256[weights_file(checkpoint, state)]
 
 
 def checkpoint_name(name: str) -> Checkpoint:
-    """Return `name` as a checkpoint; raise InputError for another name than 'best' and 'last'."""
-    if name not in ("best", "last"):
-        raise unknown_name("checkpoint", name, ("best", "last"))
+    """Return `name` as a checkpoint; raise InputError for a name that is none."""
+    if name not in get_args(Checkpoint):
+        raise unknown_name("checkpoint", name, get_args(Checkpoint))
     return cast(Checkpoint, name)

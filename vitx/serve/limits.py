@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+from vitx.serve.errors import unavailable
+
+UNCOUNTED_BYTES = 2**16  # a body of no more is not counted: it costs no more than its connection
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -15,6 +19,8 @@ class Limits:
     connections: int
     header_seconds: float  # from a request's first byte, or the connection, to the end of its headers
     body_seconds: float  # for the body, and a second more for every `body_rate` bytes of it
+    write_seconds: float  # for a client to take its reply, and a second more for every `body_rate` bytes of it
+    memory_bytes: int  # of the bodies of all requests together, beside `UNCOUNTED_BYTES` of each connection
     message_seconds: float  # for the message of a gRPC call; how far it has come is not seen
     body_rate: int = 16 * 2**10
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
@@ -34,3 +40,24 @@ class Batching:
     instances: int
     timeout: float | None
     preferred: tuple[int, ...] = ()
+
+
+class MemoryBudget:
+    """The bytes of all bodies that are being received or answered. Not thread-safe: use it on the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.used = 0
+
+    def fits(self, size: int) -> bool:
+        return self.used + size <= self._limit
+
+    def take(self, size: int) -> None:
+        """Count more bytes; raise RequestError 503 if that is too much."""
+        if not self.fits(size):
+            raise unavailable(f"requests in flight have {self.used} of {self._limit} bytes", "memory")
+        self.used += size
+
+    def give(self, size: int) -> None:
+        """Count bytes no more."""
+        self.used -= size

@@ -1,7 +1,7 @@
 """What `vitx serve` may be told. Every number has its default here, and nowhere else."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator
 
@@ -50,11 +50,20 @@ class ServeOptions(Options):
     max_connections: int = option(1000, "Open connections; beyond, they get 503.", ge=1)
     header_timeout: float = option(10, "Seconds for a request's headers.", ge=0.1)
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
+    write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
+    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together.", ge=1)
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
     watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")
     management_token_file: Path | None = option(None, "File with the token for --management.")
     token_file: Path | None = option(None, "File with the token that requests must bring.")
+    metrics: Literal["token", "open", "off"] = option(
+        "token", "Who may read /metrics: who has the token (without one everybody), everybody, nobody."
+    )
+    metrics_token_file: Path | None = option(None, "File with a token for /metrics alone, instead of --token-file's.")
+    allow_host: tuple[str, ...] = option(
+        (), "Name under which clients may ask, and whose pages may; may be repeated.", metavar="NAME"
+    )
     tls_cert: Path | None = option(None, "Certificate chain in PEM: serve TLS only.")
     tls_key: Path | None = option(None, "Its private key in PEM.")
     canary_seconds: float = option(30.0, "Between two checks that the models still answer as they did. 0: never.", ge=0)
@@ -95,5 +104,7 @@ class ServeOptions(Options):
             connections=self.max_connections,
             header_seconds=self.header_timeout,
             body_seconds=self.body_timeout,
+            write_seconds=self.write_timeout,
+            memory_bytes=int(self.max_memory_mib * 2**20),
             message_seconds=self.message_timeout,
         )

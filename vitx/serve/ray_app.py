@@ -25,7 +25,7 @@ from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.http.app import App
 from vitx.serve.http.asgi import CONNECTION
 from vitx.serve.http.decode import Decoder
-from vitx.serve.http.token_middleware import TokenMiddleware
+from vitx.serve.http.gate import Gate
 from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
@@ -36,7 +36,7 @@ from vitx.serve.process.node_bundles import require_same
 from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.worker_metrics import merge
 from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Tokens
+from vitx.serve.security import AllowedHosts, Tokens
 
 # A replica that died is noticed, and one whose canary found something is replaced, after three of these.
 _HEALTH_SECONDS = 2.0
@@ -68,6 +68,8 @@ _NOT_ON_RAY = {
     "max_connections": _CONNECTION,
     "header_timeout": _CONNECTION,
     "body_timeout": _CONNECTION,
+    "write_timeout": _CONNECTION,
+    "max_memory_mib": "Ray's proxies have read the whole body before",
     "message_timeout": "Ray's proxies pass on HTTP",
 }
 
@@ -226,10 +228,10 @@ class Replica:
         self._canary_due = time.monotonic() + args.canary_seconds
         self._context = serve.get_replica_context()
         self._metrics.gather = self._gather
-        app: ASGIApp = App(self._models, self._decoder, args.limits, self._metrics, self._memory)
-        if tokens := Tokens.read(args):
-            app = TokenMiddleware(app, tokens, self._metrics.reject)
-        self._app = _Application(app, self._metrics, self.close)
+        app = App(self._models, self._decoder, args.limits, self._metrics, self._memory)
+        hosts = AllowedHosts(None, args.allow_host)
+        gate = Gate(app, Tokens.read(args), hosts, self._metrics.reject, metrics=args.metrics != "off")
+        self._app = _Application(gate, self._metrics, self.close)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
@@ -271,6 +273,9 @@ class _Connection:
     lost: bool = False
     slow: bool = False
     on_lost: Any = field(default=None, repr=False)
+
+    def reserve(self, size: int) -> None:
+        """Ray's proxies have read the whole body before."""
 
 
 class _Application:

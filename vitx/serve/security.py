@@ -1,32 +1,42 @@
-"""Who may ask: TLS, and bearer tokens for inference and for management."""
+"""Who may ask: TLS, bearer tokens for inference, management and metrics, and the hosts and pages that may ask."""
 
 import hmac
+import ipaddress
 import re
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 
-Kind = Literal["inference", "management"]
+Kind = Literal["inference", "management", "metrics"]
 _TOKEN = re.compile(r"[!-~]{16,}")
 
 
 class Tokens:
     """The tokens of each kind of request; None: none is needed."""
 
-    def __init__(self, inference: bytes | None, management: bytes | None) -> None:
-        self._tokens: dict[Kind, bytes | None] = {"inference": inference, "management": management}
-
-    def __bool__(self) -> bool:
-        return any(self._tokens.values())
+    def __init__(self, inference: bytes | None, management: bytes | None, metrics: bytes | None) -> None:
+        self._tokens: dict[Kind, bytes | None] = {
+            "inference": inference,
+            "management": management,
+            "metrics": metrics,
+        }
 
     @classmethod
     def read(cls, options: ServeOptions) -> "Tokens":
         """Read the token files; raise InputError for one that is missing or whose token is short."""
-        return cls(_read_token(options.token_file), _read_token(options.management_token_file))
+        inference, metrics = _read_token(options.token_file), _read_token(options.metrics_token_file)
+        if options.metrics != "token":
+            if metrics is not None:
+                raise InputError(f"--metrics-token-file is of --metrics token, not of --metrics {options.metrics}")
+        elif metrics is None:
+            metrics = inference
+        return cls(inference, _read_token(options.management_token_file), metrics)
 
     def check(self, kind: Kind, authorization: str | None) -> None:
         """Raise RequestError 401 unless `authorization` is "Bearer " and the token of this kind."""
@@ -41,6 +51,64 @@ class Tokens:
             raise RequestError(
                 f"{what}: send 'Authorization: Bearer TOKEN' with the {kind} token", status=401, reason="unauthorized"
             )
+
+
+class AllowedHosts:
+    """The names under which the server may be asked, against pages of other origins and names that point here.
+
+    A page of any site can let a browser on this machine ask a local server. It then sends the page's Origin; or, where
+    the site's own name was made to resolve to this machine (DNS rebinding), that name as Host.
+    """
+
+    def __init__(self, bound: str | None, allowed: Iterable[str]) -> None:
+        """`bound`: the address that the server listens on, None if others take the connections.
+
+        On a loopback address the loopback names and addresses are allowed, and those that the operator names. On any
+        other one the names are unknown: all are allowed, unless the operator names some; then those, the loopback names
+        and addresses without a name, which nobody else can point here.
+        """
+        self._allowed = frozenset(name.strip("[]").lower() for name in allowed)
+        self._local = bound is not None and ipaddress.ip_address(bound.partition("%")[0]).is_loopback
+        self._any = not self._local and not self._allowed
+
+    def check(self, host: str | None, origin: str | None) -> None:
+        """Raise RequestError 403 for a host that is not allowed, or for a page of another origin."""
+        name = _host_name(host)
+        if not (self._any or self._is_allowed(name)):
+            raise RequestError(
+                f"Host '{(host or '')[:80]}' is not a name of this server: --allow-host NAME makes it one",
+                status=403,
+                reason="host",
+            )
+        if origin is not None and not self._is_same(origin, host):
+            raise RequestError(
+                f"the page's origin '{origin[:80]}' is not this server: --allow-host NAME lets its pages ask",
+                status=403,
+                reason="origin",
+            )
+
+    def _is_allowed(self, name: str) -> bool:
+        if name in self._allowed or name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or not self._local
+
+    def _is_same(self, origin: str, host: str | None) -> bool:
+        scheme, _, place = origin.lower().partition("://")
+        port = ":443" if scheme == "https" else ":80"
+        same = place.removesuffix(port) == (host or "").lower().removesuffix(port)
+        return bool(place) and (same or _host_name(place) in self._allowed)
+
+
+def _host_name(host: str | None) -> str:
+    """The name or address in `NAME`, `NAME:PORT` or `[ADDRESS]:PORT`; "" if there is none."""
+    try:
+        return urlsplit(f"//{host or ''}").hostname or ""
+    except ValueError:  # such as a bracket without its other
+        return ""
 
 
 def read_pem(options: ServeOptions) -> tuple[bytes, bytes] | None:

@@ -11,10 +11,11 @@ import torch
 from vitx.core.console import log, progress
 from vitx.core.errors import InputError
 from vitx.core.files import write_bytes
+from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
 from vitx.core.probabilities import classification_metrics
-from vitx.core.run import Checkpoint, RunFolder
+from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import image_tensor, load_run_model

@@ -57,6 +57,27 @@ def test_half_precision_with_every_target(tmp_path: Path, vitx: Vitx, in_this_pr
     assert onnx.TensorProto.FLOAT16 in weights
 
 
+def test_eight_bits_beside_float16_with_a_plan(tmp_path: Path, vitx: Vitx, in_this_process: None) -> None:
+    """The default for TensorRT; the certificate is by the twin, and the plan's layers are in the bundle."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT for RTX has wheels for x86-64 Linux and Windows only")
+    plan = ("--trt-rtx", "--arch", "sm89", "--profiles", "1")
+    code, _, errors = vitx(
+        "export", *SOURCE, *SMALL, "--precision", "int8", *plan, "--json", "--out", tmp_path / "net.vitx"
+    )
+    assert code == 0, errors
+    bundle = Bundle.open(tmp_path / "net.vitx")
+    manifest = bundle.manifest
+    assert (manifest.precision, manifest.base, manifest.lowering["target"]) == ("int8", "fp16", "tensorrt")
+    assert manifest.islands == ()
+    certificate = bundle.require_certificate()
+    assert certificate.runtime["graph"] == "float32 twin.onnx"
+    assert "engines/tensorrt-rtx.plan.layers.tsv" in manifest.files
+    types = json.loads((bundle.path / "engines" / "tensorrt-rtx.plan.json").read_text())["fused_layers"]
+    assert types["int8"] > 4
+    assert types["fp16"] > 8
+    assert types.get("fp32", 0) <= 2, "the logits, and half a LayerNorm"
+
+
 def test_the_process_of_a_conversion_imports_no_torch() -> None:
     """It would take 3 s and 600 MB of each, under its limits."""
     code = "import sys; import vitx.export.engines.targets; print({'torch', 'timm'} & sys.modules.keys())"

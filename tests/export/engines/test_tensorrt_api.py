@@ -26,7 +26,10 @@ CLASSIC_CALLERS = ("vitx/export/engines/flash_plugin.py",)
 NEEDED = (
     *CALLERS,
     *CLASSIC_CALLERS,
-    *(f"vitx/export/engines/{name}.py" for name in ("architectures", "build_log", "profiles", "tensorrt_graph")),
+    *(
+        f"vitx/export/engines/{name}.py"
+        for name in ("architectures", "build_log", "fused_layers", "profiles", "tensorrt_graph")
+    ),
     *(f"vitx/export/engines/{name}.py" for name in ("flash_kernel", "flash_nodes")),
     "vitx/export/graph/dataflow.py",
     *(f"vitx/runtimes/{name}.py" for name in ("session", "cuda", "plan_choice", "requirements")),

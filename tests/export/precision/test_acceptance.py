@@ -306,3 +306,50 @@ def test_what_was_measured_stays_as_it_was() -> None:
     ):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(thing, field, 0)
+
+
+MANY = np.random.default_rng(2).integers(0, 256, (200, 1, 1, 3), dtype=np.uint8)
+
+
+def shifted(amount: float) -> onnx.ModelProto:
+    """The logits are the pixels, of which those of the first class are off by `amount` of their value."""
+    return linear(np.diag([1 + amount, 1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("share", "images", "verdict"),
+    [(0.3, 64, True), (0.37, 200, True), (0.9, 200, True), (1.6, 64, False)],
+)
+def test_a_clear_verdict_takes_few_images(share: float, images: int, verdict: bool) -> None:
+    """`share` of the error that is allowed: a third of it is clear, and more than all of it too."""
+    pixels = MANY.reshape(200, 3).astype(np.float32)
+    bounds = Bounds(0.1, 0.0)
+    amount = share * bounds.logit_error * float(pixels.std()) / float(pixels[:, 0].max())
+    judge = Judge(EYE, MANY, bounds)
+    first = [int(index) for index in np.linspace(0, 199, 64)]
+    np.testing.assert_array_equal(judge.images[:64], MANY[first])
+    assert sorted(map(bytes, judge.images)) == sorted(map(bytes, MANY))
+    assert judge.passes(shifted(amount), "off") is verdict
+    assert judge.trials[0]["images"] == images
+
+
+def test_flips_that_are_too_many_for_all_images_end_the_trial() -> None:
+    """Of 200 images 1 % may flip; three that do are too many, wherever they are found."""
+    judge = Judge(EYE, MANY, Bounds(1e9, 0.99))
+    assert not judge.passes(linear(np.diag([-1, 1, 1])), "turned")
+    assert (judge.trials[0]["images"], judge.trials[0]["flips"] > 2) == (64, True)
+
+
+def test_a_verdict_on_the_first_images_is_that_on_all() -> None:
+    """Normal errors on normal logits, of sizes from far below a plan to far beyond it: no early pass is a wrong one."""
+    rng = np.random.default_rng(0)
+    early = 0
+    for scale in np.geomspace(1e-4, 0.3, 600):
+        expected = rng.normal(size=(256, 10)).astype(np.float32)
+        found = (expected + scale * rng.normal(size=expected.shape)).astype(np.float32)
+        bounds = Bounds(0.5, 0.99, SamplingPlan(360, 2))
+        larger = expected + acceptance.RESERVE * (found - expected)
+        if agreement_of(expected[:64], larger[:64]).within(bounds):
+            early += 1
+            assert agreement_of(expected, found).within(bounds), scale
+    assert early == 210

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import logits_of
-from vitx.export.precision.half import HALVES, LARGEST, NUMPY_TYPES, HalfGraph, cpu_twin
+from vitx.export.precision.half import HALVES, LARGEST, NUMPY_TYPES, SMALLEST, HalfGraph, cpu_twin
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 HALF: list[tuple[int, Any]] = [(TensorProto.FLOAT16, np.float16), (TensorProto.BFLOAT16, ml_dtypes.bfloat16)]
@@ -77,6 +77,7 @@ def test_the_types() -> None:
     for kind, dtype in HALF:
         assert NUMPY_TYPES[kind] == np.dtype(dtype)
         assert LARGEST[kind] == float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
+        assert SMALLEST[kind] == float(ml_dtypes.finfo(dtype).smallest_subnormal)  # type: ignore[no-untyped-call]
     assert LARGEST.keys() == NUMPY_TYPES.keys() == set(HALVES.values())
 
 

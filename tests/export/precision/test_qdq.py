@@ -13,7 +13,8 @@ from vitx.core.preprocess import UInt8Array
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.precision.acceptance import Bounds, Judge, SamplingPlan, agreement_of
 from vitx.export.precision.calibration import MIN_IMAGES, PERCENTILE, Activations, require_images, split_images
-from vitx.export.precision.qdq import QuantizedGraph, find_layers
+from vitx.export.precision.placement import find_layers
+from vitx.export.precision.qdq import QuantizedGraph
 
 ROWS = numpy_helper.from_array(np.array([-1, 48]), "rows")
 RANGES = {"x": Activations(limit=4.0, largest=2.0, smallest=-1.0), "h": Activations(limit=4.0, largest=3.0)}

@@ -12,8 +12,11 @@ from onnx import TensorProto, helper, numpy_helper
 from vitx.core.errors import InputError
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.graph.execution import logits_of
+from vitx.export.precision import placement
 from vitx.export.precision.calibration import Activations
-from vitx.export.precision.qdq import Layer, QuantizedGraph, _int_codes, _scale, find_layers
+from vitx.export.precision.half import cpu_twin
+from vitx.export.precision.placement import Layer, find_layers
+from vitx.export.precision.qdq import QuantizedGraph, _int_codes, _scale
 
 
 def graph_of(
@@ -41,6 +44,11 @@ ROWS = np.array([-1, 48])
 PLANES = node("Transpose", "pixels", "planes", perm=[0, 3, 1, 2])
 W, KERNEL, BIAS = np.ones((48, 2), np.float32), np.ones((2, 3, 4, 4), np.float32), np.ones(2, np.float32)
 LAST = node("Flatten", "y", "logits")
+
+
+@pytest.fixture(autouse=True)
+def _small_products_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "MIN_SIDE", 1)
 
 
 def layers_of(nodes: Sequence[onnx.NodeProto], target: Any = "cpu", kind: Any = "int8", **constants: Any) -> Any:
@@ -111,7 +119,7 @@ def test_a_convolution_and_the_relu_behind_it() -> None:
         ([0, 2, 3, 32], [0, 2, 32, 32], "cpu", True),
         ([0, 2, 3, 31], [0, 2, 31, 32], "cpu", False),  # Q·Kᵀ of narrow heads
         ([0, 2, 3, 32], [0, 2, 32, 31], "cpu", False),  # the attention map times narrow V
-        ([0, 2, 3, 31], [0, 2, 31, 31], "tensorrt", True),
+        ([0, 2, 3, 32], [0, 2, 32, 32], "tensorrt", False),  # no Softmax to fuse it with: test_placement.py
         ([0, 3, 32], [0, 32, 32], "cpu", False),  # no heads
         ([0, 3, 32], [0, 32, 32], "tensorrt", False),
         ([0, 2, 3, 32], [0, 32, 32], "tensorrt", False),
@@ -381,7 +389,7 @@ def test_a_bias_beyond_int32_saturates() -> None:
     assert held["b/of LOGITS/quantized"].tolist() == [2**31 - 1, 1 - 2**31]
 
 
-def test_both_operands_of_an_attention_product_are_quantised() -> None:
+def test_both_operands_of_an_attention_product_are_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [
         *(PLANES, node("Transpose", "planes", "turned", perm=[0, 1, 3, 2]), node("MatMul", "planes turned", "y")),
         *(LAST, node("MatMul", "turned turned", "z"), node("Flatten", "z", "other")),
@@ -390,7 +398,8 @@ def test_both_operands_of_an_attention_product_are_quantised() -> None:
     graph.graph.output.append(helper.make_tensor_value_info("other", TensorProto.FLOAT, ["N", 48]))
     graph.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 48
     ranges = {"planes": Activations(255.0, 255.0, 0.0), "turned": Activations(254.0, 254.0, 0.0)}
-    built = QuantizedGraph(Dataflow(graph), "int8", "tensorrt").build(["Y", "Z"], ranges, "max")
+    monkeypatch.setattr(placement, "MIN_HEAD_WIDTH", 1)
+    built = QuantizedGraph(Dataflow(graph), "int8", "cpu").build(["Y", "Z"], ranges, "max")
     assert nodes_of(built) == [
         *(("Cast", ["images"], "pixels"), ("Transpose", ["pixels"], "planes"), *qdq("planes")),
         *(("Transpose", ["planes"], "turned"), *qdq("turned")),
@@ -423,3 +432,64 @@ def test_the_method_chooses_the_range() -> None:
         built = quantized.build(["H"], found, method)  # type: ignore[arg-type]
         held = {tensor.name: numpy_helper.to_array(tensor) for tensor in built.graph.initializer}
         assert float(held["x/scale"]) == pytest.approx(threshold / 127, rel=1e-6)
+
+
+@pytest.mark.parametrize(("base", "dtype"), [("fp16", np.float16), ("bf16", ml_dtypes.bfloat16)])
+def test_beside_eight_bits_is_a_half_type(base: Any, dtype: Any) -> None:
+    graph, constants, ranges = two_products()
+    quantized = QuantizedGraph(Dataflow(graph), "int8", "tensorrt", base)
+    built = quantized.build(["H", "LOGITS"], ranges, "max")
+    onnx.checker.check_model(built, full_check=True)
+    flow = Dataflow(built)
+    floats = {name for node in flow.nodes for name in node.output if flow.types[name] == TensorProto.FLOAT}
+    assert floats == {"logits"}, "the contract's type, after a cast"
+    held = {tensor.name: numpy_helper.to_array(tensor) for tensor in built.graph.initializer}
+    scale = held["V/axis1/scale/half"]
+    exact = np.abs(constants["V"]).max(axis=0) / 127
+    np.testing.assert_array_equal(scale, exact.astype(np.float32).astype(dtype))
+    # Codes are of the scale that is in the graph, not of the one before it was rounded.
+    codes = np.clip(np.rint(constants["V"] / scale.astype(np.float32)), -127, 127)
+    np.testing.assert_array_equal(held["V/axis1/quantized"], codes)
+    assert not any(name.startswith("b/of") for name in held), "biases are of the base"
+
+
+def test_the_twin_of_eight_bits_beside_a_half_type() -> None:
+    """Codes are multiplied as they are; what a product writes, and every sum, is rounded to float16."""
+    graph, constants, ranges = two_products()
+    images = np.random.default_rng(1).integers(0, 256, (16, 4, 4, 3), dtype=np.uint8)
+    built = QuantizedGraph(Dataflow(graph), "int8", "tensorrt", "fp16").build(["H", "LOGITS"], ranges, "max")
+
+    def half(values: Any) -> Any:
+        return np.asarray(values, np.float32).astype(np.float16).astype(np.float32)
+
+    def rounded(values: Any, largest: Any) -> Any:
+        scale = half(np.float32(largest) / np.float32(127))
+        return np.clip(np.rint(values / scale), -128, 127) * scale
+
+    pixels = images.reshape(-1, 48).astype(np.float32)
+    v, w = constants["V"], constants["W"]
+    v8, w8 = rounded(v, np.abs(v).max(axis=0)), rounded(w, np.abs(w).max(axis=1, keepdims=True))
+    h = half(rounded(pixels, 255.0) @ v8)
+    d = half(half(h + half(constants["c"])) - half(pixels @ half(v)))
+    expected = half(rounded(d, 900.0) @ w8.T + half(constants["b"]))
+    found = logits_of(cpu_twin(built), images, fused=False)
+    # A sum in another order may round to the next float16, and a code to the next.
+    assert np.median(np.abs(found - expected)) <= np.spacing(np.float16(np.abs(expected).max()))
+    assert np.abs(found - expected).max() < 0.01 * np.abs(expected).max()
+
+
+def test_a_tiny_range_keeps_a_scale_in_a_half_type() -> None:
+    w = np.full((48, 2), 1e-9, np.float32)
+    graph = graph_of([FLAT, node("MatMul", "x W", "logits")], rows=ROWS, W=w)
+    for base, least in (("fp16", 2.0**-24), ("bf16", 1e-9 / 127)):
+        quantized = QuantizedGraph(Dataflow(graph), "int8", "cpu", base)  # type: ignore[arg-type]
+        np.testing.assert_allclose(quantized.weight("W", 1)["scale"], least, rtol=0.01)
+
+
+def test_an_island_of_the_base_is_no_layer() -> None:
+    graph, _, ranges = two_products()
+    quantized = QuantizedGraph(Dataflow(graph), "int8", "tensorrt", "fp16", ["H"])
+    assert list(quantized.layers) == ["G", "LOGITS"]
+    built = quantized.build(["G", "LOGITS"], ranges, "max")
+    (product,) = [each for each in built.graph.node if each.output[0] == "h"]
+    assert list(product.input) == ["x/as float", "V"]

@@ -21,7 +21,8 @@ from vitx.export.graph.execution import logits_of
 from vitx.export.precision.acceptance import Bounds, agreement_of, minimal_subset
 from vitx.export.precision.calibration import MIN_IMAGES, Activations, sample_images, split_images
 from vitx.export.precision.lower import lower_precision
-from vitx.export.precision.qdq import QuantizedGraph, find_layers
+from vitx.export.precision.placement import find_layers
+from vitx.export.precision.qdq import QuantizedGraph
 from vitx.models import build_model, image_tensor
 
 PREPROCESSING = Preprocessing(image_size=32)

@@ -161,7 +161,7 @@ def kept(everything: Bundle, monkeypatch: pytest.MonkeyPatch) -> list[Verdict]:
 
 
 def judging(monkeypatch: pytest.MonkeyPatch, kept: list[Verdict], found: dict[str, Any]) -> list[Any]:
-    """`found` by name is put among what is kept when its runtime is judged, or raised."""
+    """`found` by name is what a runtime is when it is timed, with the word that its judgement has; or why it fails."""
     asked: list[Any] = []
 
     class Session:
@@ -178,13 +178,23 @@ def judging(monkeypatch: pytest.MonkeyPatch, kept: list[Verdict], found: dict[st
         asked.append((name, options))
         return Session(name)
 
-    def require(bundle: Bundle, session: Session, *, quiet: bool) -> None:
+    def keep_speed(bundle: Bundle, session: Session) -> None:
         if isinstance(found[session.name], str):
             raise CheckFailed(found[session.name])
-        kept.append(found[session.name])
+        kept.append(found[session.name].model_copy(update={"verdict": "not run"}))
+
+    def require(bundle: Bundle, session: Session, *, quiet: bool) -> Verdict:
+        asked.append("judged")
+        judged: Verdict = found[session.name].model_copy(update={"images_per_second": 1.0})
+        kept.append(judged)
+        if judged.verdict != "pass":
+            raise CheckFailed("it is not its equal")
+        return judged
 
     monkeypatch.setattr(choice, "load_session", load)
+    monkeypatch.setattr(choice, "_keep_speed", keep_speed)
     monkeypatch.setattr(choice, "require_verdict", require)
+    monkeypatch.setattr(choice, "keep_verdict", lambda bundle, verdict: kept.append(verdict))
     return asked
 
 
@@ -196,16 +206,21 @@ def test_the_fastest_of_all_devices_is_taken(
         "tensorrt": verdict("tensorrt", "A (sm89)", 1234567.0),
         "tensorrt-rtx": "no memory",
         "onnxruntime-cpu": verdict("onnxruntime", CPU, 20.0),
-        "openvino": verdict("openvino", "CPU", 30.0, "fail"),
+        "openvino": verdict("openvino", "CPU", 2e6, "fail"),
     }
     asked = judging(monkeypatch, kept, found)
     expected = ("tensorrt", "onnxruntime-cuda", "onnxruntime-cpu")
     assert runtimes_by_speed(everything, "auto", threads=3) == expected
     options = {"threads": 3, "outputs": ()}
-    assert asked == [part for name in (*GPU_NAMES, *CPU_NAMES[:2]) for part in ((name, options), "closed")]
+    timed = [part for name in (*GPU_NAMES, *CPU_NAMES[:2]) for part in ((name, options), "closed")]
+    # The fastest fails, the next passes, and nothing else is judged.
+    judged = [part for name in ("openvino", "tensorrt") for part in ((name, options), "judged", "closed")]
+    assert asked == timed + judged
     assert capsys.readouterr().err == (
         "vitx: tensorrt-rtx is left out: no memory\n"
-        "vitx: 'tiny' runs in tensorrt; images/s: tensorrt 1.235e+06, onnxruntime-cuda 400, onnxruntime-cpu 20\n"
+        "vitx: openvino is left out: it is not its equal\n"
+        "vitx: 'tiny' runs in tensorrt; images/s: tensorrt 1.235e+06, onnxruntime-cuda 400 (not judged here), "
+        "onnxruntime-cpu 20 (not judged here)\n"
     )
     asked.clear()
     assert runtimes_by_speed(everything, "auto", quiet=True) == expected

@@ -35,8 +35,8 @@ from vitx.parity.options import ParityOptions
 from vitx.parity.statistics import stratified_upper
 from vitx.predict import PREDICTIONS
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import SessionPool
 from vitx.runtimes.session import Session, outputs_of
-from vitx.serve.models.instances import SessionPool
 from witnessed_bundle import (
     IMAGES,
     WITNESS_IMAGES,
@@ -324,6 +324,7 @@ def test_auto_chooses_among_executables_that_give_them(bundle: Bundle, cache: Pa
     with load_fastest(bundle, "auto", device="cpu", threads=1) as session:
         assert session.outputs == ()
     assert len(cached_verdicts(bundle)) == 4
+    assert sorted(each.verdict for each in cached_verdicts(bundle)) == ["not run", "not run", "pass", "pass"]
 
 
 def test_a_runtime_that_was_certified_for_logits_alone_is_no_candidate(bundle: Bundle, cache: Path) -> None:

@@ -1,5 +1,6 @@
 """`vitx export --sign KEY` and `--require-signature PUBLIC_KEY`: whose bundle it is, by OpenSSF's model-signing."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,8 +12,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from vitx.core.bundle import CERTIFICATE, LATENCY, MODEL, SIGNATURE, WITNESS, Bundle
-from vitx.core.errors import CheckFailed, InputError
-from vitx.parity.signature import require_signature, sign_bundle
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.parity.signature import _reason, require_signature, sign_bundle
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.options import ServeOptions
 from witnessed_bundle import seal_certificate, seal_manifest, write_ir
@@ -129,6 +130,21 @@ def test_keys_that_are_none_are_refused(witnessed: Bundle, keys: Keys, tmp_path:
         with pytest.raises(InputError, match="is no public key of an elliptic curve"):
             require_signature(witnessed.path, path)
     assert not (witnessed.path / SIGNATURE).exists()
+
+
+def test_without_the_package_its_extra_is_named(signed: Bundle, keys: Keys, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "model_signing" else find_spec(name))
+    with pytest.raises(EnvironmentMissing, match=r"model_signing.*vitx\[sign\]"):
+        require_signature(signed.path, keys.public)
+    with pytest.raises(EnvironmentMissing, match=r"model_signing.*vitx\[sign\]"):
+        sign_bundle(signed, keys.private)
+
+
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    assert _reason(ValueError("  it is broken\nsee the log")) == "it is broken"
+    assert _reason(ValueError("x" * 300)) == "x" * 200
+    assert _reason(KeyError()) == "KeyError"
 
 
 def test_serve_and_predict_ask_for_it(

@@ -5,22 +5,28 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
 
 from bundle_fixture import LABELS, PREPROCESSING
 from vitx.core.bundle import MANIFEST, MODEL, WITNESS, Bundle, FileEntry, Manifest
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import read_record, write_json
 from vitx.data.image_set import ImageSet
+from vitx.parity import exported
 from vitx.parity.executables import witness_set
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, read_witness
 from vitx.parity.executables.witness_set import add_witness, draw_images
+from vitx.parity.loaded_model import LoadedModel
+from vitx.runtimes.torch import TorchSession
 from witnessed_bundle import IMAGES, WITNESS_IMAGES, logits_float64, reference_float64, seal_manifest
 
 
@@ -79,13 +85,13 @@ def test_it_adds_a_tenth_at_most(tmp_path: Path, witnessed: Bundle) -> None:
     bundle = seal_manifest(witnessed.path)
     options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
     margins = np.linspace(0, 1, 360)
-    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=None, **options)
+    added = add_witness(bundle, IMAGES, margins, 1.0, reference_float64, count=None, flops=1, **options)
     witness = read_witness(added)
     assert witness is None  # not one fits into a tenth of a graph of some hundred bytes
     assert Bundle.open(bundle.path).manifest == added.manifest == bundle.manifest
     files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=200_000)}
     big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
-    larger = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=None, **options)
+    larger = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=None, flops=1, **options)
     witness = read_witness(larger)
     assert witness is not None
     assert 20 < len(witness) < 80
@@ -112,7 +118,7 @@ def test_a_first_guess_that_is_too_large_is_corrected(
 
     monkeypatch.setattr(witness_set, "draw_images", draw)
     options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64}
-    add_witness(big, images, np.zeros(160), 1.0, reference_float64, count=None, **options)
+    add_witness(big, images, np.zeros(160), 1.0, reference_float64, count=None, flops=1, **options)
     expected, limit = [], 20_000
     sizes = [len(image) + 8 * len(LABELS) for image in encode_images(images_as_they_enter(images))]
     count = min(160, int(limit / sizes[0]))
@@ -127,6 +133,51 @@ def test_a_first_guess_that_is_too_large_is_corrected(
     none = add_witness(bundle, images, np.zeros(160), 1.0, reference_float64, count=None, **options)
     assert WITNESS not in none.manifest.files
     assert capsys.readouterr().err == "export: not one image fits into 0.0 MB: no witness set (see --witness)\n"
+
+
+def test_a_default_set_takes_a_first_load_no_longer_than_a_few_seconds(
+    witnessed: Bundle,
+) -> None:
+    """By the FLOPs of an image: DeiT-Ti has 319 of 360, DeiT-S 86, and what costs more or is not known has 80."""
+    (witnessed.path / WITNESS).unlink()
+    bundle = seal_manifest(witnessed.path)
+    files = {**bundle.manifest.files, MODEL: FileEntry(sha256="0" * 64, size=5_000_000)}
+    big = Bundle(bundle.path, bundle.manifest.model_copy(update={"files": files}))
+    options: dict[str, Any] = {"reference_name": "", "reference_sha256": "", "split_sha256": "7" * 64, "quiet": True}
+
+    def drawn(flops: int | None, count: int | None = None) -> int:
+        margins = np.linspace(0, 1, 360)
+        added = add_witness(big, IMAGES, margins, 1.0, reference_float64, count=count, flops=flops, **options)
+        witness = read_witness(added)
+        assert witness is not None
+        return len(witness)
+
+    assert [drawn(flops) for flops in (0, 2_506_986_240, 9_197_004_288, 35_126_135_808, None)] == [360, 319, 86, 80, 80]
+    assert drawn(35_126_135_808, count=200) == 200  # what is asked for is taken
+
+
+class _Transformed(nn.Module):
+    """An operator without a formula for its FLOPs."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = torch.fft.fft2(images).abs().mean(dim=(1, 2, 3))
+        return logits
+
+
+def test_the_cost_of_an_image_is_that_of_the_checkpoint() -> None:
+    assert TorchSession(nn.Conv2d(3, 5, 4), PREPROCESSING, device="cpu").flops() == 2 * 5 * 13 * 13 * 3 * 4 * 4
+    assert TorchSession(_Transformed(), PREPROCESSING, device="cpu").flops() is None
+
+
+def test_an_export_gives_the_cost_of_its_checkpoint(witnessed: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(exported, "add_witness", lambda *args, count, flops, **rest: given.append((count, flops)))
+    session = TorchSession(nn.Conv2d(3, 5, 4), PREPROCESSING, device="cpu")
+    reference = LoadedModel("a", session, PREPROCESSING, LABELS, "", "")
+    found: Any = SimpleNamespace(margins=None, logit_std=1.0, reference="", reference_sha256="", data_sha256="")
+    for count in (None, 0, 5):
+        exported._add_witness(reference, IMAGES, count, True, witnessed, found, found)
+    assert given == [(None, session.flops()), (0, None), (5, None)]
 
 
 def images_as_they_enter(images: ImageSet) -> Any:

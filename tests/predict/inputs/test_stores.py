@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
@@ -233,6 +235,9 @@ class Tree:
             {"name": name.rstrip("/"), "type": "directory" if name.endswith("/") else "file"} for name in (path, *found)
         ]
 
+    def find(self, path: str) -> list[str]:
+        raise AssertionError(f"of a store with folders, below {path}")
+
 
 def test_a_remote_folder_that_cannot_be_listed_is_a_row(monkeypatch: pytest.MonkeyPatch, waits: list[float]) -> None:
     tree = Tree(
@@ -253,3 +258,39 @@ def test_a_remote_folder_that_cannot_be_listed_is_a_row(monkeypatch: pytest.Monk
     tree.listings["b/in"] = PermissionError("Access Denied")
     with pytest.raises(InputError, match=r"^cannot list the folder 's3://b/in': Access Denied$"):
         list(walk_images("s3://b/in"))
+
+
+class Bucket(AbstractFileSystem):  # type: ignore[misc]
+    """Keys without folders, listed as s3fs lists a bucket: what lies below an empty name is in no folder."""
+
+    protocol = "bucket"
+    cachable = False
+    keys: ClassVar[list[str]] = []
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        folder = path.strip("/") + "/"
+        below = {key[len(folder) :].partition("/") for key in self.keys if key.startswith(folder)}
+        entries = [(folder + name, "directory" if slash else "file") for name, slash, _ in below if name]
+        return [{"name": name, "type": kind, "size": 1} for name, kind in sorted(set(entries))]
+
+    def find(self, path: str, prefix: str = "", **_: Any) -> list[str]:
+        if path.endswith("/shut"):
+            raise PermissionError("Access Denied")
+        return [key for key in self.keys if key.startswith(f"{path.rstrip('/')}/{prefix}")]
+
+    def cat_file(self, path: str, **_: Any) -> bytes:
+        return path.encode() if path in self.keys else b""
+
+
+def test_keys_below_an_empty_name_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As listed by s3fs from an S3 server: `ls` has no folder for them."""
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    keys = ["b/in/a.jpg", "b/in//x.jpg", "b/in/s//c.jpg", "b/in/s/b.jpg", "b/in//.hidden/x.jpg", "b/in//n.txt"]
+    monkeypatch.setattr(Bucket, "keys", [*keys, "b/in/shut/a.jpg", "b/in2//z.jpg", "b/in//deep//y.png", "b/in//.h.png"])
+    for root in ("bucket://b/in", "bucket://b/in/"):
+        found = sorted(walk_images(root))
+        odd = ["bucket://b/in//deep//y.png", "bucket://b/in//x.jpg", "bucket://b/in/s//c.jpg"]
+        assert found == ["a.jpg", *odd, "s/b.jpg", "shut/"]
+    assert [read_bytes(join("bucket://b/in", name)) for name in odd] == [
+        name.partition("//")[2].encode() for name in odd
+    ]

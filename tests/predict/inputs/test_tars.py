@@ -4,6 +4,7 @@ import gzip
 import io
 import random
 import tarfile
+import tracemalloc
 
 import pytest
 
@@ -47,6 +48,21 @@ def test_a_whole_archive() -> None:
     assert read(bytes(10_240)) == ([], "")
     # One block of zeros instead of two; every reader takes it.
     assert read(WHOLE[: 20 * MEMBER] + bytes(512)) == (IMAGES, "")
+
+
+def test_members_that_were_read_are_not_kept() -> None:
+    """The headers of 4,900 members would be 3 MB and more."""
+    small = archive([f"{index}.png" for index in range(5000)])
+    stream = tar_images(io.BytesIO(small))
+    next(stream)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in zip(range(4900), stream, strict=False):
+            pass
+        assert tracemalloc.get_traced_memory()[0] - before < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("member", [0, 1, 10, 19])

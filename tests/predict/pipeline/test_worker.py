@@ -1,6 +1,7 @@
 """One worker with shards of its own: what it counts, gives back and raises when something fails on the way."""
 
 import errno
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from vitx.predict.ledger.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, part_path
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker, refuse_unreadable, slice_size
+from vitx.runtimes.session import Float32Array
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -155,6 +157,33 @@ def test_images_are_counted_when_inferred_and_when_committed(bench: Bench) -> No
     assert bench.shards.ended == ["stop", "close"]
     assert bench.paths() == NAMES
     assert bench.temporary() == []
+
+
+class TwoCallers(NumpySession):
+    """The first two calls meet in the model, and one of them leaves it only after the other."""
+
+    callers = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+        self.met, self.one_left = threading.Barrier(2, timeout=20), threading.Event()
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        if next(self.numbers) < 2 and self.met.wait() == 0:
+            assert self.one_left.wait(20)
+        self.one_left.set()
+        return super()._infer(images)
+
+
+def test_batches_of_several_callers_are_in_the_model_at_once_and_written_in_order(bench: Bench) -> None:
+    session = TwoCallers()
+    worker = bench.worker(session=session)
+    assert worker.timer.threads["infer"] == 2
+    worker.run()
+    assert not session.met.broken
+    assert bench.paths() == NAMES
+    assert bench.shards.committed == [1, 2, 3]
 
 
 def test_a_shard_that_is_no_longer_held_is_not_counted_and_not_there(bench: Bench) -> None:

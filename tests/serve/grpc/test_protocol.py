@@ -225,7 +225,7 @@ def test_tensors_travel_in_shared_memory(memory: SharedMemory) -> None:
     assert read.region == Region("all", 130, 40)
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
     response = encode_infer_response(logits, read, CONTRACT, LABELS, memory)
-    assert list(response.raw_output_contents) == []
+    assert list(response.raw_output_contents) == [b""]
     assert response.outputs[0].parameters["shared_memory_byte_size"].int64_param == 32
     assert response.outputs[0].parameters["shared_memory_offset"].int64_param == 130
     assert bytes(memory.read("all", 130, 32)) == logits.tobytes()

@@ -252,3 +252,18 @@ def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
             assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x02"  # NOT_SERVING
         assert {call.result(20) for call in calls} == {"OK"}
         assert server.process.wait(20) == 0
+
+
+def test_messages_in_flight_are_bounded_in_sum(tiny_bundle: Bundle) -> None:
+    limits = ("--max-memory-mib", "1", "--max-images", "2000", "--queue", "3000")
+    with running_server(tiny_bundle.path, "--grpc-port", "0", *limits) as server, ExitStack() as opened:
+        client = opened.enter_context(triton.InferenceServerClient(grpc_address(server)))
+
+        def infer(rows: int) -> Any:
+            tensor = triton.InferInput("images", [rows, 16, 16, 3], "UINT8")
+            tensor.set_data_from_numpy(np.zeros((rows, 16, 16, 3), np.uint8))
+            return client.infer("tiny", [tensor]).as_numpy("logits").shape
+
+        with pytest.raises(InferenceServerException, match="requests in flight have 0 of 1048576 bytes"):
+            infer(1600)  # of 768 bytes each
+        assert [infer(1300) for _ in range(2)] == [(1300, 4)] * 2

@@ -214,7 +214,7 @@ def test_tensors_in_system_shared_memory(server: ServerProcess, client: Any) -> 
         output = triton.InferRequestedOutput("logits")
         output.set_shared_memory("output", 32)
         result = client.infer("tiny", [asked], outputs=[output])
-        assert list(result.get_response().raw_output_contents) == []
+        assert list(result.get_response().raw_output_contents) == [b""]
         logits = shared_memory.get_contents_as_numpy(block, np.float32, [2, 4])
         assert logits == expected(images)
         client.unregister_system_shared_memory("input")

@@ -166,7 +166,7 @@ def test_a_deadline_is_taken_from_the_header_too(server: ServerProcess) -> None:
     large = saved(picture(1, size=1200), "PNG")  # takes longer than that to decode
     status, text, answered = server.request("POST", "/v1/classify", large, headers)
     assert status == 503
-    assert json.loads(text)["error"].startswith("the deadline is in 0 ms")
+    assert json.loads(text)["error"].startswith("the deadline passed after ")
     assert int(answered["retry-after"]) >= 1
 
 

@@ -6,13 +6,14 @@ import socket
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from bundle_fixture import write_bundle
-from server_process import ServerProcess, running_server, wait_until
+from server_process import INFER_BODY, ServerProcess, running_server, wait_until
 
 INFER = "/v2/models/tiny/infer"
 COMPRESSED_JSON = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
@@ -30,6 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         "--max-connections": 8,
         "--header-timeout": 0.3,
         "--body-timeout": 0.3,
+        "--write-timeout": 0.5,
         "--timeout-ms": 30_000,
     }
     arguments = [str(part) for option in limits.items() for part in option]
@@ -56,6 +58,14 @@ def read_all(connection: socket.socket) -> tuple[int, str]:
         return 0, ""
     head, _, body = data.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]
+
+
+def send_for(connection: socket.socket, data: bytes, seconds: float) -> None:
+    """Send the same again and again, until that fails or the time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        connection.sendall(data)
+        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
@@ -123,7 +133,7 @@ def test_a_slow_body_is_408_and_counted_once(server: ServerProcess) -> None:
     slow, gone = (f'vitx_rejections_total{{reason="{reason}"}}' for reason in ("slow_client", "disconnected"))
     before = server.metric(slow), server.metric(gone)
     with closing(raw(server)) as connection:
-        connection.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        connection.sendall(b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{")
         for _ in range(3):
             time.sleep(0.05)
             connection.sendall(b" ")
@@ -140,6 +150,136 @@ def test_a_second_request_on_a_connection_has_its_own_time(server: ServerProcess
         time.sleep(0.4)  # longer than the time for headers: a connection may rest between two requests
     connection.sock.sendall(b"GET / HT")
     assert read_all(connection.sock) == (408, "the request's headers took too long")
+
+
+def test_a_head_that_begins_behind_a_whole_request_has_its_time(server: ServerProcess) -> None:
+    """It came in one segment with the request before it, and was never timed."""
+    with closing(raw(server)) as connection:
+        started = time.monotonic()
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /x HTTP/1.1\r\nX-Note: ")
+        replies = b""
+        while chunk := connection.recv(65536):
+            replies += chunk
+        assert time.monotonic() - started < 3
+    assert replies.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 408 " in replies
+    assert b"the request's headers took too long" in replies
+
+
+def test_a_known_head_inside_a_header_is_no_request(server: ServerProcess) -> None:
+    infer = b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(INFER_BODY)
+    with closing(raw(server)) as connection:
+        connection.sendall(infer + INFER_BODY)  # the head is known from now on
+        assert b"HTTP/1.1 200 OK" in connection.recv(65536)
+    partial = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\nGET /v2 HTTP/1.1\r\nHost: localhost\r\nX-Note: "
+    with closing(raw(server)) as connection:
+        connection.sendall(partial)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        connection.sendall(infer)  # the end of the second head: its first line is the value of X-Note
+        assert read_all(connection) == (400, "the request has 2 Host headers: expected one")
+
+
+def test_a_client_that_never_reads_is_dropped(server: ServerProcess) -> None:
+    """The socket's buffers held replies for ever."""
+    slow = 'vitx_rejections_total{reason="slow_client"}'
+    before = server.metric(slow)
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(10)
+        connection.connect((server.host, server.port))
+        with pytest.raises(ConnectionError):
+            send_for(connection, request, 20)
+    wait_until(lambda: server.metric(slow) == before + 1)
+
+
+def test_bodies_are_bounded_in_sum(tmp_path: Path) -> None:
+    """Twelve bodies of 59 MiB that never ended cost 678 MiB; here two of one MiB are all that fit."""
+    head = b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    chunks = b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + bytes(2**16) + b"\r\n"
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    with running_server(bundle.path, "--allow-uncertified", "--max-memory-mib", "2") as server:
+
+        def refused() -> bool:
+            status, text = post(server, bytes(2**17))
+            assert status in (413, 503)  # so much JSON is refused anyway, once it was received
+            return status == 503 and text == "requests in flight have 2097152 of 2097152 bytes"
+
+        for known in (False, True):
+            if known:
+                with closing(raw(server)) as connection:
+                    connection.sendall(head % len(INFER_BODY) + INFER_BODY)
+                    assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            with closing(raw(server)) as first, closing(raw(server)) as second:
+                for held in (first, second):
+                    held.sendall(head % 2**20 + b"{")
+                time.sleep(0.2)  # one who asks before they are read takes bytes of theirs
+                wait_until(refused, 5)
+                assert server.request("POST", INFER, INFER_BODY)[0] == 200  # what is small is not counted
+            wait_until(lambda: not refused(), 5)  # they hung up
+        with closing(raw(server)) as first, closing(raw(server)) as second:
+            for held in (first, second):
+                held.sendall(chunks + 16 * chunk)
+            time.sleep(0.5)
+            wait_until(refused, 5)
+        assert server.metric('vitx_rejections_total{reason="memory"}') >= 3
+
+
+def test_a_body_that_goes_on_after_its_refusal_ends_with_the_limit(server: ServerProcess) -> None:
+    with closing(raw(server)) as connection:
+        connection.sendall(b"POST /v1/classify HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        with pytest.raises(ConnectionError):  # long before that time
+            send_for(connection, b"10000\r\n" + bytes(2**16) + b"\r\n", 20)
+
+
+def test_a_header_length_beyond_the_body_is_refused_however_often_its_head_was_seen(server: ServerProcess) -> None:
+    header = json.dumps(
+        {
+            "inputs": [
+                {
+                    "name": "images",
+                    "datatype": "UINT8",
+                    "shape": [1, 16, 16, 3],
+                    "parameters": {"binary_data_size": 768},
+                }
+            ]
+        }
+    ).encode()
+    sent = {"Inference_Header_Content_Length": str(len(header))}
+    names = {name.replace("_", "-"): value for name, value in sent.items()}
+    for _ in range(2):
+        assert server.request("POST", INFER, header + bytes(768), names)[0] == 200
+        expected = (400, f"Inference-Header-Content-Length is '{len(header)}': expected 0 to 5, the body's length")
+        assert post(server, b"{   }", **sent) == expected
+
+
+LARGE_JSON_TAKES_LONG = """
+import time
+from vitx.serve.protocol import infer
+read = infer.pixels_of
+def slow(*given):
+    time.sleep(2)
+    return read(*given)
+infer.pixels_of = slow
+from vitx.cli import main
+main()
+"""
+
+
+def test_large_json_behind_a_known_head_is_read_beside_the_event_loop(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    large = INFER_BODY.replace(b"[1, 16", b"[64, 16").replace(b'"data": [7', b'"data": [' + b"7, " * (63 * 768) + b"7")
+    with running_server(bundle.path, "--allow-uncertified", program=LARGE_JSON_TAKES_LONG) as server:
+        assert server.request("POST", INFER, INFER_BODY)[0] == 200  # its head is known from now on
+        with ThreadPoolExecutor(1) as client:
+            waiting = client.submit(server.request, "POST", INFER, large)
+            time.sleep(0.3)
+            started = time.monotonic()
+            assert server.request("GET", "/v2/health/live")[0] == 200
+            assert time.monotonic() - started < 1
+            assert not waiting.done()
+            assert waiting.result()[0] == 200
 
 
 def test_connections_beyond_the_limit_are_503(server: ServerProcess) -> None:

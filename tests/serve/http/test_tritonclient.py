@@ -177,7 +177,8 @@ def test_system_shared_memory_carries_tensors_both_ways(bundle: Bundle) -> None:
             tensor.set_shared_memory("r", images.nbytes)
             output = triton.InferRequestedOutput("logits")
             output.set_shared_memory("r", 48, offset=images.nbytes)
-            client.infer("tiny", [tensor], outputs=[output])
+            (answered,) = client.infer("tiny", [tensor], outputs=[output]).get_response()["outputs"]
+            assert answered["parameters"]["binary_data_size"] == 0  # without it the C++ client refuses the reply
             found = shared_memory.get_contents_as_numpy(region, np.float32, [3, 4], offset=images.nbytes)
             np.testing.assert_array_equal(found, load_session(bundle).infer(images))
             client.unregister_system_shared_memory("r")

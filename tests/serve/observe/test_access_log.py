@@ -44,7 +44,9 @@ def test_each_request_is_a_line_with_its_times(tmp_path: Path) -> None:
     times = {name: classified.pop(name) for name in ("total_ms", "decode_ms", "queue_ms", "compute_ms")}
     assert min(times.values()) >= 0
     assert sum(times.values()) <= 2 * times["total_ms"]
+    assert classified.pop("bytes") > 20
     assert classified == {
+        "client": "127.0.0.1",
         "id": "abc-1",
         "method": "POST",
         "path": "/v1/classify",
@@ -55,7 +57,34 @@ def test_each_request_is_a_line_with_its_times(tmp_path: Path) -> None:
     assert (inferred["id"], inferred["images"], "decode_ms" in inferred) == (headers["x-request-id"], 1, False)
     assert (bad["status"], bad["images"], bad["id"] != "with space") == (400, 0, True)
     assert (unknown["status"], unknown["path"][:5], len(unknown["path"])) == (404, '/a"b\\', 200)
+    assert rpc["client"].startswith("ipv4:127.0.0.1:")
+    assert rpc["bytes"] > 0
     assert (rpc["id"], rpc["method"], rpc["path"], rpc["status"]) == ("rpc-1", "gRPC", "grpc.ServerReady", 200)
+
+
+def test_requests_whose_head_is_known_are_lines_like_any_other(tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "tiny.vitx", name="tiny")
+    path = tmp_path / "access.log"
+    picture = png(colour_image(0, np.random.default_rng(0)))
+    large = INFER_BODY.replace(b"[1, 16", b"[16, 16").replace(b'"data": [7', b'"data": [' + b"7, " * (15 * 768) + b"7")
+    with running_server(bundle.path, "--allow-uncertified", "--access-log", path) as server:
+        ids = []
+        for target, body in (("/v1/classify", picture), (INFER_PATH, INFER_BODY)):
+            for given in ({}, {}, {"X-Request-Id": "mine"}, {"X-Request-Id": "mine"}):
+                ids.append(server.request("POST", target, body, given)[2]["x-request-id"])
+        ids.append(server.request("POST", INFER_PATH, large)[2]["x-request-id"])
+        ids.append(server.request("POST", INFER_PATH, b"{}")[2]["x-request-id"])
+        wait_until(lambda: len(found := lines_of(path)) >= 10 and found[-1]["status"] == 400)
+        lines = lines_of(path)[-10:]
+    assert [line["id"] for line in lines] == ids
+    assert len(set(ids)) == 7
+    for first, later in ((0, 1), (2, 3), (4, 5), (6, 7)):
+        assert lines[first].keys() == lines[later].keys()
+        same = ("path", "status", "client", "bytes", "model", "images")
+        assert [lines[first][name] for name in same] == [lines[later][name] for name in same]
+        assert lines[later]["total_ms"] >= lines[later]["compute_ms"] > 0
+    assert lines[3]["decode_ms"] > 0
+    assert (lines[8]["images"], lines[9]["status"]) == (16, 400)
 
 
 def test_ids_that_could_break_a_log_are_replaced() -> None:
@@ -74,6 +103,25 @@ def test_lines_are_dropped_when_the_disk_hangs(tmp_path: Path, monkeypatch: pyte
     log.close()
     (line,) = lines_of(tmp_path / "log")
     assert (line["id"], line["lines_dropped"], line["total_ms"]) == ("b", 3, 1.0)
+
+
+def test_a_full_disk_is_reported_once_and_what_was_lost_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It wrote 15,876 equal lines in 75 s."""
+    path = tmp_path / "log"
+    path.symlink_to("/dev/full")
+    log = AccessLog(str(path))
+    for _ in range(50):
+        log.write(RequestRecord("a"), "GET", "/", 200, 0.001)
+        wait_until(log._entries.empty)
+    path.unlink()
+    log.reopen()
+    log.write(RequestRecord("b"), "GET", "/", 200, 0.001)
+    log.close()
+    assert capsys.readouterr().err.count("cannot write the access log") == 1
+    (line,) = lines_of(path)
+    assert (line["id"], line["lines_dropped"]) == ("b", 50)
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def hang_up(server: ServerProcess, request: bytes) -> None:
 
 
 def test_a_thousand_clients_that_hang_up_leak_nothing(tiny_bundle: Bundle) -> None:
-    head = f"POST {INFER_PATH} HTTP/1.1\r\nHost: vitx\r\nContent-Length: {len(INFER_BODY)}\r\n\r\n".encode()
+    head = f"POST {INFER_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(INFER_BODY)}\r\n\r\n".encode()
     whole = head + INFER_BODY
     requests = [whole, head, whole[: len(whole) // 2], head[:20]]  # mid-request, mid-body, mid-head
     with running_server(tiny_bundle.path) as server, ThreadPoolExecutor(8) as pool:

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def test_a_killed_worker_loses_only_what_it_held_and_is_replaced(tiny_bundle: Bu
         assert before[1] in workers_of(server)
         assert server.stop() == 0
         wait_until(lambda: not Path(f"/proc/{before[1]}").exists())
+
+
+def test_a_worker_that_hangs_is_killed_and_replaced(tiny_bundle: Bundle) -> None:
+    with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
+        before = workers_of(server)
+        os.kill(before[0], signal.SIGSTOP)
+        try:
+            wait_until(lambda: len(workers_of(server)) == 2 and before[0] not in workers_of(server), 40)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(before[0], signal.SIGCONT)  # or the end of the server would wait for it
+        wait_until(lambda: reporting(server) == 2)
+        assert before[1] in workers_of(server)
+        assert server.stop() == 0
 
 
 def test_hangup_replaces_every_worker_and_loses_no_request(tiny_bundle: Bundle) -> None:

@@ -39,29 +39,29 @@ def rates(settings: Schedule, *, epochs: int = 10, steps: int = 10, lr: float = 
 
 
 def test_the_rate_rises_and_falls_to_its_minimum() -> None:
-    found = rates(Schedule(warmup=0.1, min_lr=0.01))
+    found = rates(Schedule(warmup_epochs=1, min_lr=0.01))
     assert found[:11] == pytest.approx([step / 10 for step in range(11)])
     assert found[10:] == sorted(found[10:], reverse=True)
     assert found[10 + 45] == pytest.approx(0.505)
     assert found[99] == pytest.approx(0.01, abs=1e-3)
-    assert rates(Schedule(warmup=0.1, warmup_lr=0.2))[0] == pytest.approx(0.2)
+    assert rates(Schedule(warmup_epochs=1, warmup_lr=0.2))[0] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_short_runs_have_a_rate(steps: int) -> None:
-    assert all(0 <= rate <= 1 for rate in rates(Schedule(warmup=0.5), epochs=1, steps=steps))
-    assert max(rates(Schedule(warmup=0.5), epochs=1, steps=steps)) > 0.4
+    assert all(0 <= rate <= 1 for rate in rates(Schedule(warmup_epochs=0.5), epochs=1, steps=steps))
+    assert max(rates(Schedule(warmup_epochs=0.5), epochs=1, steps=steps)) > 0.4
 
 
 @pytest.mark.parametrize(
     ("settings", "step", "rate"),
     [
-        (Schedule(name="constant", warmup=0), 99, 1.0),
-        (Schedule(name="step", warmup=0, kwargs={"decay_epochs": 4, "decay_rate": 0.1}), 45, 0.1),
-        (Schedule(name="multistep", warmup=0, kwargs={"decay_milestones": [3], "decay_rate": 0.5}), 31, 0.5),
-        (Schedule(name="poly", warmup=0, kwargs={"decay_rate": 1.0}), 50, 0.5),
-        (Schedule(name="wsd", warmup=0.1, kwargs={"decay_epochs": 0.5}), 50, 1.0),
-        (Schedule(name="tanh", warmup=0), 0, 1.0),
+        (Schedule(name="constant"), 99, 1.0),
+        (Schedule(name="step", kwargs={"decay_epochs": 4, "decay_rate": 0.1}), 45, 0.1),
+        (Schedule(name="multistep", kwargs={"decay_milestones": [3], "decay_rate": 0.5}), 31, 0.5),
+        (Schedule(name="poly", kwargs={"decay_rate": 1.0}), 50, 0.5),
+        (Schedule(name="wsd", warmup_epochs=1, kwargs={"decay_epochs": 0.5}), 50, 1.0),
+        (Schedule(name="tanh"), 0, 1.0),
     ],
 )
 def test_the_schedules_of_timm_by_name(settings: Schedule, step: int, rate: float) -> None:
@@ -75,7 +75,7 @@ def test_a_wrong_schedule_argument_is_named() -> None:
 
 def test_only_matrices_are_decayed() -> None:
     model = network()
-    optimizer = build_optimizer(model, SETTINGS)
+    optimizer = build_optimizer(model, SETTINGS, 64)
     decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     for name, parameter in model.named_parameters():
         spared = parameter.ndim <= 1 or name in ("pos_embed", "cls_token")
@@ -84,8 +84,8 @@ def test_only_matrices_are_decayed() -> None:
 
 def test_layer_decay_lowers_the_rate_of_each_layer_before() -> None:
     model = network()
-    optimizer = build_optimizer(model, Optimizer(lr=1.0, layer_decay=0.5))
-    schedule = build_schedule(optimizer, Schedule(name="constant", warmup=0), epochs=1, steps=4)
+    optimizer = build_optimizer(model, Optimizer(lr=1.0, layer_decay=0.5), 64)
+    schedule = build_schedule(optimizer, Schedule(name="constant"), epochs=1, steps=4)
     schedule.step_update(1)
     rate = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert rate[id(model.head.weight)] == 1.0
@@ -106,11 +106,11 @@ def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
 
     settings = SETTINGS.model_copy(update={"name": name})
     first, second = network(), network()
-    ours = build_optimizer(first, settings)
+    ours = build_optimizer(first, settings, 64)
     for seed in (1, 2):
         step(first, ours, seed)
     second.load_state_dict(first.state_dict())
-    theirs = build_optimizer(second, settings)
+    theirs = build_optimizer(second, settings, 64)
     state = optimizer_state(ours, first)
     copied = {key: value.clone() for key, value in state.tensors.items()}
     restore_optimizer(theirs, second, OptimizerState(copied, json.loads(json.dumps(state.numbers))))
@@ -132,4 +132,4 @@ def test_a_restored_optimizer_takes_the_same_steps(name: str) -> None:
 )
 def test_an_unusable_optimizer_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        build_optimizer(network(), Optimizer(lr=1e-3, **settings))
+        build_optimizer(network(), Optimizer(lr=1e-3, **settings), 64)

@@ -25,7 +25,7 @@ def network() -> Any:
 
 
 def made(**settings: Any) -> Any:
-    return build_optimizer(network(), Optimizer(**{"lr": 0.25, "weight_decay": 0.125, **settings}))
+    return build_optimizer(network(), Optimizer(**{"lr": 0.25, "weight_decay": 0.125, **settings}), 64)
 
 
 def test_each_setting_reaches_its_optimizer() -> None:
@@ -52,7 +52,7 @@ def test_layer_decay_is_none_of_timms_where_it_is_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr(optimization, "create_optimizer_v2", lambda *given, **named: asked.append((given, named)))
     model = network()
     for decay, passed in ((1.0, None), (0.5, 0.5)):
-        build_optimizer(model, Optimizer(lr=0.25, name="Lamb", layer_decay=decay, momentum=0.5, weight_decay=0.125))
+        build_optimizer(model, Optimizer(lr=0.25, name="Lamb", layer_decay=decay, momentum=0.5, weight_decay=0.125), 64)
         assert asked.pop() == (
             (model, "lamb"),
             {"lr": 0.25, "weight_decay": 0.125, "momentum": 0.5, "layer_decay": passed, "betas": (0.9, 0.999)},
@@ -83,14 +83,14 @@ def test_an_unusable_optimizer_is_refused_by_the_name_that_was_given(settings: A
         made(name="lookahead_adamv")
 
 
-@pytest.mark.parametrize(("epochs", "steps", "warmup"), [(3, 7, 0.15), (10, 10, 0.1), (2, 3, 0.0), (1, 4, 0.5)])
+@pytest.mark.parametrize(("epochs", "steps", "warmup"), [(3, 7, 0.45), (10, 10, 1), (2, 3, 0), (1, 4, 0.5)])
 def test_the_whole_rate_by_its_formula(epochs: int, steps: int, warmup: float) -> None:
     """Linear from `warmup_lr`, then half a cosine over the remaining steps."""
-    settings = Schedule(warmup=warmup, warmup_lr=0.125, min_lr=0.0625)
+    settings = Schedule(warmup_epochs=warmup, warmup_lr=0.125, min_lr=0.0625)
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=0.5)
     schedule = build_schedule(optimizer, settings, epochs=epochs, steps=steps)
-    total, before = epochs * steps, math.floor(warmup * epochs * steps)
+    total, before = epochs * steps, math.floor(warmup * steps)
     for number in range(total):
         schedule.step_update(number)
         if number < before:
@@ -197,7 +197,7 @@ def test_a_restored_tensor_lies_where_its_parameter_does(monkeypatch: pytest.Mon
 
 def test_the_state_of_a_wrapped_optimizer_is_that_of_the_one_inside() -> None:
     model = network()
-    wrapped = build_optimizer(model, Optimizer(lr=0.1, name="lookahead_sgd", momentum=0.9))
+    wrapped = build_optimizer(model, Optimizer(lr=0.1, name="lookahead_sgd", momentum=0.9), 64)
     model(torch.ones(1, 3)).sum().backward()
     wrapped.step()
     found = optimizer_state(wrapped, model)

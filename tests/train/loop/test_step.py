@@ -18,7 +18,7 @@ from vitx.train.loop.trainer import Trainer
 PLAIN = (
     *TINY,
     'model.kwargs.attention=["plain","plain"]',
-    *("workers=0", "batch_size=6", "cutmix.probability=0", "losses.mixing=0", "schedule.warmup=0"),
+    *("workers=0", "batch_size=6", "cutmix.probability=0", "losses.mixing=0", "schedule.warmup_epochs=0"),
     *("optimizer.name=momentum", "optimizer.momentum=0", "optimizer.weight_decay=0", "optimizer.lr=0.5"),
 )
 

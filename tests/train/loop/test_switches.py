@@ -44,11 +44,11 @@ def weights_after_a_step(recipe: Recipe, folder: Path) -> dict[str, Tensor]:
     ["optimizer.accumulate=3", "execution.grad_checkpointing=true", "execution.channels_last=true"],
 )
 def test_the_same_mathematics_in_another_way(image_folder: Path, tmp_path: Path, override: str) -> None:
-    recipe = small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup=0")
+    recipe = small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup_epochs=0")
     expected = weights_after_a_step(recipe, tmp_path)
     start = trainer_of(recipe, tmp_path).model.state_dict()
     found = weights_after_a_step(
-        small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup=0", override), tmp_path
+        small(image_folder, PLAIN, "optimizer.name=sgd", "schedule.warmup_epochs=0", override), tmp_path
     )
     assert any(not torch.equal(value, start[name]) for name, value in expected.items())
     for name, value in expected.items():
@@ -83,8 +83,8 @@ def test_sam_takes_the_gradient_at_the_point_uphill() -> None:
 
 
 def test_sam_moves_the_running_statistics_once(image_folder: Path, tmp_path: Path) -> None:
-    found = weights_after_a_step(small(image_folder, "optimizer.sam_rho=0.05"), tmp_path)
-    plain = weights_after_a_step(small(image_folder), tmp_path)
+    found = weights_after_a_step(small(image_folder, "optimizer.sam_rho=0.05", "schedule.warmup_epochs=0"), tmp_path)
+    plain = weights_after_a_step(small(image_folder, "schedule.warmup_epochs=0"), tmp_path)
     for name, value in plain.items():
         if "running" in name or "tracked" in name:
             assert torch.equal(found[name], value), name
@@ -103,7 +103,7 @@ def test_compiled_blocks_train_as_they_do_without(
     # Traced by the compiler's front end; its code generator takes half a minute.
     compiled = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled(module, backend="aot_eager"))
-    settings = ("model.kwargs.depth=1", 'model.kwargs.attention="re-attention"', "schedule.warmup=0")
+    settings = ("model.kwargs.depth=1", 'model.kwargs.attention="re-attention"', "schedule.warmup_epochs=0")
     expected = weights_after_a_step(small(image_folder, *settings), tmp_path)
     found = weights_after_a_step(small(image_folder, *settings, "execution.compile=true"), tmp_path)
     for name, value in expected.items():

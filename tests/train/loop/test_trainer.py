@@ -52,9 +52,11 @@ def bare(*overrides: str, processes: Processes = ALONE, steps: int = 4, **attrib
         "history": [],
         "batches_done": 0,
         "model": model,
+        "objective": model,
         "ema": SimpleNamespace(module=nn.Linear(2, 2), update=lambda *given, **named: None),
         "data": SimpleNamespace(steps=steps, batch_size=5),
         "log": EpochLog(steps, CPU),
+        "stage": recipe_of(*overrides).stage(1),
         "run": SimpleNamespace(path="RUN"),
         "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}, {"lr": 0.125}]),
         "stepper": SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: False)),
@@ -403,12 +405,18 @@ def test_metrics_are_written_by_one_process(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    values = Evaluation(0.5, 1.25, 0.1, 0.2, [0.1], [0.2])
+    values = Evaluation(0.5, 0.75, 1.25, 0.1, 0.2, [0.1], [0.2])
+    raw = Evaluation(0.25, 0.375, 2.0, 0.5, 0.75, [0.3], [0.4])
     clock = iter([10.0, 12.34567])
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(module, "measure_batch_norm", lambda *given: asked.append(given))
-    monkeypatch.setattr(module, "evaluate", lambda *given, **named: asked.append((given, named)) or values)  # type: ignore[func-returns-value]
     trainer = bare("batch_size=6", val_images="images")
+
+    def evaluated(*given: Any, **named: Any) -> Evaluation:
+        asked.append((given, named))
+        return raw if given[0] is trainer.model else values
+
+    monkeypatch.setattr(module, "evaluate", evaluated)
     trainer._optimize = lambda epoch, request: {"total": float(epoch)}
     trainer._calibration_images = lambda: "calibration"
     assert trainer._epoch(3, StopRequest()) == {
@@ -418,16 +426,19 @@ def test_the_row_of_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
         "losses": {"total": 3.0},
         "seconds": 2.346,
         "top1": 0.5,
+        "top5": 0.75,
         "nll": 1.25,
         "ece": 0.1,
         "brier": 0.2,
         "cos_sim": [0.1],
         "attention_std": [0.2],
+        "raw": {"top1": 0.25, "top5": 0.375, "nll": 2.0, "ece": 0.5, "brier": 0.75},
     }
     network = trainer.ema.module
     assert asked == [
         ([network], "calibration"),
         ((network, "images", trainer.recipe.preprocessing, 6, CPU), {"processes": ALONE}),
+        ((trainer.model, "images", trainer.recipe.preprocessing, 6, CPU), {"processes": ALONE}),
     ]
 
 

@@ -105,7 +105,7 @@ def test_a_trainer_is_built_of_its_recipe(asked: dict[str, list[Any]], skip_bad:
         "load_teacher": [((recipe.distillation, recipe.preprocessing, ("a", "b")), {})],
         "Objective": [((network, recipe, 2, None), {})],
         "parallelize": [(("objective", recipe.execution.parallel, ALONE, CPU), {})],
-        "build_optimizer": [((network, recipe.optimizer), {})],
+        "build_optimizer": [((network, recipe.optimizer, 12), {})],
         "build_schedule": [(("optimizer", recipe.schedule), schedule)],
         "Prefetcher": [((recipe.preprocessing, CPU), {"channels_last": True})],
         "Stepper": [(("parallel objective", network, "optimizer", recipe, 2, "prefetcher", ALONE), {})],

@@ -17,7 +17,12 @@ from reference import seq
 from vitx.core.errors import InputError
 from vitx.models import attention_maps
 from vitx.models.similarity import Over, map_similarity
-from vitx.train.losses.attention_similarity import attention_similarity_loss, qkv_similarity_loss, record_qkv
+from vitx.train.losses.attention_similarity import (
+    attention_loss,
+    attention_similarity_loss,
+    qkv_similarity_loss,
+    record_qkv,
+)
 
 MAPS = [seq(k, 2, 2, 3, 3).softmax(-1) for k in range(3)]
 
@@ -97,6 +102,65 @@ def test_the_networks_maps_are_compared_and_its_weights_get_their_gradient(model
     assert found.keys() == wanted.keys()
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("over", ["rows", "heads"])
+@pytest.mark.parametrize("pairs", [0, 2])
+def test_mixed_maps_are_compared_after_mix_and_norm(model: Any, over: Over, pairs: int) -> None:
+    """By the formula one entry at a time on the maps that meet V, value and gradient; a BatchNorm sees one batch."""
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    with attention_loss(model, "mixed", over=over, pairs=pairs) as loss:
+        model(images)
+    loss().backward()  # type: ignore[no-untyped-call]
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    norms = [block.attn.var_norm for block in (model.blocks[2], model.blocks[4])]
+    assert [int(norm.num_batches_tracked) for norm in norms] == [1, 1]
+    model.zero_grad(set_to_none=True)
+    with attention_maps(model, of=lambda maps: maps, stage="mixed") as maps:
+        model(images)
+    axis = 2 if over == "rows" else 1
+    cosines = [F.cosine_similarity(*pair, dim=axis).mean() for pair in pairwise(maps.values())]
+    expected = torch.stack(cosines[: pairs or None]).mean()
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss(), expected, rtol=1e-12, atol=0)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert found.keys() == wanted.keys()
+    assert "blocks.2.attn.reatten_matrix.weight" in wanted
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-8, atol=1e-12, msg=name)
+
+
+def test_softmax_maps_hardly_train_the_mix_and_mixed_ones_do(model: Any) -> None:
+    """They reach Θ only through the blocks before; over heads softmax maps are alike from the start."""
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+
+    def value_and_gradient(maps: Any) -> tuple[float, float]:
+        model.zero_grad()
+        with attention_loss(model, maps, over="heads") as loss:
+            model(images)
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value.item(), model.blocks[2].attn.reatten_matrix.weight.grad.norm().item()
+
+    (softmax, of_softmax), (mixed, of_mixed) = value_and_gradient("softmax"), value_and_gradient("mixed")
+    assert softmax > 0.9
+    assert abs(mixed) < 0.5
+    assert of_mixed > 10 * of_softmax
+
+
+def test_mixed_maps_are_float32_inside_autocast_and_nothing_stays_watched(model: Any) -> None:
+    model = model.float()
+    with torch.autocast("cpu", torch.bfloat16), attention_loss(model, "mixed") as loss:
+        model(torch.randn(2, 3, 32, 32))
+    assert loss().dtype == torch.float32
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert all("after_softmax" not in vars(module) for module in model.modules())
+    with attention_loss(model, "mixed", pairs=5) as too_many:
+        model(torch.randn(2, 3, 32, 32))
+    with pytest.raises(InputError, match="5 adjacent pairs of attention maps were asked for, but there are 4"):
+        too_many()
+    with attention_loss(model, "mixed", enabled=False):
+        assert all(block.attn.fused_attn for block in model.blocks)
 
 
 class LiveMaps(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's

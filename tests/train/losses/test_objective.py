@@ -274,6 +274,19 @@ def test_the_regulariser_compares_as_many_pairs_as_it_is_told(batch: MixedBatch)
     torch.testing.assert_close(losses["total"], losses["classification"] + 0.5 * expected)
 
 
+@pytest.mark.parametrize(("given", "stage"), [([], "mixed"), (["losses.attention_maps=softmax"], "softmax")])
+def test_the_regulariser_is_of_mixed_maps_unless_softmax_s_are_asked_for(
+    batch: MixedBatch, given: list[str], stage: Any
+) -> None:
+    torch.manual_seed(0)
+    model: Any = timm.create_model("deepvit_digits", depth=3, attention="re-attention").eval()
+    off = ["losses.cosine=0", "losses.contrastive=0", "losses.mixing=0", "losses.attention=0.5"]
+    losses = compute_losses(model, batch, apply_overrides(RECIPE, [*off, *given]), 10)
+    with attention_maps(model, of=lambda maps: maps, stage=stage) as maps:
+        model(batch.images_B3SS)
+    torch.testing.assert_close(losses["attention"], attention_similarity_loss(maps.values(), over="heads"))
+
+
 class TwoHeads(nn.Module):
     """A network of DeiT's distilled form: two logits, of the mean pixel of each channel."""
 

@@ -67,7 +67,7 @@ def test_another_network_drops_the_arguments_of_the_first() -> None:
             "cutmix.probability=0",
             "losses.mixing needs images of mixed patches: set cutmix.probability above 0, or losses",
         ),
-        ("schedule.min_lr=1", "schedule.min_lr 1 is above optimizer.lr"),
+        ("schedule.min_lr=1", "schedule.min_lr 1 is above the learning rate"),
         ("model.kwargs.patch_head=true", "model.kwargs.patch_head cannot be given: it follows from losses.mixing"),
     ],
 )

@@ -238,7 +238,8 @@ def saved(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, saved)
 (study / "ready").touch()
-time.sleep(60)
+while True:
+    time.sleep(0.1)  # a signal that comes just before a long sleep would wait for its end
 """
     runner = Commands(tmp_path, 1)
     runner.codes = {"sleeps": code, "waits": "open('begun', 'w')"}

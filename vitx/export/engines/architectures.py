@@ -7,6 +7,8 @@ from vitx.core.errors import InputError
 
 # Data-centre GPUs: TensorRT for RTX does not compile for them.
 _DATA_CENTRE = {"sm70", "sm90", "sm100", "sm103", "sm107", "sm110"}
+# The first with products of 8-bit floats: Ada.
+FP8_SINCE = 89
 
 
 def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tuple[str, ...]:
@@ -26,6 +28,20 @@ def parse_architectures(text: str | Sequence[str], known: Collection[str]) -> tu
             message += " (the compute capability without its point: 8.9 is sm89)"
         raise InputError(message)
     return tuple(sorted(set(names), key=_number))
+
+
+def with_precision(architectures: Sequence[str], precision: str, *, asked: bool) -> tuple[str, ...]:
+    """Those of the architectures that have kernels for weights of these types ("fp8, fp16").
+
+    Raises InputError if one that was `asked` for, or all, have none.
+    """
+    able = tuple(name for name in architectures if "fp8" not in precision or _number(name) >= FP8_SINCE)
+    if not able or (asked and len(able) < len(architectures)):
+        lacking = ", ".join(name for name in architectures if name not in able)
+        raise InputError(
+            f"fp8 needs compute capability 8.9 or newer, and {lacking} has none: leave it out of --arch, or take int8"
+        )
+    return able
 
 
 def _number(name: str) -> int:

@@ -3,19 +3,28 @@
 import threading
 
 from vitx.core.console import Progress
+from vitx.export.engines.fused_layers import TABLE, FusedLayer, fused_layers
 
 
 class BuildLog:
-    """Messages of a build by severity, each once."""
+    """Messages of a build by severity, each once; of those below a warning only the table of fused layers."""
 
     def __init__(self) -> None:
         self._messages: dict[str, list[str]] = {}
+        self._table = ""
 
     def add(self, severity: str, message: str) -> None:
         """Keep a message; `severity` is the name of a member of `ILogger.Severity`."""
+        if severity in ("VERBOSE", "INFO"):
+            self._table = message if message.startswith(TABLE) else self._table
+            return
         kept = self._messages.setdefault(severity, [])
         if message not in kept:
             kept.append(message)
+
+    def layers(self) -> tuple[FusedLayer, ...]:
+        """The layers of the plan, as they were fused; none where the builder did not say."""
+        return fused_layers(self._table)
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(self._messages.get("WARNING", ()))

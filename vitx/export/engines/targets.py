@@ -11,12 +11,14 @@ from typing import Any
 
 import onnx
 
+from vitx.core.bundle import Base, Precision
 from vitx.core.files import write_bytes
 from vitx.core.preprocess import Preprocessing
 from vitx.core.sandbox import ConversionCrashed, run_limited
 from vitx.core.tensorrt_plan import Flavor, PlanOptions
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.data.open import open_images
+from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.openvino_ir import openvino_from_onnx
 from vitx.export.engines.profiles import profiles_for
 from vitx.export.engines.reproduction import write_reproduction
@@ -40,12 +42,13 @@ class EngineRequest:
     options: EngineOptions = DEFAULT_OPTIONS
     architectures: tuple[str, ...] = ()
 
-    def check(self) -> None:
+    def check(self, precision: Precision = "fp32") -> None:
         """Raise what `engine_from_onnx` would raise before it looks at a graph: options, batches, library, GPU."""
         profiles_for(self.options.batches)
         asked = PlanOptions(**self.options.model_dump(exclude={"batches", "timing_cache"}))
         check_options(self.flavor, asked, self.options.timing_cache)
-        load_flavor(self.flavor).targets(self.architectures)
+        targets = load_flavor(self.flavor).targets(self.architectures)
+        with_precision(targets, precision, asked=bool(self.architectures))
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class PrecisionRequest:
     precision: LowerPrecision
     data: str
     target: Target = "cpu"
+    base: Base = "fp32"
     sampling_plan: SamplingPlan | None = None
     quiet: bool = False
 
@@ -78,6 +82,7 @@ def lower_file(path: Path, request: PrecisionRequest, preprocessing: Preprocessi
         request.precision,
         images,
         target=request.target,
+        base=request.base,
         bounds=Bounds(SHARE_OF_STD[request.precision], sampling_plan=request.sampling_plan),
         quiet=request.quiet,
     )

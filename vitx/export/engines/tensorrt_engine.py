@@ -18,8 +18,10 @@ from vitx.core.bundle import timestamp
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_bytes, sha256_file, write_bytes
-from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile
+from vitx.core.tensorrt_plan import Flavor, PlanInfo, PlanOptions, PluginName, Profile, layers_path
+from vitx.export.engines.architectures import with_precision
 from vitx.export.engines.build_log import BuildLog, BuildProgress
+from vitx.export.engines.fused_layers import FusedLayer, count_types, layers_as_text
 from vitx.export.engines.profiles import DEFAULT_PROFILES, check_profiles, write_plan
 from vitx.export.engines.tensorrt_graph import load_for_tensorrt, precision_of
 from vitx.export.engines.tensorrt_library import BuildJob, LayerRow, load_flavor
@@ -42,11 +44,15 @@ _PLUGIN_LEAK = (
 
 @dataclass(frozen=True)
 class EngineReport:
-    """A plan that was built, and the parsed layers: name, kind, output type and shape (N is the batch)."""
+    """A plan that was built, and the parsed layers: name, kind, output type and shape (N is the batch).
+
+    fused: the plan's own layers; none of the classic TensorRT, whose plans `inspect_plan` opens on their GPU.
+    """
 
     path: Path
     info: PlanInfo
     layers: tuple[LayerRow, ...]
+    fused: tuple[FusedLayer, ...] = ()
 
 
 def engine_from_onnx(
@@ -90,6 +96,7 @@ def engine_from_onnx(
     model = load_for_tensorrt(onnx_path)
     check_profiles(tuple(profiles), _image_elements(model))
     precision = precision_of(model)
+    targets = with_precision(targets, precision, asked=bool(architectures))
     fused = None if plugin is None else _with_plugin(model, targets[0])
     cache = timing_cache.read_bytes() if timing_cache is not None and timing_cache.is_file() else None
     log, start = BuildLog(), time.perf_counter()
@@ -97,7 +104,7 @@ def engine_from_onnx(
         graph, steps = model if fused is None else fused.model, BuildProgress(bar)
         job = BuildJob(graph, tuple(profiles), options, targets, cache, timing_cache is not None, log, steps)
         built = library.build(job)
-    seconds = time.perf_counter() - start
+    seconds, fused_layers = time.perf_counter() - start, log.layers()
     info = PlanInfo(
         flavor=flavor,
         version=library.version,
@@ -112,13 +119,16 @@ def engine_from_onnx(
         timing_cache_out_sha256=_digest(built.timing_cache),
         build_seconds=round(seconds, 3),
         layers=len(built.layers),
+        fused_layers=count_types(fused_layers),
         warnings=(*log.warnings(), *known_issues(flavor, targets, precision), *plugin_warnings(library.version, fused)),
         created=timestamp(),
     )
+    if fused_layers:
+        write_bytes(layers_path(plan_path), layers_as_text(fused_layers).encode())
     write_plan(plan_path, built.plan, info)
     if timing_cache is not None and built.timing_cache is not None:
         write_bytes(timing_cache, built.timing_cache)
-    return EngineReport(plan_path, info, built.layers)
+    return EngineReport(plan_path, info, built.layers, fused_layers)
 
 
 def check_options(flavor: Flavor, options: PlanOptions, timing_cache: Path | None) -> None:

@@ -12,6 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 from vitx.core.errors import CheckFailed
 
 STANDARD = ("", "ai.onnx")
+# The end of a tensor's name where an island of a half graph reads it in float32.
+AS_FLOAT = "/as float"
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
-from vitx.export.graph.dataflow import STANDARD, Dataflow, cast, copy_of, named_tensor
+from vitx.export.graph.dataflow import AS_FLOAT, STANDARD, Dataflow, cast, copy_of, named_tensor
 
 HALVES: dict[str, int] = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 NUMPY_TYPES: dict[int, np.dtype[Any]] = {
@@ -17,6 +17,8 @@ NUMPY_TYPES: dict[int, np.dtype[Any]] = {
 }
 # The largest finite number: (2 - 2⁻¹⁰)·2¹⁵ and (2 - 2⁻⁷)·2¹²⁷.
 LARGEST: dict[int, float] = {TensorProto.FLOAT16: 65504.0, TensorProto.BFLOAT16: 255 * 2.0**120}
+# The smallest number above 0.
+SMALLEST: dict[int, float] = {TensorProto.FLOAT16: 2.0**-24, TensorProto.BFLOAT16: 2.0**-133}
 _NAMES: dict[int, str] = {TensorProto.FLOAT16: "tensor(float16)", TensorProto.BFLOAT16: "tensor(bfloat16)"}
 
 
@@ -96,7 +98,7 @@ class _HalfWriter:
             return self._output(name), []
         if name in self.flow.outputs and name in self.made_in_half:
             return name, []  # the float32 form of an output exists already
-        target = f"{name}/as half" if by_half else f"{name}/as float"
+        target = f"{name}/as half" if by_half else name + AS_FLOAT
         if target in self.casts:
             return target, []
         self.casts.add(target)
@@ -129,6 +131,7 @@ def cpu_twin(model: onnx.ModelProto) -> onnx.ModelProto:
     ONNX Runtime's CPU runs float16 nodes in float32 and leaves out the rounding between them, so that 75,000 passes
     through a "float16" tensor unharmed; and it has no bfloat16 products at all. Here each rounding is a pair of Casts,
     half and back, after a product that accumulates in float32 as tensor cores do; an overflow becomes infinite.
+    8-bit codes that DequantizeLinear gives back are not rounded: a kernel multiplies the codes themselves.
     """
     flow = Dataflow(model)
     halves = {name for name, kind in flow.types.items() if kind in NUMPY_TYPES}
@@ -141,14 +144,14 @@ def cpu_twin(model: onnx.ModelProto) -> onnx.ModelProto:
 def _rounded_nodes(flow: Dataflow, halves: set[str]) -> Iterator[onnx.NodeProto]:
     for node in flow.nodes:
         copy = copy_of(node)
-        made = [name for name in node.output if name in halves]
+        made = [name for name in node.output if name in halves and node.op_type != "DequantizeLinear"]
         for given in copy.attribute:
             if given.name == "value" and given.t.data_type in NUMPY_TYPES:
                 _convert(given.t, np.dtype(np.float32))
             if made and given.name in ("to", "dtype"):
                 given.i = TensorProto.FLOAT
         for index, name in enumerate(node.output):
-            if name in halves:
+            if name in made:
                 copy.output[index] = f"{name}/exact"
         yield copy
         for name in made:

@@ -1,17 +1,18 @@
-"""int8 and fp8 as explicit Q/DQ: ranges from real images, and the fewest layers left in float32 that pass."""
+"""int8 and fp8 as explicit Q/DQ: ranges from real images, and the fewest layers left in the base's type that pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
 
+from vitx.core.bundle import Base
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.export.graph.dataflow import Dataflow
 from vitx.export.options import Target
-from vitx.export.precision.acceptance import Agreement, Bounds, Judge, Lowered, minimal_subset
+from vitx.export.precision.acceptance import FIRST_IMAGES, Agreement, Bounds, Judge, Lowered, minimal_subset
 from vitx.export.precision.calibration import (
     METHODS,
     PERCENTILE,
@@ -21,12 +22,16 @@ from vitx.export.precision.calibration import (
     require_finite,
     split_images,
 )
-from vitx.export.precision.qdq import EightBit, QuantizedGraph
+from vitx.export.precision.half import HALVES, HalfGraph, cpu_twin
+from vitx.export.precision.islands import Overflow, find_islands
+from vitx.export.precision.placement import EightBit
+from vitx.export.precision.qdq import QuantizedGraph
 
 # The entropy method assumes evenly spaced codes, which E4M3's are not.
 METHODS_FOR: dict[EightBit, tuple[Method, ...]] = {"int8": METHODS, "fp8": ("max", "percentile")}
 # Held-out images on which the error of one layer is measured: few, because it only orders the layers.
 SENSITIVITY_IMAGES = 16
+FLOAT_NAMES: dict[Base, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def quantize(
@@ -35,6 +40,7 @@ def quantize(
     images: UInt8Array,
     *,
     target: Target = "cpu",
+    base: Base = "fp32",
     bounds: Bounds | None = None,
     accept: Callable[[onnx.ModelProto], bool] | None = None,
     quiet: bool = False,
@@ -42,32 +48,38 @@ def quantize(
     """Return `graph` with Q/DQ around as many layers as the bounds, and then `accept`, allow.
 
     Up to half of `images` (uint8 (n, S, S, 3), n ≥ 320) is held out; the others give the ranges. The range methods are
-    compared on the held-out images with every layer quantised, and the one with the least mean logit error is taken. If
-    that graph fails, layers stay in float32, the most sensitive first, until it passes; then each is quantised again if
-    the graph passes with it.
+    compared on the first held-out images with every layer quantised, and the one with the least mean logit error is
+    taken. If that graph fails, layers stay in the base's type, the most sensitive first, until it passes; then each is
+    quantised again if the graph passes with it. Of a half base the islands in float32 are chosen before, without Q/DQ
+    and by the same bounds, if anything overflows.
     Raises InputError for too few images, CheckFailed for weights or activations that are not finite, or when nothing
     passes.
     """
     flow = Dataflow(graph)
-    quantized = QuantizedGraph(flow, kind, target)
     calibration, held_out = split_images(images)
-    log(f"{kind}: ranges from {len(calibration)} images, judged on {len(held_out)} others", quiet=quiet)
+    log(f"{kind}: ranges from {len(calibration)} images, judged on up to {len(held_out)} others", quiet=quiet)
+    bounds = bounds or Bounds(SHARE_OF_STD[kind])
+    base_islands = _base_islands(graph, flow, base, calibration, held_out, bounds)
+    quantized = QuantizedGraph(flow, kind, target, base, base_islands)
     tensors = sorted({name for layer in quantized.layers.values() for name in layer.tensors()})
     ranges = observe(graph, tensors, calibration)
     require_finite(ranges, flow.producers())
     # int8 is judged as ONNX Runtime will run it, in fused integer kernels; it has none for fp8.
-    judge = Judge(graph, held_out, bounds or Bounds(SHARE_OF_STD[kind]), accept, fused=kind == "int8")
+    judge = Judge(graph, held_out, bounds, accept, fused=kind == "int8")
+    if base != "fp32":
+        judge.runnable = cpu_twin
     search = _Search(quantized, ranges, judge)
     compared = {method: search.fully_quantized(method) for method in METHODS_FOR[kind]}
     search.method = min(compared, key=lambda method: compared[method].mean_error)
     with progress(f"{kind} layers", 2 * len(quantized.layers), quiet=quiet) as bar:
         judge.bar = bar
-        islands, sensitivity = search.fewest_in_float()
-    lowered = search.without(islands)
+        left_out, sensitivity = search.fewest_left_out()
+    lowered = search.without(left_out)
     onnx.checker.check_model(lowered, full_check=True)
     details: dict[str, Any] = {
         "kind": kind,
         "target": target,
+        "base": base,
         "calibration_images": len(calibration),
         "held_out_images": len(held_out),
         "allowed": judge.bounds.as_json(),
@@ -75,24 +87,40 @@ def quantize(
         "method": search.method,
         "percentile": PERCENTILE,
         "layers": len(quantized.layers),
-        "quantized": len(quantized.layers) - len(islands),
+        "quantized": len(quantized.layers) - len(left_out),
+        "not_quantized": list(left_out),
         "sensitivity": sensitivity,
         "trials": judge.trials,
         "ranges": {name: ranges[name].threshold(search.method) for name in tensors},
     }
-    return Lowered(lowered, islands, details)
+    return Lowered(lowered, left_out if base == "fp32" else base_islands, details)
+
+
+def _base_islands(
+    graph: onnx.ModelProto, flow: Dataflow, base: Base, calibration: UInt8Array, held_out: UInt8Array, bounds: Bounds
+) -> tuple[str, ...]:
+    """The nodes in float32 of a half base: those without a kernel, and of those that overflow as many as are needed."""
+    if base == "fp32":
+        return ()
+    half = HalfGraph(flow, HALVES[base])
+    overflow = Overflow(graph, half, calibration)
+    if not overflow.nodes:
+        return half.without_kernel
+    judge = Judge(graph, held_out, bounds, runnable=cpu_twin)
+    return tuple(dict.fromkeys((*find_islands(overflow, judge)[0], *half.without_kernel)))
 
 
 class _Search:
-    """The search for the layers that stay in float32, for one graph and its ranges."""
+    """The search for the layers that are not quantised, for one graph and its ranges."""
 
     def __init__(self, quantized: QuantizedGraph, ranges: dict[str, Activations], judge: Judge) -> None:
         self.quantized, self.ranges, self.judge = quantized, ranges, judge
         self.method: Method = "max"
+        self.rest = FLOAT_NAMES[quantized.base]
 
     def fully_quantized(self, method: Method) -> Agreement:
-        """The agreement with every layer quantised by `method`."""
-        return self.judge.measure(self.quantized.build(list(self.quantized.layers), self.ranges, method))
+        """The agreement on the first images with every layer quantised by `method`."""
+        return self.judge.measure(self.quantized.build(list(self.quantized.layers), self.ranges, method), FIRST_IMAGES)
 
     def without(self, left_out: Sequence[str]) -> onnx.ModelProto:
         chosen = [name for name in self.quantized.layers if name not in set(left_out)]
@@ -101,10 +129,10 @@ class _Search:
     def passes(self, left_out: Sequence[str]) -> bool:
         if len(left_out) == len(self.quantized.layers):
             raise CheckFailed(self._nothing_passes())
-        return self.judge.passes(self.without(left_out), f"{len(left_out)} layers in float32")
+        return self.judge.passes(self.without(left_out), f"{len(left_out)} layers in {self.rest}")
 
-    def fewest_in_float(self) -> tuple[tuple[str, ...], dict[str, float]]:
-        """The layers left in float32, and the mean logit error of each layer quantised alone (if that was needed)."""
+    def fewest_left_out(self) -> tuple[tuple[str, ...], dict[str, float]]:
+        """The layers that are not quantised, and the mean logit error of each quantised alone (if that was needed)."""
         if self.passes(()):
             return (), {}
         sensitivity = {

@@ -1,20 +1,26 @@
 """`--runtime auto`: the runtimes that may run a bundle here, the fastest first."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from vitx.core.bundle import WITNESS, Bundle
+import numpy as np
+
+from vitx.core.bundle import WITNESS, Bundle, timestamp
 from vitx.core.certificate import Verdict
 from vitx.core.console import log
 from vitx.core.errors import VitxError
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.executables.listing import runtimes_for
 from vitx.parity.executables.unlisted_embedding import load_unlisted_embedding
-from vitx.parity.executables.verdict_cache import cached_verdicts
+from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.runtimes import load_session
-from vitx.runtimes.session import Device, Session, device_name, outputs_of
+from vitx.runtimes.session import Device, Session, device_name, executable_of, image_shape, outputs_of
 
 AUTO = "auto"
 _DEFAULT = "onnxruntime"
+# What a candidate is timed with: a batch to warm up and two that count, together an eighth of what its judgement takes.
+_TIMED_IMAGES, _TIMED_BATCHES = 4, 2
 
 
 def runtimes_by_speed(
@@ -26,12 +32,14 @@ def runtimes_by_speed(
     outputs: Sequence[str] = (),
     quiet: bool = False,
 ) -> tuple[str, ...]:
-    """`runtime`, unless it is "auto": then the runtimes certified for this bundle and this machine, fastest first.
+    """`runtime`, unless it is "auto": then the fastest runtime certified for this bundle here, and the others by speed.
 
-    Those that the certificate lists and this machine has are candidates. Each that was not yet judged here is loaded,
-    judged by the witness set and timed at it, once; the verdicts and speeds are kept in the user's cache. A bundle
-    without a witness set, without a certificate or with one candidate runs in ONNX Runtime. outputs: what it has to
-    give beside logits, which is another executable with a speed of its own.
+    Those that the certificate lists and this machine has are candidates. Each that is not known here is loaded and
+    timed; then the fastest is judged by the witness set, and the next one if it fails. So the set, most of a first
+    load's time, is run once and not for each candidate; the others are judged when they are asked for by name. Speeds
+    and verdicts are kept in the user's cache. A bundle without a witness set, without a certificate or with one
+    candidate runs in ONNX Runtime. outputs: what it has to give beside logits, which is another executable with a speed
+    of its own.
     """
     if runtime != AUTO:
         return (runtime,)
@@ -45,13 +53,20 @@ def runtimes_by_speed(
         return tuple(names) or (_DEFAULT,)
     for name in names:
         if _known(bundle, name, outputs) is None:
-            _judge(bundle, name, threads, outputs, quiet=quiet)
-    passing = {name: _passing(bundle, name, outputs) for name in names}
-    speeds = {name: verdict.images_per_second or 0.0 for name, verdict in passing.items() if verdict is not None}
-    found = sorted(speeds, key=speeds.__getitem__, reverse=True)
-    said = ", ".join(f"{name} {speeds[name]:.4g}" for name in found)
-    log(f"vitx: '{bundle.manifest.name}' runs in {found[0] if found else _DEFAULT}; images/s: {said}", quiet=quiet)
-    return tuple(found) or (_DEFAULT,)
+            _loaded(bundle, name, threads, outputs, _keep_speed, quiet=quiet)
+    found = _by_speed(bundle, names, outputs)
+    while found and found[0][1].verdict != "pass":
+        name, timed = found.pop(0)
+        _loaded(bundle, name, threads, outputs, partial(_judge, timed, quiet=quiet), quiet=quiet)
+        verdict = _known(bundle, name, outputs)
+        if verdict is not None and verdict.verdict == "pass":
+            found.insert(0, (name, verdict))
+    said = ", ".join(
+        f"{name} {verdict.images_per_second:.4g}{'' if verdict.verdict == 'pass' else ' (not judged here)'}"
+        for name, verdict in found
+    )
+    log(f"vitx: '{bundle.manifest.name}' runs in {found[0][0] if found else _DEFAULT}; images/s: {said}", quiet=quiet)
+    return tuple(name for name, _ in found) or (_DEFAULT,)
 
 
 def load_fastest(
@@ -70,12 +85,49 @@ def load_fastest(
     return load_session(bundle, name, device=chosen, threads=threads, outputs=outputs)
 
 
-def _judge(bundle: Bundle, name: str, threads: int | None, outputs: Sequence[str], *, quiet: bool) -> None:
+def _loaded(
+    bundle: Bundle,
+    name: str,
+    threads: int | None,
+    outputs: Sequence[str],
+    use: Callable[[Bundle, Session], None],
+    *,
+    quiet: bool,
+) -> None:
+    """`use` the bundle loaded in a runtime; one that cannot be loaded or used is left out, and the log says why."""
     try:
         with load_session(bundle, name, threads=threads, outputs=outputs) as session:
-            require_verdict(bundle, session, quiet=quiet)
+            use(bundle, session)
     except VitxError as reason:
         log(f"vitx: {name} is left out: {reason}", quiet=quiet)
+
+
+def _keep_speed(bundle: Bundle, session: Session) -> None:
+    """Time batches of noise, and keep the speed as that of an executable whose witness set was not run."""
+    pixels = np.random.default_rng(0).integers(0, 256, (_TIMED_IMAGES, *image_shape(bundle)), dtype=np.uint8)
+    infer = session.infer_outputs if session.outputs else session.infer
+    seconds = []
+    for _ in range(1 + _TIMED_BATCHES):
+        begun = time.perf_counter()
+        infer(pixels)
+        seconds.append(time.perf_counter() - begun)
+    speed = _TIMED_IMAGES / min(seconds[1:])  # the first batch of a shape compiles and allocates
+    executable = executable_of(bundle.subject(), session)
+    timed = Verdict(
+        executable=executable,
+        verdict="not run",
+        reasons=("timed, and not judged: a faster one passes",),
+        evidence="none",
+        images_per_second=speed,
+        created=timestamp(),
+    )
+    keep_verdict(bundle, timed)
+
+
+def _judge(timed: Verdict, bundle: Bundle, session: Session, *, quiet: bool) -> None:
+    """Judge what was `timed`. Its speed stays the one that it was chosen by, so that the next start chooses alike."""
+    verdict = require_verdict(bundle, session, quiet=quiet)
+    keep_verdict(bundle, verdict.model_copy(update={"images_per_second": timed.images_per_second}))
 
 
 def _reported(name: str) -> str:
@@ -96,6 +148,8 @@ def _known(bundle: Bundle, name: str, outputs: Sequence[str]) -> Verdict | None:
     return alike[-1] if alike else None
 
 
-def _passing(bundle: Bundle, name: str, outputs: Sequence[str]) -> Verdict | None:
-    verdict = _known(bundle, name, outputs)
-    return verdict if verdict is not None and verdict.verdict == "pass" else None
+def _by_speed(bundle: Bundle, names: Sequence[str], outputs: Sequence[str]) -> list[tuple[str, Verdict]]:
+    """The runtimes that were timed here and did not fail, the fastest first, with what is known of them."""
+    known = [(name, verdict) for name in names if (verdict := _known(bundle, name, outputs)) is not None]
+    kept = [(name, verdict) for name, verdict in known if verdict.verdict != "fail"]
+    return sorted(kept, key=lambda each: each[1].images_per_second or 0.0, reverse=True)

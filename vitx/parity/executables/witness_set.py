@@ -16,9 +16,11 @@ from vitx.core.probabilities import Float64Array
 from vitx.data.image_set import ImageSet
 from vitx.parity.executables.witness import Witness, WitnessInfo, digest_of, encode_images, write_witness
 
-# By default a witness set adds at most this to a bundle: bytes, and share of model.onnx. It also bounds the time of a
-# first load: the images of DeiT-S, a tenth of 88 MB, take it three to four seconds on two cores.
+# By default a witness set adds at most this to a bundle: bytes, and share of model.onnx.
 MOST_BYTES, MOST_SHARE = 20 * 10**6, 0.10
+# And at most these FLOPs to a first load: two cores do 0.24e12 a second in float32. A larger network has some images
+# all the same: 80 without a flip prove 5.7 % of a large split.
+MOST_FLOPS, FEWEST = 0.8e12, 80
 # Of the images a quarter are those of smallest margin, which the least error moves into another class.
 CENSUS_SHARE = 4
 _SAMPLED_SIZES = 16  # images encoded to guess how many fit
@@ -46,6 +48,7 @@ def add_witness(
     reference: Callable[[UInt8Array], Mapping[str, Float64Array]],
     *,
     count: int | None,
+    flops: int | None = None,
     reference_name: str,
     reference_sha256: str,
     split_sha256: str,
@@ -55,12 +58,13 @@ def add_witness(
 
     margins, logit_std: of the reference's logits of all `images`. reference: its `logits` in float64 (N, C), and each
     output that the bundle has. count: how many images; None for as many as keep the bundle from growing by more than
-    20 MB or a tenth of its graph. Without room for one image the bundle stays as it is, and the log says so; of a
+    20 MB or a tenth of its graph, and its first load from taking seconds more. flops: of one image; None where they are
+    not known. Without room for one image the bundle stays as it is, and the log says so; of a
     bundle with further outputs InputError is raised, for nothing else certifies them.
     """
     limit = min(MOST_BYTES, int(MOST_SHARE * bundle.manifest.files[MODEL].size))
     seed = int(split_sha256[:8], 16)  # of the images themselves: nobody chooses it
-    wanted = _count_that_fits(bundle, images, limit) if count is None else count
+    wanted = min(_count_that_fits(bundle, images, limit), _count_in_time(flops)) if count is None else count
     while wanted:
         chosen, census = draw_images(margins, wanted, seed)
         pixels = _pixels(images, bundle, chosen)
@@ -108,6 +112,11 @@ def _count_that_fits(bundle: Bundle, images: ImageSet, limit: int) -> int:
     encoded = encode_images(_pixels(some, bundle, np.arange(len(some))))
     mean = sum(map(len, encoded)) / len(encoded) + _reference_bytes(bundle)
     return min(len(images), int(limit / mean))
+
+
+def _count_in_time(flops: int | None) -> int:
+    """How many images a first load may take of a network of so many FLOPs an image."""
+    return FEWEST if flops is None else max(FEWEST, int(MOST_FLOPS / max(flops, 1)))
 
 
 def _reference_bytes(bundle: Bundle) -> int:

@@ -7,6 +7,7 @@ not UTF-8 work too.
 import errno
 import glob
 import importlib.util
+import inspect
 import os
 import stat
 import time
@@ -206,8 +207,10 @@ def _walk_remote(root: str) -> Iterator[str]:
     todo = [""]
     while todo:
         prefix = todo.pop()
+        folder = f"{top}/{prefix}".rstrip("/") or "/"
         try:
-            entries = _list_remote(system, f"{top}/{prefix}".rstrip("/") or "/")
+            entries = _list_remote(system, folder)
+            below_empty_names = _list_below_empty_names(system, folder)
         except (ImageError, OSError) as error:
             if not prefix:
                 raise InputError(f"cannot list the folder '{root}': {error}") from None
@@ -221,6 +224,21 @@ def _walk_remote(root: str) -> Iterator[str]:
                 todo.append(f"{prefix}{name}/")
             elif is_image_name(name):
                 yield prefix + name
+        yield from below_empty_names
+
+
+def _list_below_empty_names(system: Any, folder: str) -> list[str]:
+    """The URLs of an object store's images such as FOLDER//x.jpg, which no listing of folders has."""
+    find = getattr(system, "_find", None) or system.find
+    if "prefix" not in inspect.signature(find).parameters:  # of fsspec's object stores: s3fs, gcsfs, adlfs
+        return []
+    found = _attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
+    inside = ((path, path[len(folder) :]) for path in found)
+    return [
+        str(system.unstrip_protocol(path))
+        for path, name in inside
+        if name.startswith("//") and is_image_name(name) and "/." not in name
+    ]
 
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:

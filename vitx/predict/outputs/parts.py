@@ -9,6 +9,7 @@ Spark 3.5 opens no file with a column of float16).
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ ROW_GROUP = 8192
 # The columns of lists, by the output of a session that they hold.
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
 
+_ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
+
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
@@ -38,10 +41,14 @@ def part_path(out: Path, shard: int) -> Path:
 
 
 def escape_invalid_utf8(name: str) -> str:
-    """A file name as Python decodes it, with bytes that are not UTF-8 as \\xNN: strings in Parquet are UTF-8."""
-    if name.isascii():  # most names, a million times
+    """A file name as Python decodes it, with bytes that are not UTF-8 as \\xNN: strings in Parquet are UTF-8.
+
+    No two names become one: a name that then has a \\xNN has its own backslashes doubled.
+    """
+    if name.isascii() and "\\x" not in name:  # most names, a million times
         return name
-    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    return doubled if _ESCAPED_BYTE.search(doubled) else name
 
 
 @dataclass(frozen=True)

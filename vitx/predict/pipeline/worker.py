@@ -108,8 +108,8 @@ class BatchOutputs(NamedTuple):
 class Worker:
     """Runs the pipeline over shards until there are no more.
 
-    Four kinds of threads work at once: readers, decoders, the caller's thread for the model, and a writer. The queues
-    between them are bounded, so memory does not grow with the input.
+    Four kinds of threads work at once: readers, decoders, those that call the session, and a writer. The queues between
+    them are bounded, so memory does not grow with the input.
     """
 
     def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
@@ -121,7 +121,8 @@ class Worker:
         self._slice_size = slice_size(job.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
         readers = job.read_threads if job.has_single_files else 1
-        self.timer = StageTimer(dict(zip(STAGES, (readers, job.decode_threads, 1, 1), strict=True)))
+        threads = (readers, job.decode_threads, session.callers, 1)
+        self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
@@ -136,22 +137,30 @@ class Worker:
         sink = Sink(self._write, BATCHES_TO_WRITE, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
+        callers = ThreadPoolExecutor(self.session.callers, thread_name_prefix="infer")
         per_batch = -(-self.job.batch_size // self._slice_size)
         depth = max(per_batch, self.job.read_threads)
         read = BackgroundGenerator(submitted(readers, self._read, self._slices()), depth, "read-ahead")
         decoding = submitted(decoders, self._decode, results(read))
         # One less: the thread itself holds a slice while the queue is full.
         decoded = BackgroundGenerator(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
+        inferring = submitted(callers, self._infer, self._batches(results(decoded)))
+        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1), "infer-ahead")
         try:
-            self._infer_all(results(decoded), sink)
+            for claim, outputs in results(inferred):
+                sink.put((claim, outputs))
+                if outputs is not None:
+                    self.images += len(outputs.keys)
+                    self.on_progress()
             sink.finish()
         except BaseException:
             sink.abandon()
             raise
         finally:
             self.shards.stop()
-            decoded.close()  # before `read`, whose last values it may be waiting for
-            read.close()
+            for stage in (inferred, decoded, read):  # the last first: it may be waiting for values of the one before
+                stage.close()
+            callers.shutdown(cancel_futures=True)
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
             if self._writer is not None:
@@ -187,10 +196,10 @@ class Worker:
         assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
         return PreparedImage(item.key, item.source)
 
-    def _infer_all(
-        self, decoded: Iterator[tuple[Claim, list[PreparedImage]]], sink: Sink[tuple[Claim, BatchOutputs | None]]
-    ) -> None:
-        """Form batches and run the model.
+    def _batches(
+        self, decoded: Iterator[tuple[Claim, list[PreparedImage]]]
+    ) -> Generator[tuple[Claim, list[PreparedImage]], None, None]:
+        """Yield batches, and an empty one at the end of each shard.
 
         A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
         must be the same whichever worker makes it, after whichever other shard.
@@ -201,14 +210,16 @@ class Worker:
             waiting += images
             # A full batch, or at the end of the shard what is left.
             while len(waiting) >= size or (waiting and not images):
-                sink.put((claim, self._infer(waiting[:size])))
-                self.images += len(waiting[:size])
+                yield claim, waiting[:size]
                 del waiting[:size]
-                self.on_progress()
             if not images:
-                sink.put((claim, None))
+                yield claim, []
 
-    def _infer(self, batch: Sequence[PreparedImage]) -> BatchOutputs:
+    def _infer(self, images: tuple[Claim, list[PreparedImage]]) -> tuple[Claim, BatchOutputs | None]:
+        """Run the model; None at the end of a shard. Called in several threads at once."""
+        claim, batch = images
+        if not batch:
+            return claim, None
         errors = [str(item.pixels) if isinstance(item.pixels, ImageError) else None for item in batch]
         if self.job.strict:
             refuse_unreadable((item.key for item in batch), errors)
@@ -219,7 +230,7 @@ class Worker:
         if pixels:
             with self.timer.busy("infer"):
                 logits, further = self._run(np.stack(pixels))
-        return BatchOutputs([item.key for item in batch], errors, logits, further)
+        return claim, BatchOutputs([item.key for item in batch], errors, logits, further)
 
     def _run(self, images: UInt8Array) -> tuple[Float32Array, dict[str, Float32Array]]:
         if not self.job.outputs:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 SHARDS_PER_DATASET = 10_000
 # For a cluster that is started here: its object store holds only claims and results.
 OBJECT_STORE_BYTES = 100 << 20
-# What threads of Ray Data may take to end after an interrupt.
-EXECUTOR_SECONDS = 20.0
+# Threads of Ray Data that use the connection and that it does not wait for, and what they may take to end.
+DATA_THREADS = ("StreamingExecutor", "ray-data-metadata-prefetch", "iter_threaded")
+DATA_THREAD_SECONDS = 20.0
 
 
 class PoolSize(NamedTuple):
@@ -253,14 +254,14 @@ def _connected(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            _wait_for_executors()
+            _wait_for_data_threads()
 
 
-def _wait_for_executors() -> None:
-    """Ray Data waits seconds for its threads; one that outlives the connection ends the process with exit code 1."""
+def _wait_for_data_threads() -> None:
+    """A thread of Ray Data that outlives the connection would end the process with exit code 1."""
     for thread in threading.enumerate():
-        if thread.name.startswith(("StreamingExecutor", "ray-data-metadata-prefetch")):
-            thread.join(EXECUTOR_SECONDS)
+        if thread.name.startswith(DATA_THREADS):
+            thread.join(DATA_THREAD_SECONDS)
 
 
 @contextmanager

@@ -130,7 +130,7 @@ class Batcher:
                 reply.exception()  # marks it as retrieved; asyncio would log it otherwise
             raise
         if (record := CURRENT_RECORD.get()) is not None:
-            _record_times(record, submission.parts)
+            record_times(record, submission.parts)
         return answered
 
     def enqueue(
@@ -425,7 +425,7 @@ class Submission:
         return np.concatenate(done) if len(done) == len(self.parts) else None
 
 
-def _record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
+def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:
     """Write the times of a request that ran into its record, for access log and traces."""
     batches = [part.batch for part in parts if part.batch is not None]
     started = min(batch.started for batch in batches if batch.started is not None)

@@ -71,6 +71,7 @@ def encode_infer_response(
     if request.region is None:
         response.raw_output_contents.append(data)
         return response
+    response.raw_output_contents.append(b"")  # Triton's C++ client takes the entry of each output, unasked
     for name, value in request.region.write(data, contract, memory).items():
         if isinstance(value, str):
             output.parameters[name].string_param = value

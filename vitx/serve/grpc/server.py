@@ -17,7 +17,7 @@ from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.service import Call, GrpcService
-from vitx.serve.limits import Limits
+from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
@@ -72,6 +72,7 @@ class GrpcServer:
 
         shared_port: other workers of the same parent listen on it too.
         """
+        self.budget = MemoryBudget(limits.memory_bytes)  # `Server` sets the one that HTTP has too
         self._models = models
         self._metrics = metrics
         self._service = GrpcService(models, limits, memory, repository)
@@ -162,11 +163,14 @@ class GrpcServer:
         generation = self._models.enter()
         status = CLIENT_GONE
         record = self._record(context)
+        reserved = 0
         try:
             if self._tokens is not None:
                 _check_token(self._tokens, route, context)
             if isinstance(request, RequestError):
                 raise request
+            self.budget.take(size := request.ByteSize())
+            reserved = size
             response = await call(request, context)
         except RequestError as error:
             failure, status = error, error.status
@@ -182,8 +186,11 @@ class GrpcServer:
         else:
             status = 200
             self._metrics.answer(route, 200, time.perf_counter() - started if timed else None)
+            if record is not None:
+                record.sent = response.ByteSize()
             return response
         finally:
+            self.budget.give(reserved)
             generation.leave()
             if record is not None:
                 for observer in self._observers:
@@ -198,7 +205,7 @@ class GrpcServer:
             return None
         names = ("x-request-id", "traceparent", "tracestate")
         given, parent, state = (_metadata(context, name) for name in names)
-        record = RequestRecord(request_id(given), parent, state)
+        record = RequestRecord(request_id(given), parent, state, context.peer())
         CURRENT_RECORD.set(record)
         return record
 

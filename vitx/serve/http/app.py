@@ -7,13 +7,15 @@ Only these two count it, time it, and turn an exception into a reply.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
+from vitx.serve.batching.batcher import record_times
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
@@ -37,8 +39,9 @@ from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import Generation, ModelSet, ServedModel
+from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
 from vitx.serve.protocol.infer import (
     HEADER_LENGTH,
     InferRequest,
@@ -50,6 +53,7 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 ACCEPT_ENCODING = b"accept-encoding"
+_RECORDED = (b"x-request-id", b"traceparent", b"tracestate")
 Handler = Callable[[Scope, Receive], Awaitable[Reply]]
 
 _log = logging.getLogger("vitx.serve")
@@ -66,15 +70,20 @@ class App:
         metrics: Metrics,
         memory: SharedMemory,
         repository: Repository | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> None:
-        """`repository`: lets clients load and unload models over HTTP; None refuses that with 501."""
+        """`repository`: lets clients load and unload models over HTTP; None refuses that with 501.
+
+        observers: of requests whose head is known; ObserverMiddleware tells them of all others.
+        """
+        self._observers = observers
         self._models = models
         self._limits = limits
         self._metrics = metrics
         self._memory = memory
         self._classify = Classifier(models, decoder, limits, metrics, partial(self._cache, "classify"))
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._compressing: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
+        self._tasks: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
@@ -109,23 +118,24 @@ class App:
         started = time.monotonic()
         self._models.get(name, version)  # refuse an unknown model before its body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
-        length = header_length(header(scope, HEADER_LENGTH.encode()), len(body))
-        if length is None and len(body) > SMALL_BYTES:  # not cached either: heads name the body's length
-            decoding = asyncio.to_thread(self._decode, name, version, length, body, started)
-            model, request, deadline = await decoding
+        length = header_length(header(scope, HEADER_LENGTH.encode()))
+        reply = await await_unless_gone(scope, self._answer(name, version, length, body, started))
+        self._cache("infer", scope, partial(self._start_infer, name, version, length))
+        return reply
+
+    async def _answer(self, name: str, version: str | None, length: int | None, body: bytes, started: float) -> Reply:
+        """The reply to an infer request. `length`: bytes of JSON before the tensor; None: all."""
+        if _is_large_json(length, body):
+            model, request, deadline = await asyncio.to_thread(self._decode, name, version, length, body, started)
         else:
             model, request, deadline = self._decode(name, version, length, body, started)
-        if (
-            length is not None or len(body) <= SMALL_BYTES
-        ) and CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
-            self._cache("infer", scope, partial(self._start_infer, name, version, length))
-        work = model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._logits_reply(await await_unless_gone(scope, work), request, model)
+        logits = await model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
+        return self._logits_reply(logits, request, model)
 
     def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
     ) -> tuple[ServedModel, InferRequest, float | None]:
-        """Return the model, the request and its deadline. `length`: bytes of JSON before the tensor; None: all."""
+        """Return the model, the request and its deadline."""
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
@@ -139,54 +149,84 @@ class App:
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
     def _start_infer(
-        self, name: str, version: str | None, length: int | None, body: bytes, started: float, on_reply: OnReply
+        self,
+        name: str,
+        version: str | None,
+        length: int | None,
+        body: bytes,
+        record: RequestRecord,
+        started: float,
+        on_reply: OnReply,
     ) -> Callable[[], object]:
-        """`_infer` with a callback instead of a task; see `StartRequest`."""
+        """`_answer` with a callback instead of a task; see `StartRequest`."""
+        if _is_large_json(length, body):
+            answer = _recorded(record, self._answer(name, version, length, body, started))
+            return self._start_task(answer, on_reply).cancel
         model, request, deadline = self._decode(name, version, length, body, started)
-        on_logits = reply_with(partial(self._logits_reply, request=request, model=model), on_reply)
-        return model.batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline).cancel
+        record.model = model.name
+
+        def replied(logits: Float32Array) -> Reply:
+            record_times(record, submission.parts)
+            return self._logits_reply(logits, request, model)
+
+        on_logits = reply_with(replied, on_reply)
+        submission = model.batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
+        return submission.cancel
+
+    def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
+        """Call back with the reply or the exception of `work`, unless it is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+
+        def on_done(task: "asyncio.Task[Reply]") -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                failure = task.exception()
+                on_reply(failure if isinstance(failure, Exception) else task.result())
+
+        task.add_done_callback(on_done)
+        return task
 
     def _cache(self, route: str, scope: Scope, start: StartRequest) -> None:
         """Answer later requests with the same head by `start`."""
-        cache_head(scope, partial(self._run_cached, route, scope["path"], header(scope, ACCEPT_ENCODING), start))
+        cache_head(scope, partial(self._run_cached, _Head.of(route, scope), start))
 
     def _run_cached(
-        self,
-        route: str,
-        path: str,
-        accepted: str | None,
-        start: StartRequest,
-        connection: HeadCacheProtocol,
-        body: bytes,
+        self, head: "_Head", start: StartRequest, connection: HeadCacheProtocol, body: bytes
     ) -> Callable[[], None] | None:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
-        started = time.monotonic()
+        started, accepted = time.monotonic(), head.accepted
+        record = head.record(connection.client, with_id=bool(self._observers))
         generation = self._enter()
 
         def on_reply(reply: Reply | Exception) -> None:
-            if isinstance(reply, Exception):
-                reply = self._error_reply(reply, path)
-            if accepted is None or len(reply.body) < WORTH_ENCODING:
+            if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
                 finish(reply)
                 return
             connection.on_lost = None  # too late to cancel
-            task = asyncio.create_task(compressed(reply, accepted))
-            self._compressing.add(task)
-            task.add_done_callback(self._compressing.discard)
-            task.add_done_callback(lambda done: finish(done.result()))
+            self._start_task(compressed(reply, accepted), finish)
 
-        def finish(reply: Reply) -> None:
-            self._metrics.answer(route, reply.status, time.monotonic() - started)
-            connection.reply(reply, close=self._models.draining or self._models.leaving)
+        def finish(reply: Reply | Exception) -> None:
+            if isinstance(reply, Exception):
+                reply = self._error_reply(reply, head.path)
+            self._metrics.answer(head.route, reply.status, time.monotonic() - started)
+            connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
             self._leave(generation)
+            record.sent = len(reply.body)
+            observe(reply.status)
 
         def cancel() -> None:
             cancel_work()
             self._metrics.reject("disconnected")
             self._leave(generation)
+            observe(CLIENT_GONE)
+
+        def observe(status: int) -> None:
+            for observer in self._observers:
+                observer.write(record, "POST", head.path, status, time.monotonic() - started)
 
         try:
-            cancel_work = start(body, started, on_reply)
+            cancel_work = start(body, record, started, on_reply)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
             on_reply(failure)
             return None
@@ -243,3 +283,33 @@ class App:
             await send(message)
 
         return counting
+
+
+def _is_large_json(length: int | None, body: bytes) -> bool:
+    """Whether reading the body takes so long that the event loop must go on beside it."""
+    return length is None and len(body) > SMALL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What is needed of a known head; texts are those of the headers, None for one that it does not have."""
+
+    route: str
+    path: str
+    accepted: str | None
+    id: str | None
+    parents: tuple[str | None, str | None]
+
+    @classmethod
+    def of(cls, route: str, scope: Scope) -> "_Head":
+        accepted, given, *parents = (header(scope, name) for name in (ACCEPT_ENCODING, *_RECORDED))
+        return cls(route, scope["path"], accepted, given, (parents[0], parents[1]))
+
+    def record(self, client: tuple[str, int] | None, *, with_id: bool) -> RequestRecord:
+        """The record of one request; its id is "" without `with_id`, which takes a microsecond."""
+        return RequestRecord(request_id(self.id) if with_id else "", *self.parents, client[0] if client else "")
+
+
+async def _recorded(record: RequestRecord, work: Coroutine[Any, Any, Reply]) -> Reply:
+    CURRENT_RECORD.set(record)
+    return await work

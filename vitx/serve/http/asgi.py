@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
+from vitx.serve.http.encoding import MOST_GROWTH, WORTH_ENCODING, decoded, encoded
+from vitx.serve.limits import UNCOUNTED_BYTES
+from vitx.serve.observe.request_record import RequestRecord
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -33,9 +35,9 @@ class Reply:
 
 # Called with the reply to a request, or with the exception that it ended with.
 OnReply = Callable[[Reply | Exception], None]
-# (body, time.monotonic() of its arrival, callback): starts to answer a request without an asyncio task, and returns a
-# function that cancels it. May raise instead of calling back.
-StartRequest = Callable[[bytes, float, OnReply], Callable[[], object]]
+# (body, record to fill in, time.monotonic() of its arrival, callback): starts to answer a request without an asyncio
+# task, and returns a function that cancels it. May raise instead of calling back.
+StartRequest = Callable[[bytes, RequestRecord, float, OnReply], Callable[[], object]]
 
 
 def reply_with(make: Callable[[T], Reply], on_reply: OnReply) -> Callable[[T | Exception], None]:
@@ -99,15 +101,23 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
+def client_of(scope: Scope) -> str:
+    """The client's address, "" where it is not known."""
+    client = scope.get("client")
+    return client[0] if client else ""
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Return the whole body, decompressed.
 
-    Raises ClientGone, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 415 for an unknown
-    encoding, 400 for a broken one.
+    Raises ClientGone, or RequestError: 413 for more than `limit` bytes, as sent or decompressed; 503 for more than all
+    requests may have, 415 for an unknown encoding, 400 for a broken one.
     """
-    declared = header(scope, b"content-length")
+    declared, reserve = header(scope, b"content-length"), scope[CONNECTION].reserve
     if declared is not None and int(declared) > limit:  # the HTTP parser has checked the number
         raise _body_too_large(limit)
+    if declared is not None and int(declared) > UNCOUNTED_BYTES:
+        reserve(int(declared))
     chunks: list[bytes] = []
     size = 0
     more = True
@@ -119,11 +129,16 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         size += len(chunk)
         if size > limit:
             raise _body_too_large(limit)
+        if declared is None:
+            reserve(len(chunk))
         chunks.append(chunk)
         more = message.get("more_body", False)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     encoding = header(scope, b"content-encoding")
-    return body if encoding in (None, "identity") else await decoded(body, str(encoding).strip().lower(), limit)
+    if encoding in (None, "identity"):
+        return body
+    reserve(min(limit, MOST_GROWTH * len(body)))
+    return await decoded(body, str(encoding).strip().lower(), limit)
 
 
 def _body_too_large(limit: int) -> RequestError:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.batcher import Submission
+from vitx.serve.batching.batcher import Submission, record_times
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.http.asgi import (
@@ -23,6 +23,7 @@ from vitx.serve.http.asgi import (
     Reply,
     StartRequest,
     await_unless_gone,
+    client_of,
     header,
     json_reply,
     read_body,
@@ -33,7 +34,7 @@ from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.parameters import parse_json
 
 _TOP_K = 5
@@ -91,9 +92,9 @@ class Classifier:
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
         images = self._read(kind, content_type, await read_body(scope, receive, self._limits.body_bytes))
-        if images.single and CURRENT_RECORD.get() is None:  # with an access log or traces no request skips the record
+        if images.single:
             self._cache_head(scope, partial(self._start_single, query, timeout))
-        results = await await_unless_gone(scope, self._classify(options, images.encoded))
+        results = await await_unless_gone(scope, self._classify(options, images.encoded, client_of(scope)))
         if images.single:
             if "error" in results[0]:
                 raise RequestError(results[0]["error"], reason="bad_image")
@@ -106,11 +107,18 @@ class Classifier:
         return json_reply({"model": options.model.name, "results": results})
 
     def _start_single(
-        self, query: Mapping[str, str], timeout: str | None, body: bytes, started: float, on_reply: OnReply
+        self,
+        query: Mapping[str, str],
+        timeout: str | None,
+        body: bytes,
+        record: RequestRecord,
+        started: float,
+        on_reply: OnReply,
     ) -> Callable[[], object]:
         """Classify one image with callbacks instead of a task; see `StartRequest`."""
         options = self._options(query, timeout, started)
         manifest, batcher = options.model.bundle.manifest, options.model.batcher
+        record.model, record.decode_started = options.model.name, time.monotonic()
         submission: Submission | None = None
         cancelled = False
 
@@ -118,6 +126,7 @@ class Classifier:
             nonlocal submission
             if cancelled:
                 return
+            record.decode = time.monotonic() - (record.decode_started or 0.0)
             if isinstance(pixels, Exception):
                 on_reply(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
                 return
@@ -129,6 +138,8 @@ class Classifier:
                 on_reply(refusal)
 
         def labelled(logits: Float32Array) -> Reply:
+            assert submission is not None
+            record_times(record, submission.parts)
             predictions = top_predictions(logits[0], manifest.labels, options.top_k)
             return json_reply({"model": options.model.name, "predictions": predictions})
 
@@ -140,7 +151,9 @@ class Classifier:
                 submission.cancel()
 
         on_logits = reply_with(labelled, on_reply)
-        cancel_decoding = self._decoder.enqueue(body, manifest.preprocessing, on_pixels)
+        cancel_decoding = self._decoder.enqueue(
+            body, manifest.preprocessing, on_pixels, client=record.client or "", deadline=options.deadline
+        )
         return cancel
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
@@ -148,7 +161,8 @@ class Classifier:
         top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
-        return _Options(model, top_k, priority, None if milliseconds is None else started + milliseconds / 1e3)
+        seconds = model.batcher.batching.timeout if milliseconds is None else milliseconds / 1e3
+        return _Options(model, top_k, priority, None if seconds is None else started + seconds)
 
     def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
         if kind == "json":
@@ -175,12 +189,15 @@ class Classifier:
             raise RequestError("the form has no image")
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
-    async def _classify(self, options: _Options, images: Sequence[bytes | RequestError]) -> list[dict[str, Any]]:
+    async def _classify(
+        self, options: _Options, images: Sequence[bytes | RequestError], client: str
+    ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
         manifest, batcher = options.model.bundle.manifest, options.model.batcher
         encoded = [image for image in images if isinstance(image, bytes)]
         started = time.monotonic()
-        decoded = iter(await self._decoder.decode(encoded, manifest.preprocessing))
+        decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
+        decoded = iter(await decoding)
         if (record := CURRENT_RECORD.get()) is not None:
             record.decode_started, record.decode = started, time.monotonic() - started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]

@@ -3,7 +3,10 @@
 A request that comes in several pieces has `header_seconds` for its head (request line and headers), and for its body
 `body_seconds` plus a second for every `body_rate` bytes, as Apache's mod_reqtimeout counts. So slow networks are
 served, but a client that sends a byte now and then is cut off. For speed, a request that arrives in one piece sets no
-timer, and the keep-alive timer is not restarted with each reply: it compares the clock when it fires.
+timer, and the keep-alive timer is not restarted with each reply: it compares the clock when it fires. A reply that the
+client does not take has its time too; then the connection is cut.
+
+Bodies of more than `UNCOUNTED_BYTES` are counted in a budget of all connections until they are answered.
 """
 
 import asyncio
@@ -23,7 +26,7 @@ from uvicorn.server import ServerState
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http.asgi import CONNECTION, error_reply, send_reply
 from vitx.serve.http.cycle import SingleWriteCycle
-from vitx.serve.limits import Limits
+from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.options import ServeOptions
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
@@ -38,6 +41,7 @@ class HttpProtocol(HttpToolsProtocol):
     """
 
     limits: Limits = ServeOptions().limits
+    memory: MemoryBudget = MemoryBudget(limits.memory_bytes)
     on_refused: Callable[[str], None] = staticmethod(lambda reason: None)
 
     def __init__(
@@ -53,11 +57,14 @@ class HttpProtocol(HttpToolsProtocol):
         self.on_lost: Callable[[], object] | None = None
         self._surplus = False  # a connection beyond the limit
         self._in_head = True  # also between two requests
+        self._begun = False  # whether the parser has seen a part of the head
         self._in_body = False
         self._received = 0  # bytes of the head, then of the body
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
         self._replied = 0.0  # when the last reply was written, time.monotonic()
+        self._unread: asyncio.TimerHandle | None = None  # runs while the client does not take what was written
+        self._reserved = 0  # bytes of the budget
 
     # The stubs allow any kind of transport; here it is always TCP's.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -67,12 +74,51 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self.resume_writing()
+        self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
         self.lost = True
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
+
+    def reserve(self, size: int) -> None:
+        """Count bytes of the request's body until it is answered; raise RequestError 503 if there are too many."""
+        self.memory.take(size)
+        self._reserved += size
+
+    def _release(self) -> None:
+        self.memory.give(self._reserved)
+        self._reserved = 0
+
+    def pause_writing(self) -> None:
+        """Called by the transport when the client takes too little: give it its time, then cut the connection."""
+        super().pause_writing()
+        self._limit_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
+    def _limit_writing(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread and self._unread is None:
+            self._unread = self.loop.call_later(
+                self.limits.write_seconds + unread / self.limits.body_rate, self._cut_unread
+            )
+
+    def _cut_unread(self) -> None:
+        self.slow = True
+        self.on_refused("slow_client")
+        self.transport.abort()
+
+    def _close(self) -> None:
+        """Close when everything is written, or when the time for that is over."""
+        self.transport.close()
+        self._limit_writing()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
@@ -81,7 +127,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._in_head:
             if self._received > self.limits.header_bytes:
                 self._refuse(_head_too_large(self.limits))
-            elif self._received and self._timer is None:
+            elif (self._begun or self._received) and self._timer is None:
                 self._start_timer(self.limits.header_seconds)
         elif self._in_body and self._timer is None:
             self._start_timer(self.limits.body_seconds)
@@ -90,10 +136,15 @@ class HttpProtocol(HttpToolsProtocol):
         """Called by uvicorn when the parser fails; uvicorn's own answer is plain text."""
         self._refuse(RequestError("the request is not valid HTTP/1.1"))
 
+    def on_message_begin(self) -> None:
+        """Also for a head that began in one piece with the request before it, of which nothing is counted."""
+        self._begun = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """Start the application, or queue it behind earlier requests. WebSocket upgrades are not offered."""
         self._stop_timer()
-        self._in_head, self._in_body, self._received = False, True, 0
+        self._in_head, self._begun, self._in_body, self._received = False, False, True, 0
         version = self._describe()
         previous = self.cycle
         self.cycle = SingleWriteCycle(
@@ -140,7 +191,9 @@ class HttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""
         self.server_state.total_requests += 1
+        self._release()
         if self.transport.is_closing():
+            self._limit_writing()
             return
         self._replied = time.monotonic()
         self.flow.resume_reading()
@@ -162,11 +215,11 @@ class HttpProtocol(HttpToolsProtocol):
         if left > 0:
             self._wait_for_request(left)
         else:
-            self.transport.close()
+            self._close()
 
     def is_idle(self) -> bool:
         """Whether every request is answered and no part of another has arrived."""
-        return (self.cycle is None or self.cycle.response_complete) and not self._received
+        return (self.cycle is None or self.cycle.response_complete) and not (self._received or self._begun)
 
     def may_answer(self) -> bool:
         """Whether no reply to the request that is being read has started."""
@@ -178,6 +231,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._received += len(body)
         super().on_body(body)
+        if self.cycle.response_complete and self._received > self.limits.body_bytes:
+            self._close()  # it was answered, and might never end
 
     def on_message_complete(self) -> None:
         self._stop_timer()
@@ -201,12 +256,13 @@ class HttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._in_body:
-            allowed = self.limits.body_seconds + self._received / self.limits.body_rate
+            received = min(self._received, self.limits.body_bytes)
+            allowed = self.limits.body_seconds + received / self.limits.body_rate
             left = self._since + allowed - time.monotonic()
             if self.flow.read_paused or left > 0:
                 self._timer = self.loop.call_later(max(left, _RECHECK_SECONDS), self._on_timer)
                 return
-        if self._in_head and not self._received:
+        if self._in_head and not (self._received or self._begun):
             self.transport.close()  # no request, so no answer
             return
         what = "body" if self._in_body else "headers"
@@ -220,7 +276,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.on_refused(error.reason)
         if self.may_answer():
             self.transport.write(_plain_reply(error))
-        self.transport.close()
+        self._close()
 
 
 def _refusing(error: RequestError, connection: HttpProtocol) -> Any:

@@ -1,14 +1,42 @@
-"""Decodes images in a pool of threads (Pillow releases the interpreter lock while it decodes)."""
+"""Decodes images on threads (Pillow releases the interpreter lock while it decodes), cheap ones first.
+
+An image of more than `_SMALL_PIXELS` pixels, as its header says, takes a second or more. Such images may occupy every
+thread but one, so that a small image never waits for one of them. Among images of a kind the next is of the client that
+was served least (start-time fair queueing: Goyal, Vin and Cheng 1996), by bytes and pixels.
+"""
 
 import asyncio
+import heapq
 import os
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
 
-from vitx.core.preprocess import Preprocessing, UInt8Array, decode
-from vitx.serve.errors import QueueFull
+from vitx.core.preprocess import Preprocessing, TooManyPixels, UInt8Array, decode
+from vitx.serve.errors import DeadlineMissed, QueueFull
+
+_SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
+_SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
+_CLIENTS = 4096  # remembered while images wait
+
+OnPixels = Callable[[UInt8Array | Exception], None]
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """One image; `data` is dropped when it is `done`: has its pixels, failed or was cancelled."""
+
+    data: bytes
+    preprocessing: Preprocessing
+    on_pixels: OnPixels
+    client: str
+    large: bool
+    loop: asyncio.AbstractEventLoop
+    timer: asyncio.TimerHandle | None = None
+    done: bool = False
 
 
 class Decoder:
@@ -22,69 +50,159 @@ class Decoder:
         threads: int | None = None,
         on_decode: Callable[[float], None] | None = None,
     ) -> None:
+        """`threads` run at once, by default one a core, and one more for small images while all have large ones."""
         self._max_pixels = max_pixels
         self._capacity = capacity
         self._on_decode = on_decode
-        self._pool = ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1), thread_name_prefix="decode")
+        self._threads = threads or min(8, os.cpu_count() or 1)
         self._waiting = 0
+        self._changed = threading.Condition()  # guards all below
+        self._queues: dict[bool, list[tuple[float, int, _Job]]] = {False: [], True: []}  # heaps, by `large`
+        self._running = {False: 0, True: 0}
+        self._served = 0.0  # the fair queue's virtual time
+        self._served_to: dict[str, float] = {}  # client → when all it has asked for is served, in virtual time
+        self._order = count()
+        self._closed = False
+        for number in range(self._threads + 1):
+            threading.Thread(target=self._work, name=f"decode-{number}", daemon=True).start()
 
-    async def decode(self, images: list[bytes], preprocessing: Preprocessing) -> list[UInt8Array | Exception]:
-        """Return for each image, in order, uint8 (S, S, 3), or the ImageError that says why it cannot be read."""
+    async def decode(
+        self, images: list[bytes], preprocessing: Preprocessing, *, client: str = "", deadline: float | None = None
+    ) -> list[UInt8Array | Exception]:
+        """Return for each image, in order, uint8 (S, S, 3), or the ImageError that says why it cannot be read.
+
+        Raises QueueFull, and DeadlineMissed when the deadline (time.monotonic() seconds) passes before all are decoded.
+        """
         self._admit(len(images))
-        loop = asyncio.get_running_loop()
+        futures = [asyncio.get_running_loop().create_future() for _ in images]
+        jobs = [
+            self._push(data, preprocessing, future.set_result, client, deadline)
+            for data, future in zip(images, futures, strict=True)
+        ]
         try:
-            jobs = [loop.run_in_executor(self._pool, self._decode_one, data, preprocessing) for data in images]
-            return [_image_or_error(result) for result in await asyncio.gather(*jobs, return_exceptions=True)]
+            results = await asyncio.gather(*futures)
         finally:
-            self._waiting -= len(images)
+            for job in jobs:
+                self._end(job)
+        for result in results:
+            if isinstance(result, DeadlineMissed):
+                raise result
+        return results
 
     def enqueue(
-        self, data: bytes, preprocessing: Preprocessing, on_pixels: Callable[[UInt8Array | Exception], None]
+        self,
+        data: bytes,
+        preprocessing: Preprocessing,
+        on_pixels: OnPixels,
+        *,
+        client: str = "",
+        deadline: float | None = None,
     ) -> Callable[[], object]:
         """`decode` of one image with a callback, which runs on the event loop. Raises QueueFull.
 
         Returns a function that cancels the decoding if it has not started; `on_pixels` is then not called.
         """
         self._admit(1)
-        loop = asyncio.get_running_loop()
+        job = self._push(data, preprocessing, on_pixels, client, deadline)
+        return lambda: self._end(job)
 
-        def finish(pixels: UInt8Array | Exception) -> None:
-            self._waiting -= 1
-            on_pixels(pixels)
-
-        def run() -> None:
-            try:
-                pixels: UInt8Array | Exception = self._decode_one(data, preprocessing)
-            except Exception as failure:  # noqa: BLE001 - the edge of one image
-                pixels = failure
-            with suppress(RuntimeError):  # the loop was closed by a second signal
-                loop.call_soon_threadsafe(finish, pixels)
-
-        job = self._pool.submit(run)
-
-        def cancel() -> None:
-            if job.cancel():
-                self._waiting -= 1
-
-        return cancel
+    def close(self) -> None:
+        """End the threads; images that wait are not decoded."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
 
     def _admit(self, images: int) -> None:
         if self._waiting + images > self._capacity:
             raise QueueFull(self._waiting, self._capacity, retry_after=1)
         self._waiting += images
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def _push(
+        self, data: bytes, preprocessing: Preprocessing, on_pixels: OnPixels, client: str, deadline: float | None
+    ) -> _Job:
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        job = _Job(data, preprocessing, on_pixels, client, len(data) > _SMALL_BYTES, loop)
+        if deadline is not None:
+            job.timer = loop.call_later(max(0.0, deadline - now), self._miss, job, now)
+        with self._changed:
+            self._queue(job, len(data))
+            self._changed.notify()
+        return job
 
-    def _decode_one(self, data: bytes, preprocessing: Preprocessing) -> UInt8Array:
+    def _miss(self, job: _Job, arrived: float) -> None:
+        """Answer a job whose deadline has passed; if it is not being decoded, it never is."""
+        self._settle(job, DeadlineMissed(time.monotonic() - arrived, None, 1))
+
+    def _settle(self, job: _Job, pixels: UInt8Array | Exception) -> None:
+        if self._end(job):
+            job.on_pixels(pixels)
+
+    def _end(self, job: _Job) -> bool:
+        """Note that a job is done; return False if it was before."""
+        if job.done:
+            return False
+        job.done, job.data = True, b""
+        self._waiting -= 1
+        if job.timer is not None:
+            job.timer.cancel()
+        return True
+
+    def _queue(self, job: _Job, cost: float) -> None:
+        """Put a job into its queue, behind what its client has asked for already."""
+        if len(self._served_to) > _CLIENTS:
+            self._served_to = {name: until for name, until in self._served_to.items() if until > self._served}
+        start = max(self._served, self._served_to.get(job.client, 0.0))
+        self._served_to[job.client] = start + cost
+        heapq.heappush(self._queues[job.large], (start, next(self._order), job))
+
+    def _work(self) -> None:
+        """A thread: decode until closed."""
+        while (taken := self._wait()) is not None:
+            job, data = taken
+            result = self._result(job, data)
+            with self._changed:
+                self._running[job.large] -= 1
+                if isinstance(result, TooManyPixels) and result.pixels <= self._max_pixels and not job.large:
+                    job.large = True
+                    self._queue(job, result.pixels)
+                    continue
+            with suppress(RuntimeError):  # the loop was closed by a second signal
+                job.loop.call_soon_threadsafe(self._settle, job, result)
+
+    def _wait(self) -> tuple[_Job, bytes] | None:
+        """The next job, with its data; None once closed."""
+        with self._changed:
+            while not self._closed:
+                if (taken := self._take()) is not None:
+                    return taken
+                self._changed.wait()
+            return None
+
+    def _take(self) -> tuple[_Job, bytes] | None:
+        small, large = (self._queues[kind] for kind in (False, True))
+        for queue in (small, large):
+            while queue and queue[0][2].done:
+                heapq.heappop(queue)
+        busy = self._running[True]
+        may_small = small and self._running[False] < max(1, self._threads - busy)
+        may_large = large and self._running[False] + busy < self._threads
+        if not (may_small or may_large):
+            return None
+        queue = large if may_large and not (may_small and small[0] < large[0]) else small
+        self._served, _, job = heapq.heappop(queue)
+        self._running[job.large] += 1
+        return job, job.data
+
+    def _result(self, job: _Job, data: bytes) -> UInt8Array | Exception:
+        """The pixels, or why there are none; TooManyPixels where the image belongs into the other queue."""
         started = time.perf_counter()
-        image = preprocessing.apply(decode(data, max_pixels=self._max_pixels))
+        limit = self._max_pixels if job.large else min(self._max_pixels, _SMALL_PIXELS)
+        try:
+            image = job.preprocessing.apply(decode(data, max_pixels=limit))
+        except TooManyPixels as found:
+            return TooManyPixels(found.width, found.height, self._max_pixels)
+        except Exception as failure:  # noqa: BLE001 - the edge of one image
+            return failure
         if self._on_decode is not None:
             self._on_decode(time.perf_counter() - started)
         return image
-
-
-def _image_or_error(result: UInt8Array | BaseException) -> UInt8Array | Exception:
-    if isinstance(result, BaseException) and not isinstance(result, Exception):
-        raise result
-    return result

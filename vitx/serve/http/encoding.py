@@ -7,6 +7,7 @@ from vitx.serve.errors import RequestError, too_large
 
 # zlib's `wbits` for a gzip header and for a zlib header.
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+MOST_GROWTH = 1032  # times, of what deflate makes smallest
 WORTH_ENCODING = 1400  # bytes: a reply that fits into one network packet gains nothing from compression
 _LEVEL = 1  # logits hardly compress, so the fastest level
 

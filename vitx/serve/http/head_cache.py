@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from vitx.serve.http.asgi import CONNECTION, Headers, Reply, headers_of
 from vitx.serve.http.connection import HttpProtocol
-from vitx.serve.limits import Limits
+from vitx.serve.limits import UNCOUNTED_BYTES, Limits, MemoryBudget
 
 # Answers a request with this body by calling `HeadCacheProtocol.reply`, now or later. Returns a function that cancels
 # the request, called if the client hangs up before the reply.
@@ -73,10 +73,18 @@ class HeadCacheProtocol(HttpProtocol):
                 head = data[:end]
                 if (split := _split(head)) is not None and split[1] <= self.limits.body_bytes:
                     handler = self.handlers.get(split[0])
-                    if handler is not None:
+                    if handler is not None and self._reserve_whole(split[1]):
                         return CachedHead(split[1], handler), data[end:]
                 self._head = head
         return None
+
+    def _reserve_whole(self, size: int) -> bool:
+        """Reserve a body; False if it does not fit, which is then said by the application."""
+        if size > UNCOUNTED_BYTES:
+            if not self.memory.fits(size):
+                return False
+            self.reserve(size)
+        return True
 
     def _collect_body(self, cached: CachedHead, data: bytes) -> None:
         """Collect the body; once it is complete, call the handler."""
@@ -108,17 +116,19 @@ class HeadCacheProtocol(HttpProtocol):
         scope[_HEAD], self._head = self._head, None
         super().on_headers_complete()
 
-    def reply(self, reply: Reply, *, close: bool) -> None:
-        """Send the reply to the request that is being answered."""
+    def reply(self, reply: Reply, *, close: bool, request_id: str = "") -> None:
+        """Send the reply to the request that is being answered, with its id unless that is ""."""
         self.on_lost = None
         if self.transport.is_closing():
             return
         close = close or self._close_after_reply
         default = b"".join(b"%b: %b\r\n" % header for header in self.server_state.default_headers)
+        if request_id:
+            default += b"x-request-id: %b\r\n" % request_id.encode()
         ours = _head_of(reply.content_type, len(reply.body), reply.headers, close=close)
         self.transport.write(b"".join((STATUS_LINE[reply.status], default, ours, reply.body)))
         if close:
-            self.transport.close()
+            self._close()
             return
         self.on_response_complete()
         if self._pipelined:  # not at once: hundreds of pipelined requests would recurse as deep
@@ -175,9 +185,15 @@ def _split(head: bytes) -> tuple[bytes, int] | None:
     return None if found is None else (head[: found.start(1)] + head[found.end(1) :], int(found[1]))
 
 
-def protocol_class(limits: Limits, on_refused: Callable[[str], None]) -> type[HeadCacheProtocol]:
-    """Return the protocol class of one server. `on_refused` is called with the reason when a connection is refused."""
-    members = {"limits": limits, "on_refused": staticmethod(on_refused), "handlers": {}}
+def protocol_class(
+    limits: Limits, on_refused: Callable[[str], None], memory: MemoryBudget | None = None
+) -> type[HeadCacheProtocol]:
+    """Return the protocol class of one server. `on_refused` is called with the reason when a connection is refused.
+
+    memory: that other protocols share, by default one of its own.
+    """
+    memory = memory or MemoryBudget(limits.memory_bytes)
+    members = {"limits": limits, "memory": memory, "on_refused": staticmethod(on_refused), "handlers": {}}
     return type("ServerProtocol", (HeadCacheProtocol,), members)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vitx.serve.http.asgi import header
+from vitx.serve.http.asgi import client_of, header
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
 
@@ -22,7 +22,7 @@ class ObserverMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         parent, state = header(scope, b"traceparent"), header(scope, b"tracestate")
-        record = RequestRecord(request_id(header(scope, _HEADER.encode())), parent, state)
+        record = RequestRecord(request_id(header(scope, _HEADER.encode())), parent, state, client_of(scope), 0)
         status = CLIENT_GONE
 
         async def send_with_id(message: Message) -> None:
@@ -30,6 +30,8 @@ class ObserverMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (_HEADER.encode(), record.id.encode())]
+            else:
+                record.sent = (record.sent or 0) + len(message.get("body", b""))
             await send(message)
 
         token = CURRENT_RECORD.set(record)

@@ -13,10 +13,10 @@ from vitx.core.machine import local_gpus
 from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
+from vitx.runtimes.instances import tuned_setting
 from vitx.runtimes.session import Device, Session
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
-from vitx.serve.models.instances import tuned_setting
 from vitx.serve.models.offer import ModelKey, Offer, WarmModel, key_text
 from vitx.serve.models.served_model import load_warm
 from vitx.serve.models.warm_up import starting_curve

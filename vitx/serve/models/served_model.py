@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from pathlib import PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +12,11 @@ from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.errors import InputError
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import load_instances
 from vitx.runtimes.session import Device, Session
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.limits import Batching
-from vitx.serve.models.instances import load_instances
 from vitx.serve.models.offer import ModelKey
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD
@@ -67,21 +68,27 @@ class ServedModel:
         return self.name, self.version
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded."""
+        """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded.
+
+        Of the paths of the machines where the model was trained, exported and certified only the last part is shown.
+        """
         manifest = self.bundle.manifest
-        own = {
-            "certified": self.certificate is not None,
+        made = {
             "certificate": self.certificate and _summary(self.certificate),
             "executable": self.verdict and self.verdict.model_dump(mode="json"),
             "runtime": self.runtime,
+            "data": manifest.data,
+            "provenance": manifest.provenance.model_dump(mode="json"),
+        }
+        own = {
+            "certified": self.certificate is not None,
+            **_without_folders(made),
             "runtimes": self._runtimes,
             "fault": self.fault,
             "precision": manifest.precision,
             "labels": manifest.labels,
             "preprocessing": manifest.preprocessing.model_dump(mode="json"),
-            "data": manifest.data,
             "training_metrics": manifest.training_metrics,
-            "provenance": manifest.provenance.model_dump(mode="json"),
         }
         return {**self.contract.metadata(versions), "certified": self.certificate is not None, "vitx": own}
 
@@ -282,6 +289,17 @@ class ModelSet:
         await model.close()
         del model  # batcher and threads refer to each other: a collection of garbage frees the old weights
         await asyncio.to_thread(self._on_change)
+
+
+def _without_folders(value: Any) -> Any:
+    """A JSON value in which every text that is an absolute path is its last part."""
+    if isinstance(value, dict):
+        return {name: _without_folders(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_folders(entry) for entry in value]
+    if isinstance(value, str) and (PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()):
+        return PureWindowsPath(value).name  # which takes both kinds of slashes
+    return value
 
 
 def _summary(certificate: Certificate) -> dict[str, Any]:

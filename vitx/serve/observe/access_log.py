@@ -22,6 +22,8 @@ from vitx.serve.observe.request_record import RequestRecord
 
 _WAITING = 65_536  # entries in the queue; when the disk hangs, later ones are dropped, so that memory stays bounded
 _LINES_A_WRITE = 256
+_GATHER_SECONDS = 0.05  # between two writes: to be woken by each line would cost the event loop more than the lines
+_REPEAT_SECONDS = 60.0  # between two reports of a disk that takes no lines
 _CLOSE_SECONDS = 5.0  # for the last lines, when the disk hangs
 _ID = re.compile(r"[!-~]{1,128}")
 CLIENT_GONE = 499  # nginx's status for a client that hung up before the answer
@@ -42,6 +44,8 @@ class AccessLog:
             raise InputError(f"cannot write the access log '{target}': {error.strerror}") from None
         self._entries: SimpleQueue[Entry | str] = SimpleQueue()  # or a command: "reopen", "close"
         self._dropped = 0
+        self._failed = 0  # lines that could not be written since the last that could
+        self._report_due = 0.0  # time.monotonic()
         self._thread = threading.Thread(target=self._work, name="access-log", daemon=True)
         self._thread.start()
 
@@ -53,6 +57,10 @@ class AccessLog:
         entry = {"time": time.time(), "id": record.id, "method": method, "path": path[:_PATH_LENGTH], "status": status}
         times = {"total": seconds, "decode": record.decode, "queue": record.queue, "compute": record.compute}
         entry |= {f"{name}_ms": round(1e3 * value, 3) for name, value in times.items() if value is not None}
+        if record.client is not None:
+            entry["client"] = record.client
+        if record.sent is not None:
+            entry["bytes"] = record.sent
         if record.model is not None:
             entry |= {"model": record.model, "images": record.images}
         if self._dropped:
@@ -78,6 +86,7 @@ class AccessLog:
             with suppress(Empty):
                 while len(entries) < _LINES_A_WRITE and isinstance(entries[-1], dict):
                     entries.append(self._entries.get_nowait())
+            full = len(entries) == _LINES_A_WRITE
             command = entries.pop() if isinstance(entries[-1], str) else None
             self._write_lines([entry for entry in entries if isinstance(entry, dict)])
             if command == "reopen":
@@ -86,13 +95,22 @@ class AccessLog:
                 if self._target != "-":
                     self._file.close()
                 return
+            if not full:
+                time.sleep(_GATHER_SECONDS)
 
     def _write_lines(self, entries: list[Entry]) -> None:
+        if entries and self._failed:
+            entries[0]["lines_dropped"] = entries[0].get("lines_dropped", 0) + self._failed
         try:
             self._file.write(b"".join(_line(entry) for entry in entries))
             self._file.flush()
+            self._failed = 0
         except OSError as error:
-            log(f"vitx: cannot write the access log '{self._target}': {error.strerror}")
+            self._failed += len(entries)
+            if time.monotonic() >= self._report_due:
+                self._report_due = time.monotonic() + _REPEAT_SECONDS
+                lost = f"{error.strerror}; {self._failed} lines are lost"
+                log(f"vitx: cannot write the access log '{self._target}': {lost}")
 
     def _reopen(self) -> None:
         if self._target == "-":

@@ -12,6 +12,8 @@ class RequestRecord:
     id: str
     traceparent: str | None = None  # the client's, see W3C Trace Context
     tracestate: str | None = None
+    client: str | None = None  # its address
+    sent: int | None = None  # bytes of the reply's body
     model: str | None = None
     images: int = 0
     decode_started: float | None = None

@@ -20,10 +20,10 @@ from vitx.core.errors import InputError, missing_package
 from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.decode import Decoder
+from vitx.serve.http.gate import Gate
 from vitx.serve.http.head_cache import protocol_class
 from vitx.serve.http.observer_middleware import ObserverMiddleware
-from vitx.serve.http.token_middleware import TokenMiddleware
-from vitx.serve.limits import Limits
+from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
@@ -36,10 +36,10 @@ from vitx.serve.process.port import claim_port, url_of
 from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.shared_repository import SharedRepository
 from vitx.serve.process.siblings import Siblings, hold_start_lock, unloaded
-from vitx.serve.process.supervisor import WorkerLink, worker_link
+from vitx.serve.process.supervisor import BEAT_SECONDS, WorkerLink, worker_link
 from vitx.serve.process.worker_metrics import QUESTION, gather
 from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Tokens, read_pem
+from vitx.serve.security import AllowedHosts, Tokens, read_pem
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
@@ -95,6 +95,7 @@ class Server:
         self._metrics = Metrics()
         self._models = ModelSet((offer.key for offer in self._offers), freeze_heap)
         self._memory = SharedMemory(enabled=options.shared_memory)
+        self._budget = MemoryBudget(options.limits.memory_bytes)
         self._tokens = Tokens.read(options)
         self._pem = read_pem(options)
         self._access_log = None if options.access_log is None else AccessLog(options.access_log)
@@ -129,8 +130,8 @@ class Server:
         limits, queue = self._options.limits, self._options.batching.queue
         decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
         offered = self._repository if self._options.management else None
-        self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered)
-        protocol = protocol_class(limits, self._metrics.reject)
+        self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered, self._observers)
+        protocol = protocol_class(limits, self._metrics.reject, self._budget)
         self._uvicorn = _Uvicorn(_uvicorn_config(self._with_middleware(), protocol, self._options))
         self._uvicorn.config.load()
         if self._link is None:
@@ -163,11 +164,11 @@ class Server:
                 await asyncio.to_thread(self._tracing.close)
 
     def _with_middleware(self) -> ASGIApp:
-        """The application behind the token check and the observers, as the options ask for."""
-        app: ASGIApp = self._app
-        if self._tokens:
-            app = TokenMiddleware(app, self._tokens, self._metrics.reject)
-        return ObserverMiddleware(app, self._observers) if self._observers else app
+        """The application behind the checks of who asks and, if there are any, the observers."""
+        options = self._options
+        hosts = AllowedHosts(self._listener.getsockname()[0], options.allow_host)
+        gate = Gate(self._app, self._tokens, hosts, self._metrics.reject, metrics=options.metrics != "off")
+        return ObserverMiddleware(gate, self._observers) if self._observers else gate
 
     async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
         port = self._options.grpc_port
@@ -187,6 +188,7 @@ class Server:
             tokens=self._tokens,
             observers=self._observers,
         )
+        server.budget = self._budget
         await server.start()
         return server
 
@@ -217,6 +219,7 @@ class Server:
             self._start_task(self._repository.watch(_WATCH_SECONDS))
         if self._link is not None:
             self._link.announce_ready()
+            self._start_task(_keep_beating(self._link))
             return
         print(f"vitx: serving {', '.join(self._models.names)} on {self._url()}", flush=True)
         if self._grpc is not None:
@@ -307,6 +310,12 @@ class Server:
         except TimeoutError:
             log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
         self._uvicorn.should_exit = True
+
+
+async def _keep_beating(link: WorkerLink) -> None:
+    while True:
+        await asyncio.sleep(BEAT_SECONDS)
+        link.announce_alive()
 
 
 def _tracing(endpoint: str) -> "Tracing":

@@ -2,9 +2,11 @@
 
 The parent holds the listening socket, which all workers inherit and accept from, so a connection that a dead worker had
 not accepted goes to another one. A socket pair links the parent to each worker. The worker writes to it when it is
-warm. End of file tells the parent that the worker died, and tells the worker to drain; the parent's death does so too.
+warm, and every second from then on: one that hangs falls silent, and is killed. End of file tells the parent that the
+worker died, and tells the worker to drain; the parent's death does so too.
 """
 
+import math
 import os
 import selectors
 import signal
@@ -13,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +23,10 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 
 ENVIRONMENT = "VITX_WORKER"
-READY = b"R"
+READY, ALIVE = b"R", b"A"
+BEAT_SECONDS = 1.0  # between two signs of life of a worker
+_HANG_SECONDS = 10.0  # without one: it hangs
+_LEAVE_SECONDS = 60.0  # the same for a worker that drains and ends
 _LONGEST_PAUSE = 30.0  # seconds between starts of a worker that dies before it is ready
 _EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
@@ -37,6 +43,10 @@ class WorkerLink:
 
     def announce_ready(self) -> None:
         self.parent.send(READY)
+
+    def announce_alive(self) -> None:
+        with suppress(OSError):  # a parent that is stopped reads nothing, one that has died is noticed elsewhere
+            self.parent.send(ALIVE, socket.MSG_DONTWAIT)
 
 
 def worker_link() -> WorkerLink | None:
@@ -58,6 +68,7 @@ class _Worker:
     replaces: "_Worker | None" = None
     ready: bool = False
     stopping: bool = False
+    heard: float = 0.0  # its last sign of life, time.monotonic()
 
     def drain(self) -> None:
         self.stopping = True
@@ -91,6 +102,7 @@ class _Supervisor:
         self._announced = False
         self._stopping = False
         self._exit_code = 0
+        self._looked = time.monotonic()
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -110,6 +122,7 @@ class _Supervisor:
                 for received in signals.recv(64):
                     self._on_signal(received)
             self._restart_due()
+            self._kill_hung()
         signal.set_wakeup_fd(-1)
         return self._exit_code
 
@@ -132,9 +145,10 @@ class _Supervisor:
             said = worker.link.recv(16)
         except ConnectionError:
             said = b""
-        if said:
+        worker.heard = time.monotonic()
+        if READY in said:
             self._on_ready(worker)
-        else:
+        elif not said:
             self._on_death(worker)
 
     def _on_ready(self, worker: _Worker) -> None:
@@ -175,8 +189,21 @@ class _Supervisor:
         self._restarts[worker.index] = time.monotonic() + pause
         log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
 
-    def _until_restart(self) -> float | None:
-        return max(0.0, min(self._restarts.values()) - time.monotonic()) if self._restarts else None
+    def _kill_hung(self) -> None:
+        """Kill the workers that were warm and have given no sign of life; as any that died they are replaced."""
+        now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
+        for worker in self._workers:
+            if now - before > _HANG_SECONDS / 2:  # this process was stopped, perhaps with its workers
+                worker.heard = now
+            elif worker.ready and now - worker.heard > (_LEAVE_SECONDS if worker.stopping else _HANG_SECONDS):
+                log(f"vitx: worker {worker.index} (process {worker.process.pid}) hangs: it is killed")
+                worker.process.kill()
+                worker.heard = now  # said once
+
+    def _until_restart(self) -> float:
+        """Seconds until a worker is to be started, or the workers are to be looked at."""
+        due = min(self._restarts.values(), default=math.inf) - time.monotonic()
+        return min(max(0.0, due), BEAT_SECONDS)
 
     def _restart_due(self) -> None:
         for index, when in list(self._restarts.items()):

@@ -109,16 +109,13 @@ class InferRequest:
     region: Region | None = None
 
 
-def header_length(value: str | None, body_length: int) -> int | None:
+def header_length(value: str | None) -> int | None:
     """Parse the header's value: the length of the JSON before the tensors. None: the whole body is JSON."""
     if value is None:
         return None
-    length = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else -1
-    if not 0 <= length <= body_length:
-        raise RequestError(
-            f"Inference-Header-Content-Length is '{value[:40]}': expected 0 to {body_length}, the body's length"
-        )
-    return length
+    if not (value.isascii() and value.isdigit() and len(value) < 20):
+        raise RequestError(f"Inference-Header-Content-Length is '{value[:40]}': expected a number of bytes")
+    return int(value)
 
 
 def decode_infer_request(
@@ -129,6 +126,10 @@ def decode_infer_request(
     Raises RequestError: 400 for a request that breaks the protocol or the contract, 413 for more than `limits.images`
     images, and what `SharedMemory` raises.
     """
+    if length is not None and length > len(body):
+        raise RequestError(
+            f"Inference-Header-Content-Length is '{length}': expected 0 to {len(body)}, the body's length"
+        )
     if length == 0:  # Triton's raw binary request: the body is the tensor, without JSON
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
@@ -232,7 +233,8 @@ def encode_infer_response(
         return _to_json(reply), None
     data = bytes_tensor(texts) if request.top_k else logits.astype("<f4", copy=False).tobytes()
     if request.region is not None:
-        output["parameters"] = request.region.write(data, contract, memory)
+        # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
+        output["parameters"] = {**request.region.write(data, contract, memory), "binary_data_size": 0}
         return _to_json(reply), None
     output["parameters"] = {"binary_data_size": len(data)}
     header = _to_json(reply)

@@ -24,6 +24,7 @@ class Evaluation:
     """
 
     top1: float
+    top5: float
     nll: float
     ece: float
     brier: float

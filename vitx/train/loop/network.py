@@ -4,11 +4,12 @@ from pathlib import Path
 
 import timm
 import torch
+from timm.layers import DropPath
 from torch import nn
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
-from vitx.core.run import ModelSpec, RunFolder
+from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
 from vitx.models.public_checkpoint import load_public_checkpoint
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
@@ -44,6 +45,11 @@ def build_network(recipe: Recipe, spec: ModelSpec) -> nn.Module:
     return model
 
 
+def drop_path_rates(model: nn.Module) -> dict[DropPath, float]:
+    """The probability with which each residual branch is dropped."""
+    return {module: module.drop_prob for module in model.modules() if isinstance(module, DropPath)}
+
+
 def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quiet: bool) -> None:
     """Load initial weights: of a run (the averaged weights of its best epoch), of a file, or timm's ("timm").
 
@@ -56,9 +62,8 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
         return
     path = Path(source)
     if path.is_dir():
-        folder, _ = RunFolder.open(path).checkpoint("best")
-        ema = folder / "ema.safetensors"
-        path = ema if ema.is_file() else folder / "model.safetensors"
+        folder, state = RunFolder.open(path).checkpoint("best")
+        path = folder / weights_file("best", state)
     for line in load_public_checkpoint(model, path).lines():
         log(f"initial weights: {line}", quiet=quiet)
 

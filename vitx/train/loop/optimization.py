@@ -31,8 +31,8 @@ class OptimizerState(NamedTuple):
     numbers: dict[str, Any]
 
 
-def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
-    """Return timm's optimizer `settings.name`.
+def build_optimizer(model: nn.Module, settings: Optimizer, batch_size: int) -> torch.optim.Optimizer:
+    """Return timm's optimizer `settings.name`, at the rate for steps of `batch_size` images.
 
     timm makes the parameter groups: weight decay on matrices only (no biases, norms, positions or class token), and
     with `layer_decay` < 1 one group a layer, whose rate is lr · layer_decay^(layers after it).
@@ -57,7 +57,7 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
         return create_optimizer_v2(
             model,
             name,
-            lr=settings.lr,
+            lr=settings.rate(batch_size),
             weight_decay=settings.weight_decay,
             momentum=settings.momentum,
             layer_decay=settings.layer_decay if settings.layer_decay < 1 else None,
@@ -70,10 +70,12 @@ def build_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimi
 def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epochs: int, steps: int) -> Scheduler:
     """Return timm's schedule over `epochs` of `steps` each; `step_update(step)` sets the rates of step 0, 1, …
 
-    A linear warm-up comes first, then the named schedule over the remaining steps. The rate follows from the step
-    alone, so a resumed run needs no state of the schedule. Raises InputError for arguments that timm does not take.
+    A linear warm-up of at most half of the epochs comes first, and the schedule ends with the cool-down. The rate
+    follows from the step alone, so a resumed run needs no state of the schedule. Several schedules of one optimizer
+    begin from the same rate. Raises InputError for arguments that timm does not take.
     """
-    warmup = int(settings.warmup * epochs * steps)  # in steps
+    warmup = int(settings.warmup(epochs) * steps)  # in steps
+    length = epochs - settings.cooldown_epochs - (warmup / steps if settings.warmup_prefix else 0)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # timm ignores some arguments and only warns
@@ -82,9 +84,9 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
                 optimizer,
                 settings.name,
                 # timm counts in epochs and multiplies by updates_per_epoch: fractions give the exact step.
-                num_epochs=epochs - warmup / steps,  # type: ignore[arg-type]
+                num_epochs=length,  # type: ignore[arg-type]
                 warmup_epochs=warmup / steps,  # type: ignore[arg-type]
-                warmup_prefix=True,
+                warmup_prefix=settings.warmup_prefix,
                 warmup_lr=settings.warmup_lr,
                 min_lr=settings.min_lr,
                 step_on_epochs=False,
@@ -94,6 +96,17 @@ def build_schedule(optimizer: torch.optim.Optimizer, settings: Schedule, *, epoc
     except (TypeError, ValueError, AssertionError, Warning) as error:
         raise InputError(f"schedule.name={settings.name} cannot be made with these settings: {error}") from None
     return schedule
+
+
+def describe_rate(optimizer: Optimizer, schedule: Schedule, *, batch_size: int, epochs: int) -> str:
+    """What the rate of a run comes to, in words."""
+    scaled = f", {optimizer.lr:g} for {optimizer.lr_base_size}" if optimizer.lr_base_size else ""
+    warmup = schedule.warmup(epochs)
+    cut = f", half of all instead of {schedule.warmup_epochs:g}" if warmup < schedule.warmup_epochs else ""
+    return (
+        f"learning rate {optimizer.rate(batch_size):g} at {batch_size} images a step{scaled}; "
+        f"{warmup:g} epochs of warm-up{cut}"
+    )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerState:

@@ -41,16 +41,23 @@ from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
 from vitx.train.loop.environment import ENVIRONMENT_FILE, RunEnvironment
-from vitx.train.loop.evaluation import evaluate
+from vitx.train.loop.evaluation import Evaluation, evaluate
 from vitx.train.loop.failures import explain_full_disk, explain_lost_process, save_failed_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
 from vitx.train.loop.inputs.training_data import WEIGHTS, TrainingData, seed_of
 from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
-from vitx.train.loop.network import apply_execution, build_network, load_initial_weights, model_spec
+from vitx.train.loop.network import (
+    apply_execution,
+    build_network,
+    drop_path_rates,
+    load_initial_weights,
+    model_spec,
+)
 from vitx.train.loop.optimization import (
     OptimizerState,
     build_optimizer,
     build_schedule,
+    describe_rate,
     optimizer_state,
     restore_optimizer,
 )
@@ -60,7 +67,7 @@ from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resu
 from vitx.train.loop.tensorboard import tensorboard_writer
 from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
-from vitx.train.recipes.optimization_settings import Metric
+from vitx.train.recipes.optimization_settings import Metric, Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
 # Training images from which the BatchNorm statistics of the averaged weights are measured (docs/training.md).
@@ -175,12 +182,13 @@ class Trainer:
         # Raises before anything is built if the batch cannot be split into the parts of all processes and passes.
         BatchPart(0, processes.count * recipe.optimizer.accumulate).slices(self.data.batch_size)
         self._build_network()
-        self.optimizer = build_optimizer(self.model, recipe.optimizer)
-        self.schedule = build_schedule(self.optimizer, recipe.schedule, epochs=recipe.epochs, steps=self.data.steps)
+        self.drop_path_rates = drop_path_rates(self.model)
+        self.optimizer = build_optimizer(self.model, recipe.optimizer, recipe.batch_size)
         self.prefetcher = Prefetcher(recipe.preprocessing, device, channels_last=recipe.execution.channels_last)
         self.stepper = Stepper(
             self.objective, self.model, self.optimizer, recipe, self.spec.num_classes, self.prefetcher, processes
         )
+        self._set_stage(recipe.stage(1))
         self.history: list[Metrics] = []
         self.batches_done, self.log = 0, EpochLog(self.data.steps, device)
 
@@ -194,7 +202,7 @@ class Trainer:
         model = model.to(self.device)
         sharded = recipe.execution.parallel == "fsdp" and self.processes.count > 1
         # foreach updates all tensors in one kernel, which cannot mix FSDP's sharded tensors with whole ones.
-        self.ema = ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=True, foreach=not sharded)
+        self.ema = ModelEmaV3(model, decay=recipe.ema_decay, use_warmup=recipe.ema_warmup, foreach=not sharded)
         self.model: nn.Module = apply_execution(
             model, recipe.model.name, recipe.execution, self.device, processes=self.processes.count
         )
@@ -226,6 +234,13 @@ class Trainer:
             self._restore()
         elif self.processes.writes:
             self._make_folder(environment)
+            rate = describe_rate(
+                self.recipe.optimizer,
+                self.recipe.schedule,
+                batch_size=self.recipe.batch_size,
+                epochs=self.recipe.stage(1).until,
+            )
+            log(rate, quiet=self.quiet)
         self.processes.barrier()
 
     def _make_folder(self, environment: RunEnvironment) -> None:
@@ -312,28 +327,50 @@ class Trainer:
         return max(self.processes.gather(request.signal))
 
     def _epoch(self, epoch: int, request: StopRequest) -> Metrics:
-        """Train one epoch and evaluate the averaged weights; return its line of metrics.jsonl."""
+        """Train one epoch and evaluate the averaged weights, and the trained ones; return its line of metrics.jsonl."""
         started = time.perf_counter()
+        self._enter_stage(epoch)
         losses = self._optimize(epoch, request)
         with unsharded(self.ema.module):
             # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
             measure_batch_norm([self.ema.module], self._calibration_images())
-            values = evaluate(
-                self.ema.module,
-                self.val_images,
-                self.recipe.preprocessing,
-                self.recipe.batch_size,
-                self.device,
-                processes=self.processes,
-            )
+            values = self._evaluate(self.ema.module)
+        with unsharded(self.objective):  # it holds the groups of the network's parameters
+            raw = self._evaluate(self.model)
         return {
             "epoch": epoch,
             "step": epoch * self.data.steps,
             "lr": max(group["lr"] for group in self.optimizer.param_groups),
             "losses": losses,
             **asdict(values),
+            "raw": {name: getattr(raw, name) for name in ("top1", "top5", "nll", "ece", "brier")},
             "seconds": round(time.perf_counter() - started, 3),
         }
+
+    def _evaluate(self, model: nn.Module) -> Evaluation:
+        recipe = self.recipe
+        return evaluate(
+            model, self.val_images, recipe.preprocessing, recipe.batch_size, self.device, processes=self.processes
+        )
+
+    def _enter_stage(self, epoch: int) -> None:
+        """Give `epoch` the schedule and drop path of its stage, and begin the optimizer anew where the recipe does."""
+        stage = self.recipe.stage(epoch)
+        if stage == self.stage:
+            return
+        before = self.recipe.stage(epoch - 1)  # not always self.stage: a resumed run was built in the first one
+        if before != stage and before.fresh_optimizer and not self.batches_done:
+            self.optimizer = build_optimizer(self.model, self.recipe.optimizer, self.recipe.batch_size)
+            self.stepper.optimizer = self.optimizer
+        self._set_stage(stage)
+
+    def _set_stage(self, stage: Stage) -> None:
+        recipe, self.stage = self.recipe, stage
+        self.schedule = build_schedule(self.optimizer, recipe.schedule, epochs=stage.until, steps=self.data.steps)
+        if recipe.stages:
+            factor = stage.drop_path_rate / recipe.model.kwargs["drop_path_rate"]
+            for module, rate in self.drop_path_rates.items():  # of a network that was built for the last stage
+                module.drop_prob = rate * factor
 
     def _optimize(self, epoch: int, request: StopRequest) -> dict[str, float]:
         """Take the remaining steps of `epoch`; return the mean of each loss over all steps of the epoch."""
@@ -374,7 +411,8 @@ class Trainer:
         step = (epoch - 1) * self.data.steps + batch.number
         self.schedule.step_update(step)
         losses, checked_total = self.stepper(epoch, batch)
-        self.ema.update(self.model, step=step + 1)  # the step sets the warm-up of the decay
+        # The step sets the warm-up of the decay; without it timm takes the constant decay from the first step.
+        self.ema.update(self.model, step=step + 1 if self.recipe.ema_warmup else None)
         self.log.add(batch.number, losses, checked_total)
 
     def _calibration_images(self) -> Iterator[Tensor]:

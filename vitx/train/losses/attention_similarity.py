@@ -1,16 +1,19 @@
 """DeepViT's regulariser: the attention maps of adjacent blocks should differ (Zhou et al., arXiv 2103.11886, and its
 code; docs/maths.md §2.6).
 
-At most two maps (B, H, N, N) are in memory at a time, whatever the depth. A forward hook records the output of each
-block's `qkv` projection, which the block's own backward pass keeps anyway. The maps of a pair are computed from it,
-compared and dropped, and computed again in the backward pass. So the blocks themselves can keep fused attention.
+Either form of a block's maps is compared. *Mixed*, as the authors' code does: what meets V, after Re-Attention's mix
+and norm, so that the loss trains Θ; each block writes its maps and keeps them for its backward pass. *Softmax*: the
+maps before dropout and mix, of which at most two (B, H, N, N) are in memory at a time, whatever the depth. A forward
+hook records the output of each block's `qkv` projection, which the block's own backward pass keeps anyway. The maps of
+a pair are computed from it, compared and dropped, and computed again in the backward pass. So the blocks themselves
+can keep fused attention.
 Shape letters: B batch, H heads, N tokens, K head width, D width.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitx.core.errors import InputError
 from vitx.models.attention import HeadMixAttention
+from vitx.models.attention_maps import attention_maps
 from vitx.models.similarity import Over, map_similarity
 
 
@@ -33,6 +37,43 @@ def attention_similarity_loss(maps: Iterable[Tensor], *, over: Over = "heads", p
         if len(similarities) == pairs:
             break
     return _mean(similarities, pairs)
+
+
+@contextmanager
+def attention_loss(
+    model: nn.Module, maps: Literal["mixed", "softmax"], *, over: Over = "heads", pairs: int = 0, enabled: bool = True
+) -> Iterator[Callable[[], Tensor]]:
+    """Watch one forward pass of `model`; after it the function returns the loss of its maps, a scalar.
+
+    Without `enabled` nothing is watched. Raises what `record_qkv` does, and InputError for too few pairs.
+    """
+    with ExitStack() as watched:
+        if maps == "mixed" and enabled:
+            similarities = watched.enter_context(mixed_similarities(model, over=over, pairs=pairs))
+            yield lambda: _mean(similarities, pairs)
+        else:
+            blocks = watched.enter_context(record_qkv(model, enabled=enabled))
+            yield lambda: qkv_similarity_loss(blocks, over=over, pairs=pairs)
+
+
+@contextmanager
+def mixed_similarities(model: nn.Module, *, over: Over = "heads", pairs: int = 0) -> Iterator[list[Tensor]]:
+    """The `map_similarity` of the mixed maps of adjacent blocks, of the first `pairs` (0: all), in one forward pass.
+
+    Fused kernels are off inside. Maps are compared in float32 or wider as soon as the second of a pair is there.
+    """
+    similarities: list[Tensor] = []
+    before: list[Tensor] = []
+
+    def compare(maps_BHNN: Tensor) -> None:
+        with torch.autocast(maps_BHNN.device.type, enabled=False):
+            wide = maps_BHNN.to(torch.promote_types(maps_BHNN.dtype, torch.float32))
+            if before and not 0 < pairs <= len(similarities):
+                similarities.append(map_similarity(before[0], wide, over))
+        before[:] = [wide]
+
+    with attention_maps(model, of=compare, stage="mixed"):
+        yield similarities
 
 
 class BlockQkv(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError
 from vitx.models import TokenOutputs, VisionTransformer
-from vitx.train.losses.attention_similarity import qkv_similarity_loss, record_qkv
+from vitx.train.losses.attention_similarity import attention_loss, record_qkv
 from vitx.train.losses.cutmix import Box, MixedBatch, cutmix, sample_box, unmixed
 from vitx.train.losses.distillation import Teacher
 from vitx.train.losses.patch_losses import (
@@ -126,7 +126,12 @@ def compute_losses(
     predictions with the second; a network with one logits tensor learns both with it.
     """
     weights, smoothing = recipe.losses, recipe.losses.label_smoothing
-    with record_qkv(model, enabled=bool(weights.attention)) as blocks:
+    compared: Any = {
+        "over": weights.attention_over,
+        "pairs": weights.attention_pairs,
+        "enabled": bool(weights.attention),
+    }
+    with attention_loss(model, weights.attention_maps, **compared) as attention:
         tokens, output = _forward(model, batch.images_B3SS, weights)
     logits_BC, distilled_BC = output if isinstance(output, tuple) else (output, output)
     # Cross-entropy in float32: under autocast the logits are in half precision.
@@ -134,7 +139,7 @@ def compute_losses(
     if tokens is not None:
         losses |= _token_losses(model, tokens, batch, weights, classes)
     if weights.attention:
-        losses["attention"] = qkv_similarity_loss(blocks, over=weights.attention_over, pairs=weights.attention_pairs)
+        losses["attention"] = attention()
     total = losses["classification"]
     for name, loss in losses.items():
         if name != "classification":

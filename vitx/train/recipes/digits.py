@@ -68,6 +68,7 @@ def digits_alternet() -> Recipe:
             "cutmix": CutMix(),
             "mixup": Mixup(mixup=0.2),
             "losses": Losses(label_smoothing=0.1),
+            "schedule": recipe.schedule.model_copy(update={"warmup_epochs": 1.5}),
             "epochs": 10,
         }
     )
@@ -85,7 +86,7 @@ def _digits(name: str, model: str) -> Recipe:
         cutmix=CutMix(probability=0.5),
         losses=Losses(contrastive=1.0, mixing=1.0, label_smoothing=0.1),
         optimizer=Optimizer(lr=2e-3, weight_decay=0.05),
-        schedule=Schedule(warmup=0.15, min_lr=2e-5),
+        schedule=Schedule(warmup_epochs=4.5, min_lr=2e-5),
         ema_decay=0.98,
         epochs=30,
         batch_size=64,

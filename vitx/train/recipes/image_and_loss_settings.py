@@ -24,6 +24,9 @@ class Augmentation(Record):
     smallest_crop: Annotated[FiniteFloat, Field(gt=0, le=1)] = Field(
         default=1.0, description="smallest area of a random resized crop, as a share of the image's; 1 is no such crop"
     )
+    interpolation: Literal["bicubic", "random"] = Field(
+        default="bicubic", description="of the crop and of auto_augment; random is bilinear or bicubic by the toss"
+    )
     padding: NonNegativeInt = Field(default=0, description="black pixels around the image before a random crop (CIFAR)")
     rotation: Weight = Field(default=0.0, description="degrees, to either side")
     translation: Fraction = Field(default=0.0, description="share of the image side, in either direction")
@@ -74,6 +77,9 @@ class Losses(Record):
     mixing: Weight = 0.0
     mixing_variant: LossVariant = "paper"
     attention: Weight = Field(default=0.0, description="DeepViT's similarity of the attention maps of adjacent blocks")
+    attention_maps: Literal["mixed", "softmax"] = Field(
+        default="mixed", description="which maps: those after Re-Attention's mix and norm, as the authors', or before"
+    )
     attention_over: Literal["rows", "heads"] = Field(
         default="heads", description="the vectors that are compared: a map's columns, or one entry over the heads"
     )

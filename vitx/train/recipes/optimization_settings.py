@@ -17,6 +17,9 @@ class Optimizer(Record):
 
     name: str = Field(default="adamw", description="of timm.optim.list_optimizers(): adamw, lamb, muon, sgd, …")
     lr: PositiveFloat
+    lr_base_size: NonNegativeInt = Field(
+        default=0, description="images of a step that lr is meant for: it grows with batch_size; 0 is lr as it is"
+    )
     weight_decay: Weight = 0.05
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="of an optimizer that has two betas")
     momentum: Decay = Field(default=0.9, description="of an optimizer that has a momentum")
@@ -28,18 +31,30 @@ class Optimizer(Record):
     accumulate: PositiveInt = Field(default=1, description="passes of batch_size/accumulate images to one step")
     sam_rho: Weight = Field(default=0.0, description="radius of sharpness-aware minimisation (SAM); 0 is off")
 
+    def rate(self, batch_size: int) -> float:
+        """The learning rate of steps of `batch_size` images, before warm-up and schedule."""
+        return self.lr * batch_size / self.lr_base_size if self.lr_base_size else self.lr
+
 
 class Schedule(Record):
-    """Linear warm-up from `warmup_lr`, then timm's schedule `name` over the rest, step by step."""
+    """Linear warm-up from `warmup_lr`, then timm's schedule `name` down to `min_lr`, step by step."""
 
     name: ScheduleName = "cosine"
-    warmup: Decay = Field(default=0.1, description="share of all steps")
+    warmup_epochs: Weight = Field(default=0.0, description="at most half of all epochs")
     warmup_lr: Weight = 0.0
+    warmup_prefix: bool = Field(
+        default=True, description="the schedule begins after the warm-up; false is with it, as timm does unless told"
+    )
+    cooldown_epochs: Weight = Field(default=0.0, description="the last epochs, at min_lr")
     min_lr: Weight = 0.0
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="of timm's create_scheduler_v2, in epochs: decay_epochs, decay_rate, …",
     )
+
+    def warmup(self, epochs: int) -> float:
+        """Epochs of warm-up in a run of `epochs`."""
+        return min(self.warmup_epochs, epochs / 2)
 
 
 class Execution(Record):
@@ -67,6 +82,14 @@ class Distillation(Record):
     temperature: PositiveFloat = Field(default=3.0, description="of soft distillation")
 
 
+class Stage(Record):
+    """Epochs that are trained as a run of their own before those that the recipe's other settings describe."""
+
+    until: PositiveInt = Field(description="the last epoch of the stage, and the length of its schedule")
+    drop_path_rate: Fraction
+    fresh_optimizer: bool = Field(default=True, description="the optimizer's state is begun anew after the stage")
+
+
 class Selection(Record):
     """Which epoch is the best one, and when to stop early."""
 
@@ -74,13 +97,33 @@ class Selection(Record):
     patience: NonNegativeInt = Field(default=0, description="epochs without a better one before stopping; 0 is never")
 
 
-def refuse_unsupported(optimizer: Optimizer, schedule: Schedule, execution: Execution) -> None:
+def refuse_unsupported(optimizer: Optimizer, execution: Execution) -> None:
     """Raise ValueError for settings that contradict each other."""
-    if schedule.min_lr > optimizer.lr:
-        raise ValueError(f"schedule.min_lr {schedule.min_lr:g} is above optimizer.lr {optimizer.lr:g}: lower it")
     if optimizer.sam_rho and execution.precision == "float16":
         raise ValueError(
             "optimizer.sam_rho needs unscaled gradients, and float16 scales them: set execution.precision=bfloat16"
         )
     if execution.parallel == "fsdp" and (optimizer.sam_rho or execution.precision == "float16"):
         raise ValueError("execution.parallel=fsdp goes without optimizer.sam_rho and float16: use ddp, or bfloat16")
+
+
+def refuse_impossible_schedule(rate: float, schedule: Schedule, epochs: int) -> None:
+    """Raise ValueError for a schedule that does not fit the learning rate or the number of epochs."""
+    if schedule.min_lr > rate:
+        raise ValueError(f"schedule.min_lr {schedule.min_lr:g} is above the learning rate {rate:g}: lower it")
+    if schedule.cooldown_epochs >= epochs / 2:
+        raise ValueError(
+            f"schedule.cooldown_epochs {schedule.cooldown_epochs:g} is half of the {epochs} epochs or more: set "
+            "schedule.cooldown_epochs=0, or more epochs"
+        )
+
+
+def refuse_impossible_stages(stages: tuple[Stage, ...], epochs: int, drop_path_rate: float) -> None:
+    """Raise ValueError unless the stages follow each other, end before the run does, and can change the drop path."""
+    ends = [stage.until for stage in stages]
+    if ends != sorted(set(ends)) or (ends and ends[-1] >= epochs):
+        raise ValueError(
+            f"stages end after {ends} epochs, expected rising numbers below {epochs}: set stages=[] for none"
+        )
+    if stages and not drop_path_rate:
+        raise ValueError("stages change the drop path, which model.kwargs.drop_path_rate=0 leaves out of the network")

@@ -19,6 +19,9 @@ from vitx.train.recipes.optimization_settings import (
     Optimizer,
     Schedule,
     Selection,
+    Stage,
+    refuse_impossible_schedule,
+    refuse_impossible_stages,
     refuse_unsupported,
 )
 
@@ -60,10 +63,10 @@ class Recipe(Record):
     execution: Execution = Execution()
     distillation: Distillation = Distillation()
     selection: Selection = Selection()
-    ema_decay: Decay = Field(
-        default=0.99, description="of the averaged weights, which are evaluated and exported; it rises to this"
-    )
+    ema_decay: Decay = Field(default=0.99, description="of the averaged weights, which are evaluated and exported")
+    ema_warmup: bool = Field(default=True, description="the decay rises to ema_decay, 1 − (1+step)^−⅔ at a step")
     epochs: PositiveInt
+    stages: tuple[Stage, ...] = Field(default=(), description="earlier stages, each with a schedule of its own")
     batch_size: PositiveInt = Field(description="images of one optimizer step, over all processes")
     checkpoint_steps: NonNegativeInt = Field(
         default=0, description="steps between checkpoints within an epoch; 0 is at its end and at SIGTERM only"
@@ -79,8 +82,16 @@ class Recipe(Record):
         for name, source in DERIVED_ARGUMENTS.items():
             if name in self.model.kwargs:
                 raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
-        refuse_unsupported(self.optimizer, self.schedule, self.execution)
+        refuse_unsupported(self.optimizer, self.execution)
+        for epochs in (*(stage.until for stage in self.stages), self.epochs):
+            refuse_impossible_schedule(self.optimizer.rate(self.batch_size), self.schedule, epochs)
+        refuse_impossible_stages(self.stages, self.epochs, self.model.kwargs.get("drop_path_rate", 0.0))
         return self
+
+    def stage(self, epoch: int) -> Stage:
+        """The stage of `epoch`, counted from 1; the last one is what the other settings say."""
+        last = Stage(until=self.epochs, drop_path_rate=self.model.kwargs.get("drop_path_rate", 0.0))
+        return next(stage for stage in (*self.stages, last) if epoch <= stage.until)
 
     def on_data(self, data: str) -> "Recipe":
         """The recipe on other images.
@@ -125,7 +136,14 @@ def setting_names(recipe: Recipe) -> list[str]:
 
 def read_recipe(run: Path) -> Recipe:
     """The `recipe.json` of the run folder `run`; raise InputError when it is missing or not valid."""
-    return read_record(run / RECIPE_FILE, Recipe)
+    path = run / RECIPE_FILE
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        plain = json.loads(path.read_bytes())
+        # Until 2026-11-23 the warm-up was a share of the epochs, and losses.attention compared softmax maps.
+        plain["schedule"]["warmup_epochs"] = plain["schedule"].pop("warmup") * plain["epochs"]
+        plain["losses"].setdefault("attention_maps", "softmax")
+        return Recipe.model_validate(plain)
+    return read_record(path, Recipe)
 
 
 def first_difference(given: Recipe, stored: Recipe, *, ignoring: Collection[str] = ()) -> str | None:

@@ -43,7 +43,7 @@ class Augment:
         if augmentation.smallest_crop < 1:
             box = random_crop(image.width, image.height, augmentation.smallest_crop, rng)
             # reducing_gap: a large crop is first averaged over whole blocks of pixels, which is much faster.
-            image = image.resize((size, size), Image.Resampling.BICUBIC, box=box, reducing_gap=3.0)
+            image = image.resize((size, size), _crop_filter(augmentation, rng), box=box, reducing_gap=3.0)
         else:
             image = Image.fromarray(self.preprocessing.apply(image))
         if augmentation.padding:
@@ -58,6 +58,11 @@ class Augment:
         return np.asarray(image)
 
 
+def _crop_filter(augmentation: Augmentation, rng: np.random.Generator) -> Image.Resampling:
+    bilinear = augmentation.interpolation == "random" and rng.random() < 0.5
+    return Image.Resampling.BILINEAR if bilinear else Image.Resampling.BICUBIC
+
+
 def _timm_transform(preprocessing: Preprocessing, augmentation: Augmentation) -> Transform | None:
     """The second of the three parts of timm's training pipeline: what it does between the flip and the tensor."""
     if not (augmentation.auto_augment or augmentation.color_jitter):
@@ -68,7 +73,7 @@ def _timm_transform(preprocessing: Preprocessing, augmentation: Augmentation) ->
             auto_augment=augmentation.auto_augment or None,
             color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]  # timm takes None
             force_color_jitter=bool(augmentation.color_jitter),
-            interpolation="bicubic",
+            interpolation=augmentation.interpolation,
             mean=preprocessing.mean,
             std=preprocessing.std,
             separate=True,

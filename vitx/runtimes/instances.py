@@ -17,7 +17,7 @@ class SessionPool(Session):
     def __init__(self, sessions: Sequence[Session]) -> None:
         super().__init__()
         first = sessions[0]
-        self._sessions, self.profiles = sessions, first.profiles
+        self._sessions, self.profiles, self.callers = sessions, first.profiles, len(sessions)
         self.artefacts, self.outputs = first.artefacts, first.outputs
         self._free: SimpleQueue[Session] = SimpleQueue()
         for session in sessions:
@@ -56,6 +56,7 @@ def load_instances(load: Callable[[], Session], instances: int, threads: int | N
     """
     first = load()
     if instances == 1 or (threads == 1 and first.concurrent):
+        first.callers = instances
         return first
     with ExitStack() as opened:  # closes those that were loaded when the next one cannot be
         sessions = [opened.enter_context(first)]

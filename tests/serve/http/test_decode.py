@@ -1,0 +1,170 @@
+"""The decode pool: what waits for what, deadlines, and eight images of 49 million pixels before a small one."""
+
+import asyncio
+import io
+import json
+import pickle
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bundle_fixture import colour_image, png, write_bundle
+from server_process import ServerProcess, running_server, wait_until
+from vitx.core.preprocess import TooManyPixels
+from vitx.serve.errors import DeadlineMissed, QueueFull
+from vitx.serve.http.decode import Decoder
+
+Test = Callable[[Decoder, "Held"], Awaitable[None]]
+
+
+class Held:
+    """Stands in for the preprocessing: notes the side of each image, and waits until `go` is set."""
+
+    def __init__(self) -> None:
+        self.sides: list[int] = []
+        self.go = threading.Event()
+
+    def apply(self, image: Image.Image) -> Any:
+        self.sides.append(image.width)
+        assert self.go.wait(20)
+        return np.zeros((1, 1, 3), np.uint8)
+
+    async def seen(self, count: int) -> None:
+        end = time.monotonic() + 20
+        while len(self.sides) < count:
+            assert time.monotonic() < end
+            await asyncio.sleep(0.005)
+
+
+def grey(side: int) -> bytes:
+    stream = io.BytesIO()
+    Image.new("L", (side, side)).save(stream, "PNG", compress_level=1)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    """7,000 × 7,000 pixels in some 200 KB."""
+    return grey(7000)
+
+
+def run(test: Test, *, threads: int, capacity: int = 100) -> None:
+    async def whole() -> None:
+        decoder, held = Decoder(max_pixels=50_000_000, capacity=capacity, threads=threads), Held()
+        try:
+            await test(decoder, held)
+        finally:
+            held.go.set()
+            decoder.close()
+
+    asyncio.run(whole())
+
+
+def test_clients_take_turns_however_many_images_one_has_sent() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        def ask(side: int, client: str) -> Awaitable[Any]:
+            return asyncio.ensure_future(decoder.decode([grey(side)], held, client=client))
+
+        work = [ask(side, "flood") for side in range(10, 16)]
+        await held.seen(1)  # and nothing else, with one thread
+        work += [ask(20, "other"), ask(21, "other")]
+        await asyncio.sleep(0.05)
+        held.go.set()
+        await asyncio.gather(*work)
+        assert held.sides[1] == 20
+        assert held.sides.index(21) <= 4
+        assert sorted(held.sides) == [*range(10, 16), 20, 21]
+
+    run(test, threads=1)
+
+
+def test_a_small_image_waits_for_no_large_one_and_large_ones_leave_no_thread_idle(large: bytes) -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        work = [asyncio.ensure_future(decoder.decode([large], held)) for _ in range(4)]
+        await held.seen(2)
+        work += [asyncio.ensure_future(decoder.decode([grey(16)], held)) for _ in range(2)]
+        await held.seen(3)
+        await asyncio.sleep(0.05)
+        assert held.sides == [7000, 7000, 16]  # one thread is for small ones alone
+        held.go.set()
+        await asyncio.gather(*work)
+        assert sorted(held.sides) == [16, 16, *[7000] * 4]
+
+    run(test, threads=2)
+
+
+def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        first = asyncio.ensure_future(decoder.decode([grey(10)], held))
+        await held.seen(1)
+        start = time.monotonic()
+        with pytest.raises(DeadlineMissed):
+            await decoder.decode([grey(11), grey(12)], held, deadline=start + 0.1)
+        assert 0.09 < time.monotonic() - start < 5
+        with pytest.raises(QueueFull):
+            await decoder.decode([grey(13)] * 3, held)
+        held.go.set()
+        await first
+        assert len(await decoder.decode([grey(14)] * 3, held, deadline=time.monotonic() + 60)) == 3
+        assert held.sides == [10, 14, 14, 14]
+
+    run(test, threads=1, capacity=3)
+
+
+def test_a_cancelled_image_is_not_decoded() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        first = asyncio.ensure_future(decoder.decode([grey(10)], held))
+        await held.seen(1)
+        second = asyncio.ensure_future(decoder.decode([grey(11)], held))
+        await asyncio.sleep(0.01)
+        second.cancel()
+        with suppress(asyncio.CancelledError):
+            await second
+        decoder.enqueue(grey(12), held, lambda pixels: None)()
+        held.go.set()
+        await first
+        await decoder.decode([grey(13)], held)
+        assert held.sides == [10, 13]
+
+    run(test, threads=1)
+
+
+def test_the_error_of_a_large_image_survives_another_process() -> None:
+    error = pickle.loads(pickle.dumps(TooManyPixels(3, 4, 10)))
+    assert (str(error), error.pixels) == ("image of 3×4 pixels: more than the 10 allowed", 12)
+
+
+def classify(server: ServerProcess, image: bytes, query: str = "") -> tuple[int, float]:
+    """Status and seconds."""
+    start = time.monotonic()
+    status = server.request("POST", f"/v1/classify{query}", image, {"Content-Type": "image/png"})[0]
+    return status, time.monotonic() - start
+
+
+def test_eight_huge_images_hold_up_neither_a_small_one_nor_a_deadline(tmp_path: Path, large: bytes) -> None:
+    """They did for 25 s, and a request of another client with a deadline of a second was refused after that time."""
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    small = png(colour_image(0, np.random.default_rng(0)))
+    with running_server(bundle.path, "--allow-uncertified") as server, ThreadPoolExecutor(8) as clients:
+        huge = [clients.submit(classify, server, large) for _ in range(8)]
+        wait_until(lambda: server.metric("process_cpu_seconds_total") > 0 and any(job.running() for job in huge))
+        time.sleep(0.3)
+        assert not any(job.done() for job in huge[2:])
+        status, seconds = classify(server, large, "?timeout_ms=300")
+        assert (status, seconds < 1.5) == (503, True), seconds
+        status, seconds = classify(server, small, "?timeout_ms=5000")
+        assert (status, seconds < 1.5) == (200, True), seconds
+        last = max(job.result()[1] for job in huge)
+        assert [job.result()[0] for job in huge] == [200] * 8
+        assert last > seconds
+        assert server.metric("vitx_decode_seconds_count") == 9  # the refused one was not decoded
+        reason = json.loads(server.request("POST", "/v1/classify?timeout_ms=1", large)[1])["error"]
+        assert reason.startswith("the deadline passed after ")

@@ -1,0 +1,82 @@
+"""Who may ask over HTTP: checks the Host, Origin, content type and bearer token of every request."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from vitx.serve.errors import RequestError
+from vitx.serve.http.asgi import error_reply, header, send_reply
+from vitx.serve.security import AllowedHosts, Kind, Tokens
+
+# Health probes come from machines without the token; the pages show nothing secret, and / asks for the token.
+_WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
+_METRICS = "/metrics"
+_REPOSITORY = "/v2/repository"
+# No page has a use for these, of whatever origin.
+_NOT_FOR_BROWSERS = (_REPOSITORY, "/v2/systemsharedmemory", "/v2/cudasharedmemory")
+# What a page of another origin may send without asking first.
+_FORM_TYPES = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
+_TAKES_FORMS = "/v1/classify"
+_CHALLENGE = ((b"www-authenticate", b'Bearer realm="vitx"'),)
+
+
+class Gate:
+    """Passes allowed requests to an application. A refused one ends its connection, as its body is not read."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        tokens: Tokens,
+        hosts: AllowedHosts,
+        on_refused: Callable[[str], None],
+        *,
+        metrics: bool = True,
+    ) -> None:
+        """`metrics`: whether there is a /metrics. `on_refused` is called with the reason of each refusal."""
+        self._app = app
+        self._tokens = tokens
+        self._hosts = hosts
+        self._on_refused = on_refused
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check(scope)
+        except RequestError as error:
+            self._on_refused(error.reason)
+            headers = _CHALLENGE if error.status == 401 else ()
+            await send_reply(send, replace(error_reply(error), headers=headers), close=True)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> None:
+        path, origin = scope["path"], header(scope, b"origin")
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
+            raise RequestError(f"the request has {len(hosts)} Host headers: expected one")
+        self._hosts.check(hosts[0].decode("latin-1") if hosts else None, origin)
+        if path.startswith(_NOT_FOR_BROWSERS) and (origin or header(scope, b"sec-fetch-site")):
+            raise RequestError(f"{path[:80]} is not for browsers", status=403, reason="origin")
+        if scope["method"] == "POST" and path != _TAKES_FORMS:
+            _check_type(header(scope, b"content-type"))
+        if path == _METRICS and not self._metrics:
+            raise RequestError("the metrics are off", status=404, reason="not_offered")
+        if path not in _WITHOUT_TOKEN:
+            self._tokens.check(_kind(path), header(scope, b"authorization"))
+
+
+def _kind(path: str) -> Kind:
+    if path.startswith(_REPOSITORY):
+        return "management"
+    return "metrics" if path == _METRICS else "inference"
+
+
+def _check_type(content_type: str | None) -> None:
+    if content_type is not None and content_type.partition(";")[0].strip().lower() in _FORM_TYPES:
+        raise RequestError(
+            f"Content-Type '{content_type[:80]}' is not offered here: expected application/json or "
+            "application/octet-stream",
+            status=415,
+            reason="unsupported_media",
+        )
