@@ -3,12 +3,15 @@
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by child processes too
+# A shell that runs the tests in the background has the interrupt ignored, and the processes they start inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["ray_fixtures", "serving_fixtures"]
 
