@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from vitx.core.errors import InputError
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.precision.placement import find_layers
+from vitx.export.precision.placement import Layer, find_layers
 
 
 def graph_of(nodes: Sequence[onnx.NodeProto], shape: Sequence[int], **constants: Any) -> onnx.ModelProto:
@@ -113,6 +113,59 @@ def test_a_convolution_is_quantised_but_beside_a_half_type_in_tensorrt(target: s
     graph = graph_of([node("Conv", "x K", "y")], [16, 4, 4], K=np.ones((16, 16, 1, 1)))
     assert names(graph, "int8", target, base) == (["y"] if found else [])
     assert names(graph, "int8", "tensorrt", "fp16") == names(graph, "fp8", target, base) == []
+
+
+@pytest.mark.parametrize(
+    ("product", "layer"),
+    [
+        (node("Gemm", "x W B", "y"), Layer("y", "Gemm", ("x",), "W", 1, ("y", "B"))),
+        (node("Gemm", "x W", "y"), Layer("y", "Gemm", ("x",), "W", 1)),
+        (node("Gemm", "x W x", "y"), Layer("y", "Gemm", ("x",), "W", 1)),  # what is added is no constant
+        (node("Gemm", "x W B", "y", transB=1), Layer("y", "Gemm", ("x",), "W", 0, ("y", "B"))),
+        (node("Gemm", "x W B", "y", alpha=0.5), None),
+        (node("Gemm", "x W B", "y", beta=0.5), None),
+        (node("Gemm", "x W B", "y", alpha=0.5, beta=0.5), None),
+        (node("Gemm", "x W B", "y", transA=1), None),
+        (node("MatMul", "x W", "y"), Layer("y", "MatMul", ("x",), "W", 1)),
+    ],
+)
+def test_a_product_with_a_matrix(product: onnx.NodeProto, layer: Layer | None) -> None:
+    graph = Dataflow(graph_of([product], [16], W=np.ones((16, 16)), B=np.ones(16)))
+    if layer is None:
+        with pytest.raises(InputError, match="it has no product with a constant weight"):
+            find_layers(graph, "int8", "tensorrt")
+    else:
+        assert find_layers(graph, "int8", "tensorrt") == [layer]
+
+
+@pytest.mark.parametrize(
+    ("added", "shape", "found"),
+    [
+        ("product B", (16,), True),
+        ("B product", (16,), True),
+        ("product B", (2,), True),
+        ("product B", (1,), False),  # one number for all channels is no bias
+        ("product B", (1, 16), False),
+        ("product x", (16,), False),
+    ],
+)
+def test_a_bias_is_a_constant_row(added: str, shape: tuple[int, ...], found: bool) -> None:
+    columns = shape[-1] if len(shape) == 1 and shape != (1,) else 16
+    nodes = [node("MatMul", "x W", "product"), node("Add", added, "y")]
+    graph = Dataflow(graph_of(nodes, [16], W=np.ones((16, columns)), B=np.ones(shape)))
+    (layer,) = find_layers(graph, "int8", "cpu")
+    assert layer == Layer("product", "MatMul", ("x",), "W", 1, ("y", "B") if found else None)
+
+
+@pytest.mark.parametrize(("kind", "target"), [("int8", "cpu"), ("int8", "tensorrt"), ("fp8", "tensorrt")])
+@pytest.mark.parametrize(("tokens", "width"), [(65, None), (None, 32), (65, 32)])
+def test_attention_of_sides_that_are_not_known(tokens: int | None, width: int | None, kind: Any, target: Any) -> None:
+    graph = attention(3, 65, 32, *PLAIN)
+    for at, side in ((2, tokens), (3, width)):
+        if side is None:
+            graph.graph.input[0].type.tensor_type.shape.dim[at].Clear()
+    known = None not in (tokens, width)
+    assert names(graph, kind, target, "fp32") == (["scores", "y"] if known or target == "cpu" else [])
 
 
 def test_half_scales_need_their_opset() -> None:
