@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as native
 
 from bundle_fixture import IMAGE_SIZE, LABELS, write_bundle
 from vitx.core.bundle import Bundle
@@ -33,6 +34,8 @@ class Loaded:
     used: tuple[str, ...] = ()  # the providers that it says it uses; by default those that were asked for
     elsewhere: tuple[str, ...] = ()  # operators that it gives to the CPU
     error: Exception | None = None
+    inputs: tuple[str, ...] = ("images",)
+    outputs: tuple[str, ...] = ("logits",)
 
     def __init__(self, path: str, options: Any, providers: Any, enable_fallback: int) -> None:
         if self.error is not None:
@@ -57,10 +60,10 @@ class Loaded:
         return [SimpleNamespace(ep_name=name, get_nodes=lambda nodes=nodes: nodes) for name, nodes in parts]
 
     def get_inputs(self) -> list[Any]:
-        return [SimpleNamespace(name="images")]
+        return [SimpleNamespace(name=name) for name in self.inputs]
 
     def get_outputs(self) -> list[Any]:
-        return [SimpleNamespace(name="logits")]
+        return [SimpleNamespace(name=name) for name in self.outputs]
 
     def run(self, names: list[str], inputs: dict[str, Any]) -> list[Any]:
         assert (names, [*inputs]) == (["logits"], ["images"])
@@ -215,6 +218,45 @@ def test_a_provider_whose_libraries_are_missing(loaded: type[Loaded], bundle: Bu
     loaded.error = error
     with pytest.raises(EnvironmentMissing, match=r"^ONNX Runtime cannot use CUDAExecutionProvider: no cudnn$"):
         OnnxRuntimeSession(bundle, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "message"),
+    [
+        (("pixels", "mask"), ("logits",), "the manifest names the input 'images', but the graph has pixels, mask"),
+        (("images",), ("scores", "boxes"), "the manifest names the output 'logits', but the graph has scores, boxes"),
+        (("images", "mask"), ("logits",), "the graph has the inputs images, mask: expected images alone"),
+    ],
+)
+def test_names_that_the_manifest_does_not_have(
+    loaded: type[Loaded], bundle: Bundle, inputs: tuple[str, ...], outputs: tuple[str, ...], message: str
+) -> None:
+    loaded.inputs, loaded.outputs = inputs, outputs
+    with pytest.raises(InputError, match=f"^{message}$"):
+        OnnxRuntimeSession(bundle, device="cpu")
+
+
+def test_further_outputs_are_looked_for_and_described(loaded: type[Loaded], bundle: Bundle) -> None:
+    loaded.outputs = ("logits", "outputs/embedding")
+    session = OnnxRuntimeSession(bundle, device="cpu", outputs=("embedding",), parts=(b"",))
+    assert session.describe()["outputs"] == ["embedding"]
+    loaded.outputs = ("logits",)
+    with pytest.raises(InputError, match=r"the output 'outputs/embedding', but the graph has logits$"):
+        OnnxRuntimeSession(bundle, device="cpu", outputs=("embedding",), parts=(b"",))
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_bf16_that_a_cpu_cannot_load(loaded: type[Loaded], bundle: Bundle) -> None:
+    loaded.error = native.NotImplemented("\n no kernel\nmore")
+    message = r"^'tiny' is a bf16 bundle, and ONNX Runtime has no bf16 kernels for a CPU \(no kernel\): run the fp32"
+    half_base = Bundle(bundle.path, bundle.manifest.model_copy(update={"precision": "int8", "base": "bf16"}))
+    for unknown in (of_precision(bundle, "bf16"), half_base):
+        with pytest.raises(EnvironmentMissing, match=message):
+            OnnxRuntimeSession(unknown, device="cpu")
+        with pytest.raises(InputError, match="ONNX Runtime cannot load"):
+            OnnxRuntimeSession(unknown, device="cuda")
+    with pytest.raises(InputError, match="ONNX Runtime cannot load"):
+        OnnxRuntimeSession(bundle, device="cpu")
 
 
 @pytest.mark.usefixtures("preloaded")

@@ -1,5 +1,6 @@
 """Networks of timm that PyTorch's exporter cannot trace as they are: a second form, or one message."""
 
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from reference import randomize_like_trained
 from vitx.core.errors import InputError
@@ -140,14 +142,35 @@ def test_pooling_behind_channels_last_strides_is_a_mean() -> None:
     assert (operators["ReduceMean"], operators["Gather"], operators["Range"]) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("size", [1, (1, 1), 2, (1, 2)])
-def test_only_pooling_to_one_pixel_is_a_mean(size: Any) -> None:
+class Means(TorchFunctionMode):
+    """Counts means."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is Tensor.mean
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("size", "mean"), [(1, 1), ((1, 1), 1), ([1, 1], 1), (2, 0), ((1, 2), 0), ((2, 1), 0)])
+def test_only_pooling_to_one_pixel_is_a_mean(size: Any, mean: int) -> None:
     images = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0)).to(memory_format=torch.channels_last)
     expected = nn.functional.adaptive_avg_pool2d(images, size)
-    with tracing.PoolingAsMean():
+    with Means() as means, tracing.PoolingAsMean():
         found = nn.AdaptiveAvgPool2d(size)(images)
         by_name = nn.functional.adaptive_avg_pool2d(input=images, output_size=size)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(by_name, expected)
-    # The mean of one pixel has no strides of channels-last images.
-    assert (found.stride()[1] == 1) or size in (2, (1, 2))
+    assert means.count == 2 * mean
+
+
+def test_warnings_about_the_exporters_own_internals_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(*_: Any, **__: Any) -> str:
+        warnings.warn("old", DeprecationWarning, stacklevel=2)
+        warnings.warn("new", FutureWarning, stacklevel=2)
+        return "program"
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    with warnings.catch_warnings(record=True) as shown:
+        assert tracing._export(nn.Identity(), torch.zeros(1), 20, ("images", "logits")) == "program"
+    assert shown == []
