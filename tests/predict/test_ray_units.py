@@ -13,7 +13,7 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import write_list
-from vitx.predict.ledger.ledger import Claim, ShardRecord
+from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import QueuedShards, part_from_result
@@ -169,7 +169,7 @@ def job(folder: Path, base: str) -> Job:
 def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
-    ranges, _ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
+    ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
     claims = [Claim(number, Shard("images", "", part.start, 1)) for number, part in enumerate(ranges, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]

@@ -13,7 +13,7 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.inventory import Inventory, Shard
-from vitx.predict.ledger.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.ledger import Ledger, ShardRecord, Totals
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.summary import bundle_digest, summarize
 
@@ -49,6 +49,7 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "bundle_sha256": sha256_bytes((bundle.path / MANIFEST).read_bytes()),
         "certified": True,
         "input": "/in/\\xff",
+        "shard": None,
         "images": 14,
         "errors": 6,
         "shards": 3,

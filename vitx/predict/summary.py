@@ -7,7 +7,8 @@ from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
-from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.ledger import Ledger
+from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
@@ -16,13 +17,18 @@ from vitx.predict.pipeline.stages import busiest
 SUMMARY = "summary.json"
 
 
+def summary_name(share: Share) -> str:
+    """Of the summary's file: with --shard each job has one."""
+    return SUMMARY.replace(".", f"{share.suffix}.")
+
+
 class PredictionSummary(Record):
     """Counts of the whole input, and the speed of the process that wrote the file.
 
     Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label). Of this process
     alone, as other processes or an earlier call may have done the rest: images_here, seconds, images_per_second, stages
     (the part of the time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
-    changed on the sample.
+    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above.
     """
 
     format_version: int = 2
@@ -43,6 +49,7 @@ class PredictionSummary(Record):
     versions: dict[str, str]
     created: str
     draft: DraftCheck | None = None
+    shard: str | None = None
 
     def check_errors(self, max_error_rate: float) -> None:
         """Raise CheckFailed when a larger share of the images is unreadable than `max_error_rate`."""

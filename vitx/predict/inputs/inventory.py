@@ -30,6 +30,7 @@ from vitx.predict.inputs.stores import (
 )
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
+from vitx.predict.options import WHOLE, Share
 
 ShardKind = Literal["images", "tar", "parquet"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
@@ -63,15 +64,25 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """All shards of an input. base: the folder or URL that names are relative to. digest: identifies the listing."""
+    """The shards of an input, or of one share of it.
+
+    base: the folder or URL that names are relative to. digest: identifies the listing of the whole input.
+    """
 
     base: str
     shards: tuple[Shard, ...]
     digest: str
+    share: Share = WHOLE
+
+    def numbered(self) -> Iterator[tuple[int, Shard]]:
+        """The shards with their numbers, from 1; different ones in every share."""
+        return zip(itertools.count(self.share.number, self.share.jobs), self.shards)
 
 
-def take_inventory(source: str, listing: Path, shard_size: int, image_column: str | None = None) -> Inventory:
-    """List `source`, and write the paths of its single images to the file `listing`, sorted.
+def take_inventory(
+    source: str, listing: Path, shard_size: int, image_column: str | None = None, share: Share = WHOLE
+) -> Inventory:
+    """List `source`, and write the paths of its single images to the file `listing`, sorted; those of `share` only.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
@@ -80,19 +91,18 @@ def take_inventory(source: str, listing: Path, shard_size: int, image_column: st
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
     base, containers, images = _list_input(source, listing.parent)
-    ranges, digest = write_list(listing, images, shard_size)
-    shards = [Shard("images", "", part.start, part.count) for part in ranges]
+    written = write_list(listing, images, shard_size, share)
     refused: list[InputError] = []
-    for name in containers:
-        shards += _container_shards(base, name, image_column, refused)
-    if refused and len(refused) == len(shards):
+    units = [unit for name in containers for unit in _container_shards(base, name, image_column, refused)]
+    if refused and len(refused) == len(units) and not written.total:
         raise refused[0]
-    if not shards:
+    if not units and not written.total:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if is_folder(source) else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    listed = f"{digest} {base} {[shard for shard in shards if shard.kind != 'images']}"
-    return Inventory(base, tuple(shards), hashlib.sha256(listed.encode("utf-8", "backslashreplace")).hexdigest())
+    digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
+    ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
+    return Inventory(base, (*ranges, *units[share.number - 1 :: share.jobs]), digest, share)
 
 
 def _list_input(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:

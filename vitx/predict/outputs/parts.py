@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
-from vitx.predict.ledger.ledger import ShardRecord
+from vitx.predict.ledger import ShardRecord
+from vitx.predict.options import WHOLE, Share
 
 PREDICTIONS = "predictions.parquet"
 # Rows that are collected before they are written as one row group.
@@ -167,10 +168,12 @@ def warm_up() -> None:
     pa.array(np.zeros(1))
 
 
-def remove_leftovers(out: Path, suffix: str = "*") -> None:
+def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None:
     """Remove the temporary files that killed workers left. suffix: a pattern for those of some workers only."""
     for path in (out / PREDICTIONS).glob(f".part-*.parquet.{suffix}"):
-        path.unlink(missing_ok=True)
+        number = int(path.name.split(".")[1].removeprefix("part-"))
+        if number % share.jobs == share.number % share.jobs:  # other jobs may be writing theirs
+            path.unlink(missing_ok=True)
 
 
 def _concatenated(batches: Sequence[Rows]) -> Rows:

@@ -13,7 +13,7 @@ import numpy as np
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
-from vitx.predict.ledger.ledger import Claim
+from vitx.predict.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted

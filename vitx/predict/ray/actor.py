@@ -22,7 +22,7 @@ from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger.ledger import Claim, ShardRecord
+from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
