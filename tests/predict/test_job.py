@@ -116,6 +116,8 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "attention": False,
         "draft": False,
         "measured": {},
+        "source": "folder",
+        "skipped": {"by_suffix": {}, "first": []},
     }
 
 

@@ -104,7 +104,8 @@ def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, 
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
     run = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
     (row,) = ledger._rows("SELECT description FROM run")
-    assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}}
+    beside = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}}
+    assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}} | beside
 
 
 def opened(out: Path, **options: Any) -> Any:

@@ -8,10 +8,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
-from vitx.core.files import read_record, write_json
+from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
@@ -84,14 +84,14 @@ def predict(
     backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        base, listing, measured = open_run(ledger, out, settings, backoff, measure, options.share)
+        run = open_run(ledger, out, settings, backoff, measure, options.share)
         if not _has_work(ledger, out, summary_path, quiet=quiet):
-            _refuse_other_listing(ledger, where, listing, options, backoff)
+            _refuse_other_listing(ledger, where, run.listing, options, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
             out=out,
-            listing=listing,
-            base=base,
+            listing=run.listing,
+            base=run.base,
             labels=bundle.manifest.labels,
             preprocessing=bundle.manifest.preprocessing,
             batch_size=options.batch_size,
@@ -105,6 +105,7 @@ def predict(
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=options.decode_threads or usable_cores(),
             has_single_files=ledger.has_single_files(),
+            footer=_footer(bundle),
         )
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
@@ -117,9 +118,14 @@ def predict(
         # This process did nothing: the summary that is there tells of one that did.
         if not performance.images and summary_path.exists():
             return read_record(summary_path, PredictionSummary)
-        summary = summarize(ledger, bundle, where, performance, certified=certified, draft=measured.get("draft"))
-        if options.shard is not None:
-            summary = summary.model_copy(update={"shard": f"{options.shard.number}/{options.shard.jobs}"})
+        summary = summarize(
+            *(ledger, bundle, where, performance),
+            certified=certified,
+            draft=run.measured.get("draft"),
+            source=run.source,
+            beside=run.skipped,
+            shard=options.shard,
+        )
         # A new one: `backoff` was stopped when the work ended.
         DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(summary_path, summary))
         return summary
@@ -136,6 +142,13 @@ def _is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified
             raise
         return False
     return True
+
+
+def _footer(bundle: Bundle) -> dict[str, str]:
+    """What the rows were made with; a bundle without a certificate has been allowed."""
+    certificate = bundle.path / CERTIFICATE
+    found = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+    return found | ({"vitx.certificate_sha256": sha256_file(certificate)} if certificate.is_file() else {})
 
 
 def _absolute(source: str) -> str:

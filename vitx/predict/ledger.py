@@ -16,13 +16,14 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
 from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
@@ -39,7 +40,7 @@ CREATE TABLE run (description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
-    digest TEXT, images INTEGER, errors INTEGER, classes TEXT
+    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
@@ -49,12 +50,17 @@ _SET_FREE = "SET digest = NULL, owner = NULL, lease = 0"
 
 
 class ShardRecord(NamedTuple):
-    """What the ledger records of a finished shard: the file's sha256 and its counts. classes: images by class index."""
+    """What the ledger records of a finished shard: the file's sha256 and its counts. classes: images by class index.
+
+    listed: names that the shard was found to have, of which `skipped` are no images.
+    """
 
     digest: str
     images: int
     errors: int
     classes: dict[int, int]
+    listed: int = 0
+    skipped: SkippedNames = NONE_SKIPPED
 
 
 class Totals(NamedTuple):
@@ -184,8 +190,12 @@ class Ledger:
             # made again and replaced. The other order would leave a record without a file.
             publish()
             self._connection.execute(
-                "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ? WHERE id = ?",
-                (record.digest, record.images, record.errors, json.dumps(record.classes), claim.id),
+                "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
+                "skipped_names = ? WHERE id = ?",
+                (
+                    *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
+                    *(record.skipped.count, json.dumps(asdict(record.skipped)), claim.id),
+                ),
             )
             return True
 
@@ -231,6 +241,16 @@ class Ledger:
         """Yield images by class index, for each finished shard."""
         for _, text in self._finished("classes"):
             yield {int(index): count for index, count in json.loads(text).items()}
+
+    def counts(self) -> dict[str, tuple[int, int, int, int]]:
+        """Sums of (listed, images, errors, skipped) over the finished shards of each kind."""
+        sums = "sum(listed), sum(images), sum(errors), sum(skipped)"
+        rows = self._rows(f"SELECT kind, {sums} FROM shard WHERE digest IS NOT NULL GROUP BY kind ORDER BY kind")
+        return {kind: tuple(counts) for kind, *counts in rows}
+
+    def skipped_names(self) -> Iterator[SkippedNames]:
+        for _, text in self._finished("skipped_names"):
+            yield SkippedNames(**json.loads(text))
 
     def first_shard_with_errors(self) -> int | None:
         """The first finished shard that has an unreadable image."""

@@ -5,12 +5,14 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory, take_inventory
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS
@@ -94,12 +96,14 @@ class SharedRun(NamedTuple):
     """A run as its first process created it.
 
     base: the folder or URL that the paths of the list are relative to. listing: the file with the list. measured: what
-    the first process measured: see `open_run`.
+    the first process measured: see `open_run`. source and skipped: see `Inventory`.
     """
 
     base: str
     listing: Path
     measured: dict[str, Any]
+    source: str
+    skipped: SkippedNames
 
 
 def open_run(
@@ -134,7 +138,8 @@ def open_run(
             listing.unlink(missing_ok=True)
             raise
         make_folder(out / PREDICTIONS)
-        return json.dumps(settings | {"listing": listing.name, "measured": measured}), taken
+        beside = {"source": taken.source, "skipped": asdict(taken.skipped)}
+        return json.dumps(settings | {"listing": listing.name, "measured": measured} | beside), taken
 
     text, base = backoff.retry(lambda: ledger.create_or_join(create))
     created = json.loads(text)
@@ -147,7 +152,8 @@ def open_run(
             f"the run in '{out}' has lost its list of images ({joined.name} in {state}): choose another folder, or "
             "pass --overwrite"
         )
-    return SharedRun(base, joined, created["measured"])
+    skipped = SkippedNames(**created["skipped"])
+    return SharedRun(base, joined, created["measured"], created["source"], skipped)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:

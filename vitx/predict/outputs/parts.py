@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
+from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import WHOLE, Share
 
@@ -101,10 +102,19 @@ class Part:
 class PartWriter:
     """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    lists: those of LIST_COLUMNS that the file gets.
+    lists: those of LIST_COLUMNS that the file gets. footer: key-value metadata.
     """
 
-    def __init__(self, out: Path, shard: int, suffix: str, labels: Sequence[str], *, lists: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        out: Path,
+        shard: int,
+        suffix: str,
+        labels: Sequence[str],
+        *,
+        lists: Sequence[str] = (),
+        footer: Mapping[str, str] | None = None,
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -121,10 +131,13 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        self._schema = pa.schema(columns | {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists})
+        columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+        self._schema = pa.schema(columns, metadata=footer)
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
+        # Of the record: see `ShardRecord`.
+        self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
         self.classes: dict[int, int] = {}
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
@@ -139,7 +152,7 @@ class PartWriter:
         self._write_group()
         self._writer.close()
         sync(self._temporary)
-        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes)
+        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes, *self.listed)
         return Part(self.path, self._temporary, record)
 
     def abandon(self) -> None:

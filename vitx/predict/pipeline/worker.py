@@ -1,9 +1,9 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -13,6 +13,7 @@ import numpy as np
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
@@ -59,6 +60,8 @@ class Job:
     draft: bool = False
     # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
     certified: bool = True
+    # Of each file of the output: its key-value metadata.
+    footer: Mapping[str, str] = field(default_factory=dict)
 
 
 class Shards(Protocol):
@@ -124,6 +127,8 @@ class Worker:
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
+        # By shard: how many names it has, and which of them are no images. From when it was read until it is recorded.
+        self._listed: dict[int, tuple[int, SkippedNames]] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -170,11 +175,16 @@ class Worker:
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
         for claim in self.shards.claims():
-            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column)
+            skipped, count = SkippedNames(), 0
+            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column, skipped)
             with closing(items):
                 while True:
                     with self.timer.busy("read"):
                         images = list(islice(items, self._slice_size))
+                    count += len(images)
+                    if not images:
+                        listed = count if claim.shard.count is None else claim.shard.count
+                        self._listed[claim.id] = listed + skipped.count, skipped
                     yield claim, images
                     if not images:
                         break
@@ -285,10 +295,11 @@ class Worker:
         if self._writer is None:
             job, suffix = self.job, self.shards.temporary_suffix()
             lists = [*(["logits"] if job.logits else []), *job.outputs]
-            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists)
+            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists, footer=job.footer)
         if rows is not None:
             self._writer.add(rows)
             return
+        self._writer.listed = self._listed.pop(claim.id)
         try:
             part = self._writer.finish()
         except FileNotFoundError:  # another worker finished this shard and the last one, then removed leftover files
