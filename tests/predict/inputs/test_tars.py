@@ -1,7 +1,7 @@
 """Tar files: all of their images, or an error at the byte from which on they are lost."""
 
-import gzip
 import gc
+import gzip
 import io
 import random
 import tarfile
