@@ -85,7 +85,7 @@ def predict(
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
         run = open_run(ledger, out, settings, backoff, measure, options.share)
-        if not _has_work(ledger, out, summary_path, quiet=quiet):
+        if not _has_work(ledger, out, summary_path, options, quiet=quiet):
             _refuse_other_listing(ledger, where, run.listing, options, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
@@ -156,12 +156,15 @@ def _absolute(source: str) -> str:
     return source if is_url(source) else os.path.abspath(source)
 
 
-def _has_work(ledger: Ledger, out: Path, summary: Path, *, quiet: bool) -> bool:
-    """Whether there are shards to do, after those whose file was changed or removed have been set free."""
+def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions, *, quiet: bool) -> bool:
+    """Whether there are shards to do, after those whose file was changed, removed or is to be mended were set free."""
     wrong = ledger.verify(lambda shard: part_path(out, shard))
     if wrong:
         summary.unlink(missing_ok=True)
         log(f"predict: {len(wrong)} finished files were changed or removed; they are made again", quiet=quiet)
+    if options.retry_errors and (errors := ledger.totals().errors):
+        summary.unlink(missing_ok=True)
+        log(f"predict: {errors} unreadable images in {ledger.retry_errors()} files are tried again", quiet=quiet)
     totals = ledger.totals()
     if totals.done:
         log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)

@@ -40,13 +40,14 @@ CREATE TABLE run (description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
-    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT
+    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT,
+    kept TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
 """
-_CLAIMED = "id, kind, location, start, count"
-_SET_FREE = "SET digest = NULL, owner = NULL, lease = 0"
+_CLAIMED = "id, kept, kind, location, start, count"
+_SET_FREE = "digest = NULL, owner = NULL, lease = 0"
 
 
 class ShardRecord(NamedTuple):
@@ -75,10 +76,11 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A shard that this worker has claimed."""
+    """A shard that this worker has claimed. kept: the sha256 of its file, of which rows without an error are kept."""
 
     id: int
     shard: Shard
+    kept: str | None = None
 
 
 class Ledger:
@@ -156,7 +158,7 @@ class Ledger:
                 (self.worker, self.lease_seconds),
             ).fetchall()
         )
-        return next((Claim(row[0], Shard(row[1], _decoded(row[2]), *row[3:])) for row in found), None)
+        return next((Claim(row[0], Shard(row[2], _decoded(row[3]), *row[4:]), row[1]) for row in found), None)
 
     def renew(self) -> None:
         """Extend the leases of all shards that this worker holds."""
@@ -191,7 +193,7 @@ class Ledger:
             publish()
             self._connection.execute(
                 "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
-                "skipped_names = ? WHERE id = ?",
+                "skipped_names = ?, kept = NULL WHERE id = ?",
                 (
                     *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
                     *(record.skipped.count, json.dumps(asdict(record.skipped)), claim.id),
@@ -212,8 +214,12 @@ class Ledger:
             if path.is_file() and sha256_file(path) == digest:
                 continue
             # Only while the digest is the one compared: another process may have finished the shard again meanwhile.
-            wrong += [number] * self._change(f"{_SET_FREE} WHERE id = ? AND digest = ?", (number, digest))
+            wrong += [number] * self._change(f"SET {_SET_FREE} WHERE id = ? AND digest = ?", (number, digest))
         return wrong
+
+    def retry_errors(self) -> int:
+        """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
+        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0", ())
 
     def totals(self) -> Totals:
         shards, done, images, errors, expected, unknown = self._one(

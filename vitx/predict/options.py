@@ -56,6 +56,7 @@ class PredictOptions(Options):
     draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
     strict: bool = option(False, "Stop at the first unreadable image.")
     max_error_rate: float = option(0.01, "Exit code 1 if a larger share of the images is unreadable.", ge=0, le=1)
+    retry_errors: bool = option(False, "Read again what was unreadable in a finished run; its other rows stay.")
     shard_size: int = option(4096, "Files to a unit of work.", ge=1)
     image_column: str | None = option(None, "Of Parquet files, where several columns hold bytes.")
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)

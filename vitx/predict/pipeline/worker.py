@@ -1,6 +1,6 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
-from vitx.predict.inputs.inventory import Item, read_item, read_shard
+from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim
-from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
+from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
@@ -92,6 +92,25 @@ class Shards(Protocol):
         ...
 
 
+@dataclass
+class Reading:
+    """What is found in a shard while it is read. kept: rows of its last file, which are not made again."""
+
+    skipped: SkippedNames
+    kept: KeptRows | None
+    images: int = 0
+
+    def remaining(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            self.images += 1
+            if self.kept is None or not self.kept.keep(item.key):
+                yield item
+
+    def listed(self, shard: Shard) -> tuple[int, SkippedNames]:
+        """How many names the shard has, as it was listed where images are counted then; and which are no images."""
+        return (self.images if shard.count is None else shard.count) + self.skipped.count, self.skipped
+
+
 class PreparedImage(NamedTuple):
     """An image's key in the output, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
 
@@ -127,8 +146,8 @@ class Worker:
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
-        # By shard: how many names it has, and which of them are no images. From when it was read until it is recorded.
-        self._listed: dict[int, tuple[int, SkippedNames]] = {}
+        # By shard, from when it was read until it is recorded.
+        self._readings: dict[int, Reading] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -175,16 +194,15 @@ class Worker:
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
         for claim in self.shards.claims():
-            skipped, count = SkippedNames(), 0
-            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column, skipped)
+            reading = Reading(SkippedNames(), KeptRows.of(part_path(self.job.out, claim.id), claim.kept))
+            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column, reading.skipped)
+            remaining = reading.remaining(items)
             with closing(items):
                 while True:
                     with self.timer.busy("read"):
-                        images = list(islice(items, self._slice_size))
-                    count += len(images)
+                        images = list(islice(remaining, self._slice_size))
                     if not images:
-                        listed = count if claim.shard.count is None else claim.shard.count
-                        self._listed[claim.id] = listed + skipped.count, skipped
+                        self._readings[claim.id] = reading
                     yield claim, images
                     if not images:
                         break
@@ -299,7 +317,8 @@ class Worker:
         if rows is not None:
             self._writer.add(rows)
             return
-        self._writer.listed = self._listed.pop(claim.id)
+        reading = self._readings.pop(claim.id)
+        self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
         try:
             part = self._writer.finish()
         except FileNotFoundError:  # another worker finished this shard and the last one, then removed leftover files
