@@ -267,7 +267,7 @@ def _parquet_values(shard: Shard, base: str, image_column: str | None) -> Iterat
 
     folder = join(base, shard.location).rpartition("/")[0]
     with open_stream(join(base, shard.location)) as file:
-        parquet = pq.ParquetFile(file)
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
         column = _image_column(parquet.schema_arrow, image_column, shard.location)
         groups = list(range(len(rows)))

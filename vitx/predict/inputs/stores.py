@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 
-from vitx.core.errors import InputError, VitxError, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs.skipped import SkippedNames
@@ -87,15 +87,21 @@ def expand(pattern: str) -> Iterator[str]:
 def is_folder(location: str) -> bool:
     if not is_url(location):
         return os.path.isdir(location)
-    system, path = remote_filesystem(location)
-    return bool(system.isdir(path))
+    return _ask(location, "isdir")
 
 
 def exists(location: str) -> bool:
     if not is_url(location):
         return os.path.exists(location)
+    return _ask(location, "exists")
+
+
+def _ask(location: str, question: str) -> bool:
     system, path = remote_filesystem(location)
-    return bool(system.exists(path))
+    try:
+        return bool(_attempts(lambda: getattr(system, question)(path), "it gives no answer"))
+    except (OSError, ImageError) as error:
+        raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
 
 def remote_filesystem(location: str) -> tuple[Any, str]:
