@@ -309,6 +309,12 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
         Ledger(tmp_path / "new", lease_seconds=1)
 
 
+def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 20)
+    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"):
+        Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
+
+
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(store: Store, share: tuple[int, int], numbers: list[int]) -> None:
     with closing(store.open()) as one:

@@ -176,6 +176,14 @@ def test_an_input_that_changes_between_two_jobs_is_refused(tiny_bundle: Bundle, 
     assert len(paths(out)) == 5
 
 
+@pytest.mark.parametrize("damage", [b"", b"{", b"1", b"\xff"])
+def test_a_damaged_agreement_is_refused(tiny_bundle: Bundle, photos: Path, tmp_path: Path, damage: bytes) -> None:
+    run(tiny_bundle, photos, tmp_path, "1/2")
+    (tmp_path / ".vitx" / "shards.json").write_bytes(damage)
+    with pytest.raises(InputError, match=r"shards\.json', in which the jobs agree, is damaged: choose another folder"):
+        run(tiny_bundle, photos, tmp_path, "2/2")
+
+
 def test_leftovers_of_other_jobs_are_left_to_them(tmp_path: Path) -> None:
     for number in (1, 2, 3, 4, 123456789):
         path = part_path(tmp_path, number)

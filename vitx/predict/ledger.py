@@ -87,7 +87,7 @@ class Ledger:
     """One worker's view of a run, at `path` on a local file system: SQLite's write-ahead log uses shared memory.
 
     Each thread uses its own `Ledger`: see `for_thread`. worker: written as the owner of its shards; random by default.
-    Raises InputError for a file of another version of vitx.
+    Raises InputError for a file that is damaged, or of another version of vitx.
     """
 
     # SQL expression: seconds since 1970.
@@ -101,9 +101,12 @@ class Ledger:
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._open()
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+                raise
+            again = "choose another folder, or pass --overwrite"
+            raise InputError(f"the ledger {path} is damaged ({error}): {again}") from None
 
     def _open(self) -> None:
         self._retry_busy(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))

@@ -128,7 +128,7 @@ def open_run(
 
     def create() -> tuple[str, Inventory]:
         if agreement.exists():  # before the listing, which may take an hour
-            _refuse_changes(out, json.loads(agreement.read_text()), settings | {"shards": share.jobs})
+            _refuse_changes(out, _read_agreement(agreement), settings | {"shards": share.jobs})
         try:
             taken = take_inventory(settings["input"], listing, settings["shard_size"], settings["image_column"], share)
             if share != WHOLE:
@@ -160,7 +160,14 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
     """Write down what all jobs of a --shard must have in common, or compare it with what the first one wrote."""
     path = out / STATE / AGREEMENT
     write_bytes_once(path, json.dumps(settings).encode())  # ASCII: a path need not be valid Unicode
-    _refuse_changes(out, json.loads(path.read_text()), settings)
+    _refuse_changes(out, _read_agreement(path), settings)
+
+
+def _read_agreement(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError):
+        raise InputError(f"'{path}', in which the jobs agree, is damaged: choose another folder") from None
 
 
 def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
