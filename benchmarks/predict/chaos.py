@@ -1,12 +1,11 @@
 """Workers of `vitx predict` that are killed, put to sleep beyond their leases, and left without disk: every image once.
 
-    python benchmarks/predict/chaos.py [--images 20000] [--seeds 0,1,2] [--ledger URL|private] [--json FILE]
+    python benchmarks/predict/chaos.py [--images 20000] [--seeds 0,1,2] [--json FILE]
 
 Ten processes share a folder of tiny images, one in 97 of them unreadable. At random moments one is killed (SIGKILL) and
 replaced, or stopped until another has its shard and then woken, so that two work on it; and the disk is filled twice
 for a while (a small tmpfs: needs the right to mount; said in the result). The sessions are slowed down, so that there
-are shards to be interrupted. With `--ledger` the ledger is a PostgreSQL database, whose connections are cut as well; a
-`private` one is a server of this run's own, which crashes twice. Exit code 1 when a row is missing, double or wrong.
+are shards to be interrupted. Exit code 1 when a row is missing, double or wrong.
 """
 
 import json
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -34,15 +33,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
 from support.targets import command_line, report_header, save_report
 from vitx.core.bundle import Bundle
-from vitx.core.errors import EnvironmentMissing
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, SUMMARY, predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import Session, load_session
-
-if TYPE_CHECKING:
-    from postgres_server import PostgresServer
 
 # Imported once by the process that forks the workers: a new worker starts in a tenth of a second.
 warm_up()
@@ -50,8 +45,6 @@ WORKERS, BATCH, SHARD, LEASE = 10, 16, 64, 1.0
 UNREADABLE_EVERY = 97
 SECONDS_A_BATCH = 0.02
 DEADLINE = 240.0
-# A worker that began while there was no server.
-NO_SERVER = 3
 
 
 class SlowSession(Session):
@@ -69,16 +62,11 @@ class SlowSession(Session):
         return self._session.describe()
 
 
-def work(bundle: Path, folder: Path, out: Path, ledger: str | None) -> None:
+def work(bundle: Path, folder: Path, out: Path) -> None:
     opened = Bundle.open(bundle)
     options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "top_k": 2, "decode_threads": 1}
-    options |= {"ledger_url": ledger, "lease_seconds": LEASE, "allow_uncertified": True}
-    try:
-        predict(opened, SlowSession(opened), folder, out, PredictOptions(**options), quiet=True)
-    except EnvironmentMissing as error:
-        if not str(error).startswith("cannot open the ledger"):
-            raise
-        sys.exit(NO_SERVER)
+    options |= {"lease_seconds": LEASE, "allow_uncertified": True}
+    predict(opened, SlowSession(opened), folder, out, PredictOptions(**options), quiet=True)
 
 
 def write_images(folder: Path, count: int) -> dict[str, str | None]:
@@ -110,95 +98,27 @@ def small_disk(path: Path, mebibytes: int) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-class SqliteLedger:
-    """The ledger in a file: it is watched and never disturbed."""
-
-    url = None
-
-    def __init__(self, out: Path) -> None:
-        self._path = out / ".vitx" / "ledger.sqlite"
-
-    def is_done(self) -> bool:
-        if not self._path.exists():
-            return False
-        # Never waits: the worker that holds the lock may be stopped, and this process has to wake it.
-        with closing(sqlite3.connect(self._path, timeout=0)) as database, suppress(sqlite3.OperationalError):
-            # A ledger that was made a moment ago has no shards yet, and is not done.
-            shards, finished = database.execute("SELECT count(*), count(digest) FROM vitx_shard").fetchone()
-            return bool(0 < shards == finished)
+def is_done(ledger: Path) -> bool:
+    if not ledger.exists():
         return False
-
-    def strike(self, chance: random.Random, events: Counter[str]) -> None:
-        pass
-
-
-class PostgresLedger:
-    """A database whose connections are cut, and whose server crashes, if it is this run's own."""
-
-    def __init__(self, url: str, out: Path, server: "PostgresServer | None") -> None:
-        self.url, self._run, self._server = url, str(out), server
-        self._crashes = 2 if server else 0
-        self._cuts = 10
-
-    def is_done(self) -> bool:
-        query = "SELECT count(*), count(digest) FROM vitx_shard WHERE run = %s"
-        shards, done = self._ask(query, self._run)[0] if self._ask("SELECT to_regclass('vitx_shard')")[0][0] else (0, 0)
-        return bool(shards) and shards == done
-
-    def strike(self, chance: random.Random, events: Counter[str]) -> None:
-        if self._cuts and chance.random() < 0.5:
-            self._cuts -= 1
-            cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'vitx predict'"
-            events["connections cut"] += len(self._ask(f"{cut} AND random() < 0.7"))
-        elif self._server and self._crashes and chance.random() < 0.15:
-            self._crashes -= 1
-            self._server.stop(at_once=True)
-            time.sleep(chance.uniform(0.2, 1.0))
-            self._server.start()
-            events["server crashed"] += 1
-
-    def _ask(self, query: str, *values: str) -> list[Any]:
-        import psycopg
-
-        with psycopg.connect(self.url) as connection:
-            return connection.execute(query.encode(), values or None).fetchall()
-
-
-@contextmanager
-def open_ledger(kind: str | None, out: Path) -> Iterator[SqliteLedger | PostgresLedger]:
-    if kind is None:
-        yield SqliteLedger(out)
-    elif kind != "private":
-        yield PostgresLedger(kind, out, None)
-    else:
-        from postgres_server import find_programs, postgres_server
-
-        programs = find_programs()
-        if programs is None:
-            sys.exit("--ledger private: no PostgreSQL server here, neither on the path nor under /usr/lib/postgresql")
-        with postgres_server(programs) as server:
-            yield PostgresLedger(server.url, out, server)
+    # Never waits: the worker that holds the lock may be stopped, and this process has to wake it.
+    with closing(sqlite3.connect(ledger, timeout=0)) as database, suppress(sqlite3.OperationalError):
+        # A ledger that was made a moment ago has no shards yet, and is not done.
+        shards, finished = database.execute("SELECT count(*), count(digest) FROM shard").fetchone()
+        return bool(0 < shards == finished)
+    return False
 
 
 class Chaos:
     """Ten workers and what happens to them."""
 
-    def __init__(
-        self,
-        bundle: Path,
-        folder: Path,
-        out: Path,
-        ledger: SqliteLedger | PostgresLedger,
-        seed: int,
-        *,
-        full_disks: int,
-    ) -> None:
-        self._arguments = (bundle, folder, out, ledger.url)
-        self._out, self._ledger, self._random = out, ledger, random.Random(seed)
+    def __init__(self, bundle: Path, folder: Path, out: Path, seed: int, *, full_disks: int) -> None:
+        self._arguments = (bundle, folder, out)
+        self._out, self._random = out, random.Random(seed)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["chaos", "onnxruntime"])
         # The server is begun by the first worker, and finds the module only so.
-        os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
         self._asleep: dict[int, float] = {}
         self._ballast = out / "ballast"
         self._full_until = 0.0
@@ -210,15 +130,15 @@ class Chaos:
         """Until every shard is done; raise TimeoutError when that takes too long, RuntimeError if a worker fails."""
         deadline = time.monotonic() + DEADLINE
         try:
-            while self._full_until or not self._ledger.is_done():
+            while self._full_until or not is_done(self._out / ".vitx" / "ledger.sqlite"):
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not done after {DEADLINE} s: {dict(self.events)}")
                 time.sleep(self._random.uniform(0.05, 0.25))
                 self._wake()
                 self._replace_dead()
                 self._disk()
-                self._strike()
-                self._ledger.strike(self._random, self.events)
+                with suppress(ProcessLookupError):  # it ended by itself, and nobody here knows it yet
+                    self._strike()
             self._ballast.unlink(missing_ok=True)
             self._wake(everyone=True)
             for worker in self.workers:
@@ -257,9 +177,8 @@ class Chaos:
     def _replace_dead(self) -> None:
         for place, worker in enumerate(self.workers):
             if not worker.is_alive():
-                if worker.exitcode not in (0, -signal.SIGKILL, NO_SERVER):
+                if worker.exitcode not in (0, -signal.SIGKILL):
                     raise RuntimeError(f"a worker ended with {worker.exitcode}")
-                self.events["began without a server"] += worker.exitcode == NO_SERVER
                 self.workers[place] = self._start()
 
     def _disk(self) -> None:
@@ -296,36 +215,34 @@ def unreadable(expected: dict[str, str | None]) -> int:
     return sum(name is None for name in expected.values())
 
 
-def chaos(images: int, seed: int, ledger: str | None, scratch: Path) -> dict[str, Any]:
+def chaos(images: int, seed: int, scratch: Path) -> dict[str, Any]:
     """One run; the result names what happened to the workers, and what was wrong in the output."""
     expected = write_images(scratch / "images", images)
     bundle = write_bundle(scratch / "tiny.vitx")
     started = time.perf_counter()
     out = scratch / "disk" / "out"
-    with small_disk(scratch / "disk", 16) as mounted, open_ledger(ledger, out) as opened:
+    with small_disk(scratch / "disk", 16) as mounted:
         out.mkdir()
-        run = Chaos(bundle.path, scratch / "images", out, opened, seed, full_disks=2 if mounted else 0)
+        run = Chaos(bundle.path, scratch / "images", out, seed, full_disks=2 if mounted else 0)
         run.run()
         # The last worker may have been killed before it wrote the summary.
-        work(bundle.path, scratch / "images", out, opened.url)
+        work(bundle.path, scratch / "images", out)
         wrong = check(out, expected)
     seconds = time.perf_counter() - started
-    done = {"images": images, "seed": seed, "ledger": "sqlite" if ledger is None else "postgres"}
-    return done | {"seconds": seconds, "events": dict(+run.events), "wrong": wrong}
+    return {"images": images, "seed": seed, "seconds": seconds, "events": dict(+run.events), "wrong": wrong}
 
 
 def main() -> None:
     parser = command_line(__doc__.splitlines()[0])
     parser.add_argument("--images", type=int, default=20_000)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--ledger", metavar="URL|private")
     options = parser.parse_args()
     runs = []
     for seed in map(int, options.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="vitx-chaos-") as scratch:
-            runs.append(chaos(options.images, seed, options.ledger, Path(scratch)))
+            runs.append(chaos(options.images, seed, Path(scratch)))
         print(json.dumps(runs[-1]), flush=True)
-    save_report({**report_header(), "chaos" if options.ledger is None else "chaos_postgres": runs}, options.json)
+    save_report({**report_header(), "chaos": runs}, options.json)
     sys.exit(any(count for run in runs for count in run["wrong"].values()))
 
 

@@ -7,8 +7,7 @@
 --measure   The costs of each stage alone, with one core busy and with all; then `vitx predict`'s work in 1, 2 and 4
             processes on two inputs, one that the model binds and one that decoding binds, and beside each the seconds
             that the model of benchmarks/support/pipeline.py expects from the costs alone. Of the ledger: shards a
-            second on SQLite and PostgreSQL (fsync on), and what one look at the totals costs with a billion images'
-            shards.
+            second, and what one look at the totals costs with a billion images' shards.
 --plan      Nodes for a rate, what binds them, the ledger's load, and the price of an image where one is given. What a
             device does is an input unless --device-images-per-second is left out: then it is one measured core.
 """
@@ -24,14 +23,12 @@ import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from bundle_fixture import LABELS, colour_image, png, write_bundle
-from postgres_server import find_programs, postgres_server
 from support.images import detailed_image
 from support.pipeline import Costs, processes_on_cores, simulate, worker
 from support.process_tree import together
@@ -41,8 +38,7 @@ from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, predict
 from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.inputs.listing import sort_paths, write_list
-from vitx.predict.ledger.databases import PostgresDatabase, SqliteDatabase
-from vitx.predict.ledger.ledger import Ledger, ShardRecord
+from vitx.predict.ledger import Ledger, ShardRecord
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import load_session
@@ -169,22 +165,16 @@ def stages(scratch: Path, folder: Path, bundle: Path) -> dict[str, Any]:
     }
 
 
-def open_ledger(where: str) -> Ledger:
-    return Ledger(
-        PostgresDatabase(where) if "://" in where else SqliteDatabase(Path(where)), run="scale", lease_seconds=60
-    )
-
-
-def plan_shards(where: str, count: int) -> None:
+def plan_shards(where: Path, count: int) -> None:
     shards = tuple(Shard("images", "", number * 100_000, SHARD_SIZE) for number in range(count))
-    with closing(open_ledger(where)) as ledger:
+    with closing(Ledger(where, lease_seconds=60)) as ledger:
         ledger.create_or_join(lambda: ("scale", Inventory("", shards, "0")))
 
 
-def take_all(number: int, where: str, seconds: float, ready: Any) -> int:
+def take_all(number: int, where: Path, seconds: float, ready: Any) -> int:
     """In a process of its own: claim and finish shards, which cost nothing, for a while; how many."""
     done = 0
-    with closing(open_ledger(where)) as ledger:
+    with closing(Ledger(where, lease_seconds=60)) as ledger:
         ready.wait()
         end = time.monotonic() + seconds
         while time.monotonic() < end and (claim := ledger.claim()) is not None:
@@ -193,30 +183,19 @@ def take_all(number: int, where: str, seconds: float, ready: Any) -> int:
     return done
 
 
-def ledger_rates(where: str, seconds: float = 4.0) -> dict[str, Any]:
+def ledger_rates(where: Path, seconds: float = 4.0) -> dict[str, Any]:
     """Shards a second that 1 and 8 processes claim and finish, and one look at the totals, of a billion images."""
     start = time.perf_counter()
     plan_shards(where, MANY_SHARDS)
     found: dict[str, Any] = {"shards": MANY_SHARDS, "plan_seconds": time.perf_counter() - start}
     found["shards_per_second"] = {count: sum(together(take_all, count, where, seconds)) / seconds for count in (1, 8)}
-    with closing(open_ledger(where)) as ledger:
+    with closing(Ledger(where, lease_seconds=60)) as ledger:
         looks = []
         for _ in range(5):
             start = time.perf_counter()
             ledger.totals()
             looks.append(time.perf_counter() - start)
     return found | {"totals_seconds": statistics.median(looks)}
-
-
-def ledgers(scratch: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"sqlite": ledger_rates(str(scratch / "ledger.sqlite"))}
-    programs = find_programs()
-    if programs is None:
-        return found | {"postgresql": "not measured: no initdb on this machine"}
-    durable = mock.patch.dict("postgres_server._SETTINGS", {"fsync": "on", "shared_buffers": "128MB"})
-    with durable, postgres_server(programs) as server:
-        found["postgresql"] = ledger_rates(server.url)
-    return found
 
 
 def listing(scratch: Path, count: int = 300_000) -> dict[str, float]:
@@ -279,7 +258,7 @@ def measure(scratch: Path, parts: list[str]) -> dict[str, Any]:
                 found[part] = stages(Path(outs), scratch / folder, scratch / f"{bundle}.vitx")
     if "ledger" in parts:
         with tempfile.TemporaryDirectory() as disk:  # not the memory that the images are in
-            found["ledger"] = ledgers(Path(disk))
+            found["ledger"] = {"sqlite": ledger_rates(Path(disk) / "ledger.sqlite")}
             found["listing"] = listing(Path(disk))
         found["verification"] = verification()
     if "output" in parts:
@@ -318,7 +297,7 @@ def plan(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     shard_seconds = options.shard_size * workers / (node * nodes)
     again = shard_seconds / 2 + found[options.images]["begin_seconds"]
     lost = min(1.0, options.preemptions_per_hour * again / 3600)
-    ledger = found["ledger"][options.ledger]
+    ledger = found["ledger"]["sqlite"]
     output = rate * 86_400 * found["output"]["bytes_per_image"]
     price = options.node_price and options.node_price * nodes / (rate * 3600) / (1 - lost) * 1e6
     return {
@@ -335,12 +314,13 @@ def plan(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
             "decoding_cores_a_device": options.node_cores / max(1, options.node_devices),
             "gigabytes_out_a_day": output / 1e9,
         },
+        # Each job of a --shard has its own.
         "ledger": {
-            "shards_per_second": rate / options.shard_size,
-            "share_of_measured_rate": rate / options.shard_size / max(ledger["shards_per_second"].values()),
-            "renewals_per_second": workers * 4 / options.lease,
+            "shards_per_second": rate / options.shard_size / workers,
+            "share_of_measured_rate": rate / options.shard_size / workers / max(ledger["shards_per_second"].values()),
+            "renewals_per_second": 4 / options.lease,
             # ProgressReporter.update: twice a second, and no more than a fiftieth of the time.
-            "looks_at_totals_cores": workers * min(0.02, 2 * ledger["totals_seconds"]),
+            "looks_at_totals_cores": min(0.02, 2 * ledger["totals_seconds"]),
         },
         "preemption": {
             "seconds_done_again": again,
@@ -373,7 +353,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--shard-size", type=int, default=SHARD_SIZE)
     parser.add_argument("--lease", type=float, default=60.0)
-    parser.add_argument("--ledger", choices=["sqlite", "postgresql"], default="postgresql")
     parser.add_argument("--preemptions-per-hour", type=float, default=0.0, help="of a node")
     parser.add_argument("--node-price", type=float, help="of an hour, in any currency")
     options = parser.parse_args()

@@ -193,7 +193,7 @@ def test_the_sample_is_spread_over_the_shards(tiny_bundle: Bundle, photos: Path,
 
 def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) -> list[int]:
     """The numbers of the images that are sampled from shards of a list of `count`."""
-    ranges, _ = write_list(folder / "list", (str(index) for index in range(count)), shard_size)
+    ranges, *_ = write_list(folder / "list", (str(index) for index in range(count)), shard_size)
     shards = tuple(Shard("images", "", part.start, part.count) for part in ranges)
     if not known:
         shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
@@ -259,7 +259,7 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
     monkeypatch.setattr(draft, "MAX_FLIP_RATE", 0.9)
     for index in range(4):
         (tmp_path / str(index)).write_bytes(b"%d" % index)
-    ranges, _ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
+    ranges, *_ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
     inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0].start, 5),), "")
     for batch_size in (1, 2, 3):
         found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=batch_size)

@@ -20,7 +20,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import LocalExecutor, Performance
@@ -97,7 +97,7 @@ def test_a_relative_source_is_the_same_run(
 
 def settings(out: Path) -> dict[str, Any]:
     with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
-        (text,) = ledger.execute("SELECT description FROM vitx_plan").fetchone()
+        (text,) = ledger.execute("SELECT description FROM run").fetchone()
     return dict(json.loads(text))
 
 
@@ -116,6 +116,8 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "attention": False,
         "draft": False,
         "measured": {},
+        "source": "folder",
+        "skipped": {"by_suffix": {}, "first": []},
     }
 
 

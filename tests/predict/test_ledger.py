@@ -1,11 +1,7 @@
-"""The ledger: claims, leases that run out, and outputs that only the holder of a shard may publish.
-
-Tests with the fixture `store` run on a SQLite file and on a PostgreSQL server.
-"""
+"""The ledger: claims, leases that run out, and outputs that only the holder of a shard may publish."""
 
 import sqlite3
 import threading
-import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from vitx.core.errors import EnvironmentMissing
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
+from vitx.predict import ledger as ledger_module
 from vitx.predict.inputs.inventory import Inventory, Shard
-from vitx.predict.ledger import databases
-from vitx.predict.ledger.databases import Database, PostgresDatabase, SqliteDatabase
-from vitx.predict.ledger.ledger import Ledger, ShardRecord
+from vitx.predict.ledger import Ledger, ShardRecord
+from vitx.predict.options import Share
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 
 SHARDS = tuple(Shard("images", "", 100 * index, 4) for index in range(3))
@@ -26,29 +22,22 @@ DONE = ShardRecord(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
 
 
 class Store:
-    """A database for ledgers in which time can be made to pass: all leases are moved into the past."""
+    """A file for ledgers in which time can be made to pass: all leases are moved into the past."""
 
-    def __init__(self, where: Path | str) -> None:
-        self._where = where
-        self.run = f"test {uuid.uuid4().hex}"
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
-    def database(self) -> Database:
-        return SqliteDatabase(self._where) if isinstance(self._where, Path) else PostgresDatabase(self._where)
-
-    def open(self, run: str = "") -> Ledger:
-        return Ledger(self.database(), run=run or self.run, lease_seconds=10)
+    def open(self) -> Ledger:
+        return Ledger(self.path, lease_seconds=10)
 
     def pass_time(self, seconds: float) -> None:
-        with closing(self.database()) as database:
-            change = "UPDATE vitx_shard SET lease = lease - ? WHERE run = ? AND lease > 0"
-            database.write(lambda transaction: transaction.execute(change, (seconds, self.run)))
+        with closing(self.open()) as ledger:
+            ledger._change("SET lease = lease - ? WHERE lease > 0", (seconds,))
 
 
-@pytest.fixture(params=["sqlite", "postgres"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
-    if request.param == "sqlite":
-        return Store(tmp_path / "ledger.sqlite")
-    return Store(request.getfixturevalue("postgres").url)
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "ledger.sqlite")
 
 
 @pytest.fixture
@@ -252,33 +241,7 @@ def test_a_creation_that_fails_leaves_no_run(store: Store) -> None:
     with closing(store.open()) as one:
         with pytest.raises(ValueError, match="no images"):
             one.create_or_join(lambda: (_ for _ in ()).throw(ValueError("no images")))
-        assert not one.has_run()
         assert one.create_or_join(lambda: ("later", Inventory("", SHARDS, "")))[0] == "later"
-
-
-def test_runs_of_one_database_are_separate(store: Store, ledger: Ledger) -> None:
-    with closing(store.open(f"{store.run} 2")) as other:
-        assert not other.has_run()
-        other.create_or_join(lambda: ("other", Inventory("/other", SHARDS[:1], "other digest")))
-        claim = other.claim()
-        assert claim is not None
-        assert other.claim() is None
-        assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
-        assert other.commit(claim, DONE, lambda: None)
-        assert ledger.totals() == (3, 0, 0, 0, 12)
-        other.remove_run()
-        assert not other.has_run()
-        assert ledger.remaining() == 3
-
-
-def test_a_run_that_was_removed_is_not_a_run_that_is_done(ledger: Ledger, second: Ledger) -> None:
-    claim = ledger.claim()
-    assert claim is not None
-    second.remove_run()
-    assert not ledger.commit(claim, DONE, lambda: pytest.fail("published"))
-    assert ledger.claim() is None
-    with pytest.raises(EnvironmentMissing, match=r"the run 'test .*' is no longer in the ledger .*: it was removed"):
-        ledger.remaining()
 
 
 def test_names_of_any_bytes_come_back(store: Store) -> None:
@@ -294,7 +257,7 @@ def test_a_lock_that_is_never_freed_is_an_error(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "ledger.sqlite"
     with closing(Ledger(path, lease_seconds=10)) as one:
         one.create_or_join(lambda: ("", Inventory("", SHARDS, "")))
-    monkeypatch.setattr(databases, "BUSY_SECONDS", 0.05)
+    monkeypatch.setattr(ledger_module, "BUSY_SECONDS", 0.05)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     with (
@@ -329,3 +292,31 @@ def test_sqlite_says_that_the_disk_is_full(tmp_path: Path) -> None:
     with closing(database), pytest.raises(sqlite3.OperationalError) as raised:
         database.execute("CREATE TABLE rows AS SELECT randomblob(100000)")
     assert is_full(raised.value)
+
+
+def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as older:
+        older.execute("CREATE TABLE vitx_plan (run TEXT PRIMARY KEY)")
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"ledger\.sqlite was written by another version of vitx: fin.*--overw"):
+            Ledger(path, lease_seconds=1)
+    with closing(sqlite3.connect(path)) as older:
+        assert older.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("vitx_plan",)]
+    with closing(Ledger(tmp_path / "new", lease_seconds=1)) as newer:
+        newer._write(lambda: newer._connection.execute("PRAGMA user_version = 99"))
+    with pytest.raises(InputError, match="was written by another version"):
+        Ledger(tmp_path / "new", lease_seconds=1)
+
+
+def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 20)
+    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"):
+        Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
+
+
+@pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
+def test_the_shards_of_jobs_have_numbers_of_their_own(store: Store, share: tuple[int, int], numbers: list[int]) -> None:
+    with closing(store.open()) as one:
+        one.create_or_join(lambda: ("", Inventory("", SHARDS, "", Share(*share))))
+        assert [claim.id for claim in iter(one.claim, None)] == numbers

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from vitx.core.files import sync
 from vitx.predict import PREDICTIONS
-from vitx.predict.ledger.ledger import ShardRecord
+from vitx.predict.ledger import ShardRecord
 from vitx.predict.outputs import parts
 from vitx.predict.outputs.parts import (
     Part,

@@ -25,7 +25,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger.ledger import Claim
+from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import (
@@ -104,7 +104,7 @@ def counts(out: Path) -> dict[str, Any]:
 
 def unfinished(out: Path, condition: str = "") -> int:
     with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
-        return int(ledger.execute(f"SELECT count(*) FROM vitx_shard WHERE digest IS NULL {condition}").fetchone()[0])
+        return int(ledger.execute(f"SELECT count(*) FROM shard WHERE digest IS NULL {condition}").fetchone()[0])
 
 
 def wait_for_shards(out: Path, count: int) -> None:

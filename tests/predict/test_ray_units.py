@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import write_list
-from vitx.predict.ledger.ledger import Claim, ShardRecord
+from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import QueuedShards, part_from_result
@@ -22,7 +24,7 @@ pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray.pool")
 
 FIRST, SECOND = Claim(1, Shard("tar", "1.tar")), Claim(2, Shard("tar", "2.tar"))
-RECORD = ShardRecord("digest", 4, 1, {0: 2, 3: 1})
+RECORD = ShardRecord("digest", 4, 1, {0: 2, 3: 1}, 9, SkippedNames({".txt": 5}, ["a.txt"]))
 
 
 def part(number: int) -> Part:
@@ -81,7 +83,9 @@ def test_temporary_files_begin_with_the_token_and_differ() -> None:
 
 
 def test_a_result_is_the_part_that_the_actor_wrote(tmp_path: Path) -> None:
-    text = json.dumps({"id": 7, "file": ".part-00000007.parquet.ray-1.x", "record": RECORD})
+    text = json.dumps(
+        {"id": 7, "file": ".part-00000007.parquet.ray-1.x", "record": [*RECORD[:-1], asdict(RECORD.skipped)]}
+    )
     folder = tmp_path / PREDICTIONS
     assert part_from_result(json.loads(text), tmp_path) == Part(
         part_path(tmp_path, 7), folder / ".part-00000007.parquet.ray-1.x", RECORD
@@ -169,7 +173,7 @@ def job(folder: Path, base: str) -> Job:
 def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
-    ranges, _ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
+    ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
     claims = [Claim(number, Shard("images", "", part.start, 1)) for number, part in enumerate(ranges, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]

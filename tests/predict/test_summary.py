@@ -13,7 +13,8 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.inventory import Inventory, Shard
-from vitx.predict.ledger.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.ledger import Ledger, ShardRecord, Totals
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.summary import bundle_digest, summarize
 
@@ -38,17 +39,24 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
             claim = ledger.claim()
             assert claim is not None
             images = sum(classes.values()) + 2
-            ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes), lambda: None)
-        summary = summarize(ledger, bundle, "/in/\udcff", performance, certified=True, draft=draft)
+            ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes, images), lambda: None)
+        beside = SkippedNames({".txt": 2, "(hidden)": 1}, ["a.txt", "b\udcff.txt", ".c"])
+        summary = summarize(
+            *(ledger, bundle, "/in/\udcff", performance), certified=True, draft=draft, source="list", beside=beside
+        )
         assert summarize(ledger, bundle, "/in", performance, certified=False).draft is None
     found = summary.model_dump(mode="json")
     assert found.pop("created").startswith("20")
     assert found == {
-        "format_version": 2,
+        "format_version": 3,
+        "complete": True,
+        "sources": {"list": {"listed": 17, "predicted": 8, "unreadable": 6, "skipped": 3}},
+        "skipped_names": {"by_suffix": {".txt": 2, "(hidden)": 1}, "first": ["a.txt", "b\\xff.txt", ".c"]},
         "bundle": "two-colours",
         "bundle_sha256": sha256_bytes((bundle.path / MANIFEST).read_bytes()),
         "certified": True,
         "input": "/in/\\xff",
+        "shard": None,
         "images": 14,
         "errors": 6,
         "shards": 3,
@@ -159,7 +167,7 @@ def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
         ledger.create_or_join(lambda: ("", Inventory("", (Shard("images", "", 0, 50),), "")))
         claim = ledger.claim()
         assert claim is not None
-        ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}), lambda: None)
+        ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}, 50), lambda: None)
         summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), "/in", performance, certified=True)
     summary.check_errors(0.04)
     with pytest.raises(CheckFailed, match=r"^2 of 50 images are unreadable, more than --max-error-rate 0\.039: the"):

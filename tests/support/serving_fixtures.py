@@ -1,9 +1,7 @@
-"""Fixtures of every room: small bundles and runs, the command line in this process, a PostgreSQL server."""
+"""Fixtures of every room: small bundles and runs, the command line in this process."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from PIL import Image
@@ -18,9 +16,6 @@ from vitx.parity import certify
 from vitx.parity.certification import record_verdicts
 from vitx.runtimes import load_session
 from vitx.runtimes.session import executable_of
-
-if TYPE_CHECKING:
-    from postgres_server import PostgresServer
 
 
 @pytest.fixture(scope="session")
@@ -86,15 +81,3 @@ def vitx(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS
     )  # restored after the test: `vitx serve` sets it to None
     return lambda *arguments: run_in_process(arguments, monkeypatch, capsys)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> "Iterator[PostgresServer]":
-    """A PostgreSQL server for the tests alone."""
-    from postgres_server import find_programs, postgres_server
-
-    programs = find_programs()
-    if programs is None:
-        pytest.skip("no PostgreSQL server here: no initdb on the path or under /usr/lib/postgresql")
-    with postgres_server(programs) as server:
-        yield server

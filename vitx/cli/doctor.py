@@ -12,7 +12,6 @@ EXTRAS = {
     "serve": ("starlette", "vitx serve, vitx predict"),
     "grpc": ("grpc", "vitx serve --grpc-port"),
     "ray": ("ray", "--ray"),
-    "postgres": ("psycopg", "vitx predict --ledger postgresql://…"),
 }
 
 

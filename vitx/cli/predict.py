@@ -38,6 +38,13 @@ def command(
     summary.check_errors(options.max_error_rate)
 
 
+def _skipped(summary: "PredictionSummary") -> str:
+    """Names that are no images: how many, and which for example."""
+    skipped = summary.skipped_names
+    count = sum(skipped.by_suffix.values())
+    return f"{count} names that are no images, such as {', '.join(skipped.first)}" if count else "0"
+
+
 def _print(summary: "PredictionSummary", out: Path) -> None:
     from vitx.core.console import print_fields
     from vitx.predict import PREDICTIONS
@@ -49,6 +56,7 @@ def _print(summary: "PredictionSummary", out: Path) -> None:
         {
             "written to": out / PREDICTIONS,
             "unreadable": summary.errors,
+            "skipped": _skipped(summary),
             "done by this process": summary.images_here,
             "seconds": summary.seconds,
             "images/s": summary.images_per_second,

@@ -11,8 +11,9 @@ import os
 import shutil
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -83,6 +84,18 @@ def write_bytes(path: Path, data: bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_bytes_once(path: Path, data: bytes) -> None:
+    """Write a whole file unless it is there: of writers on any machines that share a folder one is first."""
+    first = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    write_bytes(first, data)
+    try:
+        with suppress(FileExistsError):
+            os.link(first, path)
+    finally:
+        first.unlink()
+    sync(path.parent)
 
 
 def remove_unfinished(path: Path) -> None:

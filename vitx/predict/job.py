@@ -8,16 +8,16 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
-from vitx.core.files import read_record, write_json
+from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
-from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import part_path, remove_leftovers
 from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
@@ -26,7 +26,7 @@ from vitx.predict.pipeline.executor import Executor, LocalExecutor
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import SUMMARY, PredictionSummary, bundle_digest, summarize
+from vitx.predict.summary import PredictionSummary, bundle_digest, summarize, summary_name
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
@@ -48,7 +48,7 @@ def predict(
 
     Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
-    have been killed: on this machine, or with a ledger at a PostgreSQL URL (see `open_ledger`) on any that sees `out`.
+    have been killed, on this machine; with `shard` each of several jobs, on any machines, does its part of the input.
     Finished shards are verified by digest and not done again. draft: decode faster, after a sample of the input has
     shown that the classes stay the same (see `check_draft`). An unreadable image is a row whose error says why.
 
@@ -73,7 +73,7 @@ def predict(
     }
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
-        if not options.draft:
+        if not options.draft or not inventory.shards:
             return {}
         column, size = options.image_column, options.batch_size
         with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
@@ -82,15 +82,16 @@ def predict(
         return {"draft": checked.model_dump(mode="json")}
 
     backoff = DiskFullBackoff(out, patience_seconds)
+    summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        base, listing, measured = open_run(ledger, out, settings, backoff, measure)
-        if not _has_work(ledger, out, quiet=quiet):
-            _refuse_other_listing(ledger, where, listing, options, backoff)
+        run = open_run(ledger, out, settings, backoff, measure, options.share)
+        if not _has_work(ledger, out, summary_path, options, quiet=quiet):
+            _refuse_other_listing(ledger, where, run.listing, options, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
             out=out,
-            listing=listing,
-            base=base,
+            listing=run.listing,
+            base=run.base,
             labels=bundle.manifest.labels,
             preprocessing=bundle.manifest.preprocessing,
             batch_size=options.batch_size,
@@ -104,6 +105,7 @@ def predict(
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
             decode_threads=options.decode_threads or usable_cores(),
             has_single_files=ledger.has_single_files(),
+            footer=_footer(bundle),
         )
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
@@ -112,13 +114,20 @@ def predict(
         with progress("predict", total, quiet=quiet) as bar:
             performance = executor.execute(job, ledger, backoff, bar)
         _refuse_errors(ledger, out, strict=options.strict)
-        remove_leftovers(out)
+        remove_leftovers(out, share=options.share)
         # This process did nothing: the summary that is there tells of one that did.
-        if not performance.images and (out / SUMMARY).exists():
-            return read_record(out / SUMMARY, PredictionSummary)
-        summary = summarize(ledger, bundle, where, performance, certified=certified, draft=measured.get("draft"))
+        if not performance.images and summary_path.exists():
+            return read_record(summary_path, PredictionSummary)
+        summary = summarize(
+            *(ledger, bundle, where, performance),
+            certified=certified,
+            draft=run.measured.get("draft"),
+            source=run.source,
+            beside=run.skipped,
+            shard=options.shard,
+        )
         # A new one: `backoff` was stopped when the work ended.
-        DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(out / SUMMARY, summary))
+        DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(summary_path, summary))
         return summary
 
 
@@ -135,17 +144,27 @@ def _is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified
     return True
 
 
+def _footer(bundle: Bundle) -> dict[str, str]:
+    """What the rows were made with; a bundle without a certificate has been allowed."""
+    certificate = bundle.path / CERTIFICATE
+    found = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+    return found | ({"vitx.certificate_sha256": sha256_file(certificate)} if certificate.is_file() else {})
+
+
 def _absolute(source: str) -> str:
     """An absolute path, so that processes started in different folders have the same settings."""
     return source if is_url(source) else os.path.abspath(source)
 
 
-def _has_work(ledger: Ledger, out: Path, *, quiet: bool) -> bool:
-    """Whether there are shards to do, after those whose file was changed or removed have been set free."""
+def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions, *, quiet: bool) -> bool:
+    """Whether there are shards to do, after those whose file was changed, removed or is to be mended were set free."""
     wrong = ledger.verify(lambda shard: part_path(out, shard))
     if wrong:
-        (out / SUMMARY).unlink(missing_ok=True)
+        summary.unlink(missing_ok=True)
         log(f"predict: {len(wrong)} finished files were changed or removed; they are made again", quiet=quiet)
+    if options.retry_errors and (errors := ledger.totals().errors):
+        summary.unlink(missing_ok=True)
+        log(f"predict: {errors} unreadable images in {ledger.retry_errors()} files are tried again", quiet=quiet)
     totals = ledger.totals()
     if totals.done:
         log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
@@ -159,7 +178,7 @@ def _refuse_other_listing(
     temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
     size, column = options.shard_size, options.image_column
     try:
-        digest = backoff.retry(lambda: take_inventory(source, temporary, size, column).digest)
+        digest = backoff.retry(lambda: take_inventory(source, temporary, size, column, options.share).digest)
     finally:
         temporary.unlink(missing_ok=True)
     if digest != ledger.listing_digest():

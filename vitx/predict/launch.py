@@ -30,6 +30,8 @@ def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet
 
 def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager[Session | Executor]:
     if options.ray is not None:
+        if options.shard is not None:
+            raise InputError("--ray shares the work among its nodes: pass --shard without it, or leave --shard out")
         from vitx.predict.ray.pool import RayPool
 
         pool = RayPool(

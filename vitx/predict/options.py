@@ -1,6 +1,6 @@
 """What `vitx predict` may be told. Every number has its default here, and nowhere else."""
 
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
@@ -17,6 +17,34 @@ from vitx.core.options import (
 )
 
 
+class Share(NamedTuple):
+    """The part of an input that is one job's; the number of a job is 1 to `jobs`."""
+
+    number: int
+    jobs: int
+
+    @property
+    def suffix(self) -> str:
+        """Of the names of this job's files."""
+        return "" if self == WHOLE else f"-{self.number:05d}-of-{self.jobs:05d}"
+
+
+WHOLE = Share(1, 1)
+
+
+def _parse_share(given: Any) -> Any:
+    """'3/32' → Share(3, 32), anything but a text as it is; raise ValueError unless 1 ≤ I ≤ N."""
+    if not isinstance(given, str):
+        return given
+    numbers = given.split("/")
+    if len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+        raise ValueError("expected I/N, the job's number and the number of jobs, such as 3/32")
+    number, jobs = map(int, numbers)
+    if not 1 <= number <= jobs:
+        raise ValueError(f"of {jobs} jobs there is no number {number}: they are 1 to N")
+    return Share(number, jobs)
+
+
 class PredictOptions(Options):
     """Options of a prediction; ray, ray_actors, threads, device and runtime are those of what runs the bundle."""
 
@@ -28,6 +56,7 @@ class PredictOptions(Options):
     draft: bool = option(False, "Decode faster, not quite the same pixels; refused where classes change.")
     strict: bool = option(False, "Stop at the first unreadable image.")
     max_error_rate: float = option(0.01, "Exit code 1 if a larger share of the images is unreadable.", ge=0, le=1)
+    retry_errors: bool = option(False, "Read again what was unreadable in a finished run; its other rows stay.")
     shard_size: int = option(4096, "Files to a unit of work.", ge=1)
     image_column: str | None = option(None, "Of Parquet files, where several columns hold bytes.")
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)
@@ -35,13 +64,12 @@ class PredictOptions(Options):
     lease_seconds: float = option(
         60.0, "Seconds until the work of a process that died is another's.", flag="--lease", ge=1
     )
-    ledger_url: str | None = option(
+    shard: Annotated[Share | None, BeforeValidator(_parse_share)] = option(
         None,
-        "postgresql://… that shares the work among machines; see --out.",
-        flag="--ledger",
-        metavar="URL",
+        "This is job I of N that share the input, each with a part; on any machines.",
+        metavar="I/N",
+        text=True,
     )
-    run_name: str | None = option(None, "Of this run in --ledger. Default: the absolute path of --out.")
     overwrite: bool = option(False, "Remove the predictions that --out holds, and begin anew.")
     allow_uncertified: AllowUncertified = False
     require_signature: RequireSignature = None
@@ -55,6 +83,10 @@ class PredictOptions(Options):
     threads: Threads = None
     device: DeviceOption = "auto"
     runtime: RuntimeOption = "auto"
+
+    @property
+    def share(self) -> Share:
+        return self.shard or WHOLE
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -7,7 +7,9 @@ from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
-from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.ledger import Ledger
+from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import Performance
@@ -16,16 +18,42 @@ from vitx.predict.pipeline.stages import busiest
 SUMMARY = "summary.json"
 
 
+def summary_name(share: Share) -> str:
+    """Of the summary's file: with --shard each job has one."""
+    return SUMMARY.replace(".", f"{share.suffix}.")
+
+
+class SourceCounts(Record):
+    """Names of one kind of source: all that were listed, and what became of them."""
+
+    listed: int
+    predicted: int
+    unreadable: int
+    skipped: int
+
+    @property
+    def missing(self) -> int:
+        return self.listed - self.predicted - self.unreadable - self.skipped
+
+
+class SkippedCounts(Record):
+    """Names that are no images, by their suffix, and the first few of them."""
+
+    by_suffix: dict[str, int]
+    first: list[str]
+
+
 class PredictionSummary(Record):
     """Counts of the whole input, and the speed of the process that wrote the file.
 
-    Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label). Of this process
+    Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label), sources
+    (folder, pattern, list, image, tar, parquet), complete (all names that were listed are among them). Of this process
     alone, as other processes or an earlier call may have done the rest: images_here, seconds, images_per_second, stages
     (the part of the time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
-    changed on the sample.
+    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above.
     """
 
-    format_version: int = 2
+    format_version: int = 3
     bundle: str
     bundle_sha256: str
     certified: bool
@@ -34,6 +62,9 @@ class PredictionSummary(Record):
     errors: int
     shards: int
     classes: dict[str, int]
+    complete: bool
+    sources: dict[str, SourceCounts]
+    skipped_names: SkippedCounts
     images_here: int
     seconds: float
     images_per_second: float
@@ -43,9 +74,17 @@ class PredictionSummary(Record):
     versions: dict[str, str]
     created: str
     draft: DraftCheck | None = None
+    shard: str | None = None
 
     def check_errors(self, max_error_rate: float) -> None:
-        """Raise CheckFailed when a larger share of the images is unreadable than `max_error_rate`."""
+        """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`."""
+        for source, counts in self.sources.items():
+            if counts.missing:
+                raise CheckFailed(
+                    f"not complete: of {counts.listed} names listed ({source}) {counts.predicted} were predicted, "
+                    f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the list in "
+                    ".vitx was changed meanwhile: choose another folder, or pass --overwrite"
+                )
         if self.errors > max_error_rate * self.images:
             raise CheckFailed(
                 f"{self.errors} of {self.images} images are unreadable, more than --max-error-rate {max_error_rate:g}: "
@@ -56,28 +95,41 @@ class PredictionSummary(Record):
 def summarize(
     ledger: Ledger,
     bundle: Bundle,
-    source: str,
+    where: str,
     performance: Performance,
     *,
     certified: bool,
     draft: dict[str, Any] | None = None,
+    source: str = "folder",
+    beside: SkippedNames = NONE_SKIPPED,
+    shard: Share | None = None,
 ) -> PredictionSummary:
-    """The summary of a ledger whose shards are all done."""
+    """The summary of a ledger whose shards are all done. source and beside: what the listing found, see `Inventory`."""
     totals = ledger.totals()
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
     for counts in ledger.class_counts():
         for index, images in counts.items():
             images_by_label[labels[index]] += images
+    sources = _source_counts(ledger, source, beside.count)
+    skipped = SkippedNames()
+    for names in (beside, *ledger.skipped_names()):
+        skipped.merge(names)
     return PredictionSummary(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),
         certified=certified,
-        input=escape_invalid_utf8(source),
+        input=escape_invalid_utf8(where),
         images=totals.images,
         errors=totals.errors,
         shards=totals.shards,
         classes=images_by_label,
+        complete=not any(counts.missing for counts in sources.values()),
+        sources=sources,
+        skipped_names=SkippedCounts(
+            by_suffix={escape_invalid_utf8(suffix): count for suffix, count in skipped.by_suffix.items()},
+            first=[escape_invalid_utf8(name) for name in skipped.first],
+        ),
         images_here=performance.images,
         seconds=performance.seconds,
         images_per_second=performance.images / performance.seconds,
@@ -87,7 +139,21 @@ def summarize(
         versions=installed_versions(),
         created=timestamp(),
         draft=None if draft is None else DraftCheck.model_validate(draft),
+        shard=None if shard is None else f"{shard.number}/{shard.jobs}",
     )
+
+
+def _source_counts(ledger: Ledger, source: str, beside: int) -> dict[str, SourceCounts]:
+    """By source, with the `beside` names that were skipped when the input was listed."""
+    found = {}
+    for kind, (listed, images, errors, skipped) in ledger.counts().items():
+        found[source if kind == "images" else kind] = SourceCounts(
+            listed=listed, predicted=images - errors, unreadable=errors, skipped=skipped
+        )
+    if beside:
+        single = found.get(source) or SourceCounts(listed=0, predicted=0, unreadable=0, skipped=0)
+        found[source] = single.model_copy(update={"listed": single.listed + beside, "skipped": beside})
+    return found
 
 
 def bundle_digest(path: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 from server_process import wait_until
 from vitx.core.errors import EnvironmentMissing
 from vitx.predict.inputs.inventory import Inventory, Shard
-from vitx.predict.ledger.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, ShardRecord
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.leases import LeasedShards
@@ -48,8 +48,8 @@ def part(folder: Path) -> Part:
 
 
 def held(ledger: Ledger, worker: str) -> list[int]:
-    query = "SELECT id FROM vitx_shard WHERE digest IS NULL AND owner = ? AND lease > 0 ORDER BY id"
-    return [number for (number,) in ledger._database.read(query, (worker,))]
+    query = "SELECT id FROM shard WHERE digest IS NULL AND owner = ? AND lease > 0 ORDER BY id"
+    return [number for (number,) in ledger._rows(query, worker)]
 
 
 def test_claims_end_when_every_shard_is_done(shards: LeasedShards, ledger: Ledger, other: Ledger) -> None:
@@ -141,10 +141,8 @@ class ScriptedLedger:
         self.answers = answers or []
         self.calls: list[str] = []
         self.failures: list[Exception] = []
-        self.stopped: list[threading.Event | None] = []
 
-    def for_thread(self, stopped: threading.Event | None = None) -> "ScriptedLedger":
-        self.stopped.append(stopped)
+    def for_thread(self) -> "ScriptedLedger":
         return self
 
     def claim(self) -> Claim | None:
@@ -236,19 +234,12 @@ def test_leases_are_renewed_four_times_in_their_length_though_some_fail(tmp_path
     assert stopped.is_set()
 
 
-def test_the_ledgers_of_its_threads_stop_with_it(tmp_path: Path) -> None:
-    ledger = ScriptedLedger()
-    shards = leased(ledger, tmp_path)
-    assert ledger.stopped == [shards._stopped] * 3
-    shards.close()
-
-
 def test_renewals_go_on_while_the_worker_lives(ledger: Ledger, tmp_path: Path) -> None:
     with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=0.04)) as brief:
         brief.worker = "brief"
         with closing(LeasedShards(brief, DiskFullBackoff(tmp_path))) as shards:
             assert shards.temporary_suffix() == "brief"
             next(shards.claims())
-            query = "SELECT lease FROM vitx_shard WHERE id = 1"
-            first = ledger._database.read(query)
-            wait_until(lambda: ledger._database.read(query) > first)
+            query = "SELECT lease FROM shard WHERE id = 1"
+            first = ledger._rows(query)
+            wait_until(lambda: ledger._rows(query) > first)

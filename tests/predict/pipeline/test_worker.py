@@ -16,7 +16,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.ledger.ledger import Claim
+from vitx.predict.ledger import Claim
 from vitx.predict.outputs.parts import Part, PartWriter, part_path
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker, refuse_unreadable, slice_size

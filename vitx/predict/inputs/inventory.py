@@ -9,7 +9,7 @@ import io
 import itertools
 import os
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +17,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import (
     exists,
     expand,
@@ -30,8 +31,10 @@ from vitx.predict.inputs.stores import (
 )
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
+from vitx.predict.options import WHOLE, Share
 
 ShardKind = Literal["images", "tar", "parquet"]
+Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
 # If several columns of a Parquet file may hold images, the first of these names is taken.
@@ -45,7 +48,8 @@ class Shard:
     """The unit of work, by kind.
 
     images: `count` records of the list, from byte `start` on; location is empty. tar: the file at `location`. parquet:
-    row group `start` of the file at `location`. count: the number of images, None if only reading the shard can tell.
+    the row group of the file at `location` that begins with row `start`, or all of a file without a `count`. count:
+    the number of images, None if only reading the shard can tell.
     """
 
     kind: ShardKind
@@ -63,15 +67,28 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Inventory:
-    """All shards of an input. base: the folder or URL that names are relative to. digest: identifies the listing."""
+    """The shards of an input, or of one share of it.
+
+    base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
+    names the single images. skipped: names beside them; counted in the first share.
+    """
 
     base: str
     shards: tuple[Shard, ...]
     digest: str
+    share: Share = WHOLE
+    source: Source = "folder"
+    skipped: SkippedNames = field(default_factory=SkippedNames)
+
+    def numbered(self) -> Iterator[tuple[int, Shard]]:
+        """The shards with their numbers, from 1; different ones in every share."""
+        return zip(itertools.count(self.share.number, self.share.jobs), self.shards)
 
 
-def take_inventory(source: str, listing: Path, shard_size: int, image_column: str | None = None) -> Inventory:
-    """List `source`, and write the paths of its single images to the file `listing`, sorted.
+def take_inventory(
+    source: str, listing: Path, shard_size: int, image_column: str | None = None, share: Share = WHOLE
+) -> Inventory:
+    """List `source`, and write the paths of its single images to the file `listing`, sorted; those of `share` only.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
@@ -79,38 +96,51 @@ def take_inventory(source: str, listing: Path, shard_size: int, image_column: st
     no Parquet file whose images are in `image_column`, or in one that can be told without it.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
-    base, containers, images = _list_input(source, listing.parent)
-    ranges, digest = write_list(listing, images, shard_size)
-    shards = [Shard("images", "", part.start, part.count) for part in ranges]
+    skipped = SkippedNames()
+    base, containers, images = _list_input(source, listing.parent, skipped)
+    written = write_list(listing, images, shard_size, share)
     refused: list[InputError] = []
-    for name in containers:
-        shards += _container_shards(base, name, image_column, refused)
-    if refused and len(refused) == len(shards):
+    units = [unit for name in containers for unit in _container_shards(base, name, image_column, refused)]
+    if refused and len(refused) == len(units) and not written.total:
         raise refused[0]
-    if not shards:
+    if not units and not written.total:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if is_folder(source) else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    listed = f"{digest} {base} {[shard for shard in shards if shard.kind != 'images']}"
-    return Inventory(base, tuple(shards), hashlib.sha256(listed.encode("utf-8", "backslashreplace")).hexdigest())
+    digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
+    ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
+    units = units[share.number - 1 :: share.jobs]
+    beside = skipped if share.number == 1 else SkippedNames()
+    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside)
 
 
-def _list_input(source: str, scratch: Path) -> tuple[str, list[str], Iterable[str]]:
+def _source(source: str) -> Source:
+    if is_folder(source):
+        return "folder"
+    if not exists(source):
+        return "pattern"
+    return "list" if source.lower().endswith(LIST_NAMES) else "image"
+
+
+def _list_input(source: str, scratch: Path, skipped: SkippedNames) -> tuple[str, list[str], Iterable[str]]:
     """Return (base, tar and Parquet files, single images) of an input; names are relative to the base."""
     if is_folder(source):
-        images = sort_paths(walk_images(source), scratch)
+        images = sort_paths(walk_images(source, skipped), scratch)
         first = next(images, None)
         if first is not None:
             return source, [], itertools.chain([first], images)
         escaped = source.rstrip("/") if is_url(source) else glob.escape(source.rstrip("/"))
         found = (path for path in expand(f"{escaped}/*") if _is_container(path))
         # The last part of each: a store may write the folder's URL otherwise than it was given.
-        return source, sorted(os.path.basename(path) for path in found), ()
+        containers = sorted(os.path.basename(path) for path in found)
+        for name in containers:
+            skipped.remove(name)
+        return source, containers, ()
     if not exists(source):
         if glob.has_magic(source):
             # Two passes over the matches, so that the images need not be kept in memory.
             containers = sorted(path for path in expand(source) if _is_container(path))
-            return "", containers, sort_paths((path for path in expand(source) if is_image_name(path)), scratch)
+            return "", containers, sort_paths(_matched_images(source, skipped), scratch)
         raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
@@ -126,6 +156,14 @@ def _list_input(source: str, scratch: Path) -> tuple[str, list[str], Iterable[st
         f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
     )
+
+
+def _matched_images(pattern: str, skipped: SkippedNames) -> Iterator[str]:
+    for path in expand(pattern):
+        if is_image_name(path):
+            yield path
+        elif not _is_container(path):
+            skipped.add(path)
 
 
 def _is_container(name: str) -> bool:
@@ -163,17 +201,24 @@ def _container_shards(base: str, name: str, image_column: str | None, refused: l
     except InputError as error:
         refused.append(error)
         return [Shard("parquet", name)]
-    return [Shard("parquet", name, index, count) for index, count in enumerate(rows)]
+    starts = itertools.accumulate(rows, initial=0)
+    return [Shard("parquet", name, start, count) for start, count in zip(starts, rows, strict=False)]
 
 
-def read_shard(shard: Shard, base: str, listing: Path, image_column: str | None) -> Generator[Item, None, None]:
-    """Yield the images of a shard, always in the same order. If the rest is unreadable, one Item has the error."""
+def read_shard(
+    shard: Shard, base: str, listing: Path, image_column: str | None, skipped: SkippedNames | None = None
+) -> Generator[Item, None, None]:
+    """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
+
+    What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
+    file whose images were not counted.
+    """
     match shard.kind:
         case "images":
             part = RecordRange(shard.start, shard.count or 0)
             yield from (Item(name, join(base, name)) for name in read_range(listing, part))
         case "tar":
-            yield from _tar_items(shard, base)
+            yield from _tar_items(shard, base, skipped)
         case "parquet":
             yield from _parquet_items(shard, base, image_column)
 
@@ -188,10 +233,10 @@ def read_item(item: Item) -> Item:
         return Item(item.key, error)
 
 
-def _tar_items(shard: Shard, base: str) -> Iterator[Item]:
+def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterator[Item]:
     try:
         with open_stream(join(base, shard.location)) as file:
-            for name, content in tar_images(file):
+            for name, content in tar_images(file, skipped):
                 yield Item(f"{shard.location}/{name}", content)
     except TAR_ERRORS as error:
         reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
@@ -200,26 +245,39 @@ def _tar_items(shard: Shard, base: str) -> Iterator[Item]:
 
 def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterator[Item]:
     import pyarrow as pa
+
+    row, end = shard.start, shard.start + (shard.count or 0)
+    try:
+        for value in _parquet_values(shard, base, image_column):
+            yield Item(f"{shard.location}/{row:07d}", value)
+            row += 1
+        return
+    except InputError as error:  # about its columns
+        reason = ImageError(str(error))
+    except (OSError, pa.ArrowException) as error:
+        reason = ImageError(f"cannot read the Parquet file beyond row {row}: {error}")
+    if shard.count is None:
+        yield Item(shard.location, reason)
+    for lost in range(row, end):
+        yield Item(f"{shard.location}/{lost:07d}", reason)
+
+
+def _parquet_values(shard: Shard, base: str, image_column: str | None) -> Iterator[str | bytes | ImageError]:
     import pyarrow.parquet as pq
 
-    row = 0
     folder = join(base, shard.location).rpartition("/")[0]
-    try:
-        with open_stream(join(base, shard.location)) as file:
-            parquet = pq.ParquetFile(file)
-            first = sum(parquet.metadata.row_group(index).num_rows for index in range(shard.start))
-            column = _image_column(parquet.schema_arrow, image_column, shard.location)
-            if not parquet.metadata.num_row_groups:
-                return
-            for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=[shard.start], columns=[column]):
-                for value in batch.column(0).to_pylist():
-                    yield Item(f"{shard.location}/{first + row:07d}", _parquet_value(value, folder))
-                    row += 1
-    except InputError as error:  # about its columns
-        yield Item(shard.location, ImageError(str(error)))
-    except (OSError, pa.ArrowException) as error:
-        reason = ImageError(f"cannot read row group {shard.start} of the Parquet file beyond row {row}: {error}")
-        yield Item(f"{shard.location}/group-{shard.start}", reason)
+    with open_stream(join(base, shard.location)) as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
+        rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
+        column = _image_column(parquet.schema_arrow, image_column, shard.location)
+        groups = list(range(len(rows)))
+        if shard.count is not None:
+            found = zip(itertools.accumulate(rows, initial=0), rows, strict=False)
+            groups = [index for index, group in enumerate(found) if group == (shard.start, shard.count)]
+            if not groups:
+                raise OSError(f"no row group of {shard.count} rows begins there, as when the file was listed")
+        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=groups, columns=[column]):
+            yield from (_parquet_value(value, folder) for value in batch.column(0).to_pylist())
 
 
 def _parquet_value(value: Any, folder: str) -> str | bytes | ImageError:

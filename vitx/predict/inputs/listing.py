@@ -12,12 +12,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from vitx.core.files import sync, sync_open
+from vitx.predict.options import WHOLE, Share
 
 # Records of a run, which is sorted in memory.
 RUN_SIZE = 50_000
+# Records that are hashed by one call.
+HASHED_RECORDS = 4096
 # Bytes read at once. Small, because the merge has one block of every run in memory.
 BLOCK_BYTES = 1 << 12
 
@@ -30,23 +33,43 @@ class RecordRange:
     count: int
 
 
-def write_list(path: Path, records: Iterable[str], shard_size: int) -> tuple[list[RecordRange], str]:
-    """Write records in their order; return ranges of `shard_size` records (the last may be shorter), and the sha256."""
+class WrittenList(NamedTuple):
+    """ranges: of the records of one share. digest and total: of all records."""
+
+    ranges: list[RecordRange]
+    digest: str
+    total: int
+
+
+def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE) -> WrittenList:
+    """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter)."""
     ranges: list[RecordRange] = []
     hasher = hashlib.sha256()
-    remaining = iter(records)
-    position = 0
+    total = position = 0
+
+    def hashed() -> Iterator[list[str]]:
+        nonlocal total
+        remaining = iter(records)
+        while block := list(islice(remaining, HASHED_RECORDS)):
+            hasher.update(_encoded(block))
+            total += len(block)
+            yield block
+
+    own = islice(chain.from_iterable(hashed()), share.number - 1, None, share.jobs)
     with path.open("wb") as file:
-        while shard := list(islice(remaining, shard_size)):
-            # Joined first: one call for each record would take longer than all else here.
-            encoded = os.fsencode("\0".join(shard)) + b"\0"
+        while shard := list(islice(own, shard_size)):
+            encoded = _encoded(shard)
             file.write(encoded)
-            hasher.update(encoded)
             ranges.append(RecordRange(position, len(shard)))
             position += len(encoded)
         sync_open(file)
     sync(path.parent)  # name and content are on the disk before the ledger refers to them
-    return ranges, hasher.hexdigest()
+    return WrittenList(ranges, hasher.hexdigest(), total)
+
+
+def _encoded(records: list[str]) -> bytes:
+    # Joined first: one call for each record would take longer than all else here.
+    return os.fsencode("\0".join(records)) + b"\0"
 
 
 def read_range(path: Path, part: RecordRange) -> Iterator[str]:

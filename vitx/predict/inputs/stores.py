@@ -16,9 +16,10 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 
-from vitx.core.errors import InputError, VitxError, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
 from vitx.data.image_set import EXTENSIONS
+from vitx.predict.inputs.skipped import SkippedNames
 
 T = TypeVar("T")
 
@@ -64,13 +65,14 @@ def open_stream(location: str) -> BinaryIO:
     return cast(BinaryIO, system.open(path, "rb"))
 
 
-def walk_images(root: str) -> Iterator[str]:
-    """Yield the paths of the images below a folder, relative to it and unsorted; hidden names are left out.
+def walk_images(root: str, skipped: SkippedNames | None = None) -> Iterator[str]:
+    """Yield the paths of the images below a folder, relative to it and unsorted; other names are added to `skipped`.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
-    return _walk_remote(root) if is_url(root) else _walk_local(root)
+    skip = SkippedNames().add if skipped is None else skipped.add
+    return _walk_remote(root, skip) if is_url(root) else _walk_local(root, skip)
 
 
 def expand(pattern: str) -> Iterator[str]:
@@ -85,15 +87,21 @@ def expand(pattern: str) -> Iterator[str]:
 def is_folder(location: str) -> bool:
     if not is_url(location):
         return os.path.isdir(location)
-    system, path = remote_filesystem(location)
-    return bool(system.isdir(path))
+    return _ask(location, "isdir")
 
 
 def exists(location: str) -> bool:
     if not is_url(location):
         return os.path.exists(location)
+    return _ask(location, "exists")
+
+
+def _ask(location: str, question: str) -> bool:
     system, path = remote_filesystem(location)
-    return bool(system.exists(path))
+    try:
+        return bool(_attempts(lambda: getattr(system, question)(path), "it gives no answer"))
+    except (OSError, ImageError) as error:
+        raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
 
 def remote_filesystem(location: str) -> tuple[Any, str]:
@@ -153,7 +161,7 @@ def _attempts(function: Callable[[], T], problem: str) -> T:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _walk_local(root: str) -> Iterator[str]:
+def _walk_local(root: str, skip: Callable[[str], None]) -> Iterator[str]:
     # Folders to list, each with (device, inode) of the folders above it: a folder among them is a circle of links.
     todo: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
     while todo:
@@ -167,12 +175,13 @@ def _walk_local(root: str) -> Iterator[str]:
                 continue
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if entry.name.startswith("."):
-                        continue
-                    if _is_folder(entry):
+                    hidden = entry.name.startswith(".")
+                    if not hidden and _is_folder(entry):
                         todo.append((f"{prefix}{entry.name}/", above | {here}))
-                    elif is_image_name(entry.name):
+                    elif not hidden and is_image_name(entry.name):
                         yield prefix + entry.name
+                    else:
+                        skip(prefix + entry.name)
         except OSError as error:
             if not prefix:
                 raise InputError(f"cannot list the folder '{root}': {error.strerror}") from None
@@ -200,7 +209,7 @@ def _folder_problem(location: str) -> str:
         return f"cannot list the folder: {error.strerror}"
 
 
-def _walk_remote(root: str) -> Iterator[str]:
+def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
     """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
     top = top.rstrip("/")
@@ -210,7 +219,7 @@ def _walk_remote(root: str) -> Iterator[str]:
         folder = f"{top}/{prefix}".rstrip("/") or "/"
         try:
             entries = _list_remote(system, folder)
-            below_empty_names = _list_below_empty_names(system, folder)
+            below_empty_names = _list_below_empty_names(system, folder, skip)
         except (ImageError, OSError) as error:
             if not prefix:
                 raise InputError(f"cannot list the folder '{root}': {error}") from None
@@ -218,27 +227,32 @@ def _walk_remote(root: str) -> Iterator[str]:
             continue
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if not name or name.startswith("."):
+            if not name:
                 continue
-            if entry["type"] == "directory":
+            hidden = name.startswith(".")
+            if not hidden and entry["type"] == "directory":
                 todo.append(f"{prefix}{name}/")
-            elif is_image_name(name):
+            elif not hidden and is_image_name(name):
                 yield prefix + name
+            else:
+                skip(prefix + name)
         yield from below_empty_names
 
 
-def _list_below_empty_names(system: Any, folder: str) -> list[str]:
+def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None]) -> list[str]:
     """The URLs of an object store's images such as FOLDER//x.jpg, which no listing of folders has."""
     find = getattr(system, "_find", None) or system.find
     if "prefix" not in inspect.signature(find).parameters:  # of fsspec's object stores: s3fs, gcsfs, adlfs
         return []
     found = _attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
-    inside = ((path, path[len(folder) :]) for path in found)
-    return [
-        str(system.unstrip_protocol(path))
-        for path, name in inside
-        if name.startswith("//") and is_image_name(name) and "/." not in name
-    ]
+    images = []
+    for path in found:
+        name = path[len(folder) :]
+        if name.startswith("//") and is_image_name(name) and "/." not in name:
+            images.append(str(system.unstrip_protocol(path)))
+        elif name.startswith("//"):
+            skip(str(system.unstrip_protocol(path)))
+    return images
 
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from tarfile import (  # type: ignore[attr-defined]
 from typing import IO, BinaryIO, Self, cast
 
 from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import check_size, is_image_name
 
 # What reading a stream may raise besides ImageError.
@@ -28,8 +29,8 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK_BYTES = 1 << 16
 
 
-def tar_images(file: BinaryIO) -> Iterator[tuple[str, bytes | ImageError]]:
-    """Yield the name of each visible image and its content, or why it has none.
+def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[tuple[str, bytes | ImageError]]:
+    """Yield the name of each visible image and its content, or why it has none; other names are added to `skipped`.
 
     Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
     """
@@ -37,8 +38,12 @@ def tar_images(file: BinaryIO) -> Iterator[tuple[str, bytes | ImageError]]:
         for member in archive:
             # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
             archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
-            if not member.isdir() and _is_visible_image(member.name):
+            if member.isdir():
+                continue
+            if _is_visible_image(member.name):
                 yield member.name, _content(archive, member)
+            elif skipped is not None:
+                skipped.add(member.name)
         # Also to the end of what is compressed, where gzip's CRC is.
         rest = cast(IO[bytes], archive.fileobj)
         while block := rest.read(_BLOCK_BYTES):

@@ -21,7 +21,9 @@ import numpy.typing as npt
 
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
-from vitx.predict.ledger.ledger import ShardRecord
+from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.ledger import ShardRecord
+from vitx.predict.options import WHOLE, Share
 
 PREDICTIONS = "predictions.parquet"
 # Rows that are collected before they are written as one row group.
@@ -97,13 +99,64 @@ class Part:
         self.temporary.unlink(missing_ok=True)
 
 
+class KeptRows:
+    """The rows of a finished file, of which `--retry-errors` keeps those without an error. It is read into memory."""
+
+    def __init__(self, path: Path) -> None:
+        import pyarrow.parquet as pq
+
+        with path.open("rb") as file:
+            self._table = pq.ParquetFile(file).read()
+        self._keys = self._table["path"].to_pylist()
+        self._failed = self._table["error"].is_valid().to_pylist()
+        # The row of the old file at each place of the new one, None for a new row.
+        self._order: list[int | None] = []
+
+    @classmethod
+    def of(cls, path: Path, digest: str | None) -> "KeptRows | None":
+        """The rows of the file at `path` if it is the one with this sha256."""
+        found = digest is not None and path.is_file() and sha256_file(path) == digest
+        return cls(path) if found else None
+
+    def keep(self, key: str) -> bool:
+        """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
+        row = len(self._order)
+        kept = row < len(self._keys) and not self._failed[row] and self._keys[row] == escape_invalid_utf8(key)
+        self._order.append(row if kept else None)
+        return kept
+
+    def merge_into(self, path: Path) -> tuple[int, int, dict[int, int]]:
+        """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        with path.open("rb") as file:
+            new = pq.ParquetFile(file).read()
+        rows = iter(range(len(self._table), len(self._table) + len(new)))
+        both = pa.concat_tables([self._table.replace_schema_metadata(new.schema.metadata), new])
+        merged = both.take(pa.array([next(rows) if row is None else row for row in self._order], pa.int64()))
+        pq.write_table(merged, path, row_group_size=ROW_GROUP)
+        counts = merged["class_index"].drop_null().value_counts().to_pylist()
+        errors = len(merged) - merged["error"].null_count
+        return len(merged), errors, {one["values"]: one["counts"] for one in counts}
+
+
 class PartWriter:
     """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    lists: those of LIST_COLUMNS that the file gets.
+    lists: those of LIST_COLUMNS that the file gets. footer: key-value metadata.
     """
 
-    def __init__(self, out: Path, shard: int, suffix: str, labels: Sequence[str], *, lists: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        out: Path,
+        shard: int,
+        suffix: str,
+        labels: Sequence[str],
+        *,
+        lists: Sequence[str] = (),
+        footer: Mapping[str, str] | None = None,
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -120,10 +173,15 @@ class PartWriter:
             "top_k_scores": pa.list_(pa.float32()),
             "error": pa.string(),
         }
-        self._schema = pa.schema(columns | {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists})
+        columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+        self._schema = pa.schema(columns, metadata=footer)
         self._waiting: list[Rows] = []
         self._row_count = 0
         self.images = self.errors = 0
+        # Rows of the shard's last file that are to be among the new ones.
+        self.kept: KeptRows | None = None
+        # Of the record: see `ShardRecord`.
+        self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
         self.classes: dict[int, int] = {}
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
@@ -137,8 +195,10 @@ class PartWriter:
         """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut."""
         self._write_group()
         self._writer.close()
+        if self.kept is not None:
+            self.images, self.errors, self.classes = self.kept.merge_into(self._temporary)
         sync(self._temporary)
-        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes)
+        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes, *self.listed)
         return Part(self.path, self._temporary, record)
 
     def abandon(self) -> None:
@@ -167,10 +227,12 @@ def warm_up() -> None:
     pa.array(np.zeros(1))
 
 
-def remove_leftovers(out: Path, suffix: str = "*") -> None:
+def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None:
     """Remove the temporary files that killed workers left. suffix: a pattern for those of some workers only."""
     for path in (out / PREDICTIONS).glob(f".part-*.parquet.{suffix}"):
-        path.unlink(missing_ok=True)
+        number = int(path.name.split(".")[1].removeprefix("part-"))
+        if number % share.jobs == share.number % share.jobs:  # other jobs may be writing theirs
+            path.unlink(missing_ok=True)
 
 
 def _concatenated(batches: Sequence[Rows]) -> Rows:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vitx.core.console import Progress
-from vitx.predict.ledger.ledger import Ledger
+from vitx.predict.ledger import Ledger
 from vitx.predict.outputs.parts import warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.leases import LeasedShards

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import islice
 
 from vitx.core.errors import VitxError
-from vitx.predict.ledger.ledger import Claim, Ledger
+from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.disk import DiskFullBackoff
 
@@ -22,7 +22,7 @@ class LeasedShards:
     def __init__(self, ledger: Ledger, backoff: DiskFullBackoff) -> None:
         self._worker, self._backoff = ledger.worker, backoff
         # One for each thread: claims are made by the reader, commits by the writer, renewals by the thread below.
-        self._claiming, self._committing, self._renewing = (ledger.for_thread(backoff.stopped) for _ in range(3))
+        self._claiming, self._committing, self._renewing = (ledger.for_thread() for _ in range(3))
         self._changed, self._stopped = threading.Event(), backoff.stopped
         self._renewal_thread = threading.Thread(target=self._keep_renewing, name="leases", daemon=True)
         self._renewal_thread.start()

@@ -1,9 +1,9 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -12,9 +12,10 @@ import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
-from vitx.predict.inputs.inventory import Item, read_item, read_shard
-from vitx.predict.ledger.ledger import Claim
-from vitx.predict.outputs.parts import Part, PartWriter, Rows, rank
+from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
+from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.ledger import Claim
+from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
@@ -59,6 +60,8 @@ class Job:
     draft: bool = False
     # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
     certified: bool = True
+    # Of each file of the output: its key-value metadata.
+    footer: Mapping[str, str] = field(default_factory=dict)
 
 
 class Shards(Protocol):
@@ -87,6 +90,25 @@ class Shards(Protocol):
     def close(self) -> None:
         """Stop, and give back all shards that are not committed."""
         ...
+
+
+@dataclass
+class Reading:
+    """What is found in a shard while it is read. kept: rows of its last file, which are not made again."""
+
+    skipped: SkippedNames
+    kept: KeptRows | None
+    images: int = 0
+
+    def remaining(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            self.images += 1
+            if self.kept is None or not self.kept.keep(item.key):
+                yield item
+
+    def listed(self, shard: Shard) -> tuple[int, SkippedNames]:
+        """How many names the shard has, as it was listed where images are counted then; and which are no images."""
+        return (self.images if shard.count is None else shard.count) + self.skipped.count, self.skipped
 
 
 class PreparedImage(NamedTuple):
@@ -124,6 +146,8 @@ class Worker:
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
+        # By shard, from when it was read until it is recorded.
+        self._readings: dict[int, Reading] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -170,11 +194,15 @@ class Worker:
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
         for claim in self.shards.claims():
-            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column)
+            reading = Reading(SkippedNames(), KeptRows.of(part_path(self.job.out, claim.id), claim.kept))
+            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column, reading.skipped)
+            remaining = reading.remaining(items)
             with closing(items):
                 while True:
                     with self.timer.busy("read"):
-                        images = list(islice(items, self._slice_size))
+                        images = list(islice(remaining, self._slice_size))
+                    if not images:
+                        self._readings[claim.id] = reading
                     yield claim, images
                     if not images:
                         break
@@ -285,10 +313,12 @@ class Worker:
         if self._writer is None:
             job, suffix = self.job, self.shards.temporary_suffix()
             lists = [*(["logits"] if job.logits else []), *job.outputs]
-            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists)
+            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists, footer=job.footer)
         if rows is not None:
             self._writer.add(rows)
             return
+        reading = self._readings.pop(claim.id)
+        self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
         try:
             part = self._writer.finish()
         except FileNotFoundError:  # another worker finished this shard and the last one, then removed leftover files

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -22,7 +22,8 @@ from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger.ledger import Claim, ShardRecord
+from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part, part_path, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
@@ -184,7 +185,7 @@ class PredictionActor:
             {
                 "id": claim.id,
                 "file": part.temporary.name,
-                "record": part.record,
+                "record": [*part.record[:-1], asdict(part.record.skipped)],
                 "actor": self._name,
                 "node": ray.get_runtime_context().get_node_id(),
                 "stages": shares,
@@ -195,21 +196,22 @@ class PredictionActor:
 
 def claim_to_text(claim: Claim) -> str:
     shard = claim.shard
-    return json.dumps([claim.id, shard.kind, shard.location, shard.start, shard.count])
+    return json.dumps([claim.id, claim.kept, shard.kind, shard.location, shard.start, shard.count])
 
 
 def claim_from_text(text: str) -> Claim:
-    number, *shard = json.loads(text)
-    return Claim(number, Shard(*shard))
+    number, kept, *shard = json.loads(text)
+    return Claim(number, Shard(*shard), kept)
 
 
 def part_from_result(result: dict[str, Any], out: Path) -> Part:
     """The finished file of an actor's result; raises the error that the actor returned instead, if it did."""
     if "error" in result:
         raise next(kind for kind in ERRORS if kind.__name__ == result["error"])(result["message"])
-    digest, images, errors, classes = result["record"]
+    digest, images, errors, classes, listed, skipped = result["record"]
     # JSON has made the classes' indices text.
-    record = ShardRecord(digest, images, errors, {int(index): count for index, count in classes.items()})
+    counts = {int(index): count for index, count in classes.items()}
+    record = ShardRecord(digest, images, errors, counts, listed, SkippedNames(**skipped))
     path = part_path(out, result["id"])
     return Part(path, path.with_name(result["file"]), record)
 

@@ -20,7 +20,7 @@ from vitx.core.errors import EnvironmentMissing, InputError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.predict.inputs.listing import RecordRange, read_range
 from vitx.predict.inputs.stores import is_url, join
-from vitx.predict.ledger.ledger import Claim, Ledger
+from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.outputs.parts import Part, remove_leftovers
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import Performance, ProgressReporter

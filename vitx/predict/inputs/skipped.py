@@ -1,0 +1,54 @@
+"""Names in an input that are no images, counted by their suffix, so that none of them goes unmentioned."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+# Of each are kept: suffixes beside OTHER, names as examples.
+MAX_SUFFIXES, MAX_NAMES = 20, 5
+HIDDEN, NO_SUFFIX, OTHER = "(hidden)", "(no suffix)", "(other)"
+
+
+@dataclass
+class SkippedNames:
+    """by_suffix: how many names. first: a few of them. A hidden folder is one name."""
+
+    by_suffix: dict[str, int] = field(default_factory=dict)
+    first: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return sum(self.by_suffix.values())
+
+    def add(self, name: str) -> None:
+        self._add(_suffix(name), 1, iter((name,)))
+
+    def merge(self, other: "SkippedNames") -> None:
+        for suffix, count in other.by_suffix.items():
+            self._add(suffix, count, iter(other.first))
+
+    def remove(self, name: str) -> None:
+        """Of a name that was added and is of the input after all."""
+        suffix = _suffix(name) if _suffix(name) in self.by_suffix else OTHER
+        self.by_suffix[suffix] -= 1
+        if not self.by_suffix[suffix]:
+            del self.by_suffix[suffix]
+        if name in self.first:
+            self.first.remove(name)
+
+    def _add(self, suffix: str, count: int, names: Iterator[str]) -> None:
+        if suffix not in self.by_suffix and len(self.by_suffix) >= MAX_SUFFIXES:
+            suffix = OTHER
+        self.by_suffix[suffix] = self.by_suffix.get(suffix, 0) + count
+        for name in names:
+            if len(self.first) < MAX_NAMES and name not in self.first:
+                self.first.append(name)
+
+
+def _suffix(name: str) -> str:
+    path = PurePosixPath(name)
+    return HIDDEN if path.name.startswith(".") else path.suffix.lower() or NO_SUFFIX
+
+
+# As a default: not to be added to.
+NONE_SKIPPED = SkippedNames()

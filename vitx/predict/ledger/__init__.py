@@ -1,1 +1,0 @@
-"""Who does which shard: leases in SQLite, or in PostgreSQL for several machines."""
