@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,7 +48,9 @@ def block_options(asked: Mapping[str, Any]) -> BlockOptions:
     """Those of timm's options that a block here has; raises InputError for another that asks for something."""
     known = {field.name for field in fields(BlockOptions)}
     others = {name: wanted for name, wanted in asked.items() if name not in known}
-    others.pop("attn_layer", None)  # timm's attention, in whose place `attention` says what there is
+    layer = others.pop("attn_layer", Attention)
+    if layer not in (Attention, "", "attn"):  # by its class or timm's names of it, which every block is given
+        raise InputError(f"attn_layer {layer!r} is timm's choice of attention, which is not made here: give attention")
     others["proj_bias=False"] = not others.pop("proj_bias", True)
     refused = [name for name, wanted in others.items() if wanted]
     if refused:
