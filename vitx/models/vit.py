@@ -18,12 +18,14 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.patch_embedding import ConvPatchEmbed
 from vitx.models.recalibration import set_closed_form_means
+from vitx.models.window_attention import LocalAttention
 
-AttentionKind = Literal["plain", "talking-heads", "re-attention"]
+AttentionKind = Literal["plain", "talking-heads", "re-attention", "local"]
 ATTENTION: dict[str, type[nn.Module]] = {
     "plain": PlainAttention,
     "talking-heads": TalkingHeadsAttention,
     "re-attention": ReAttention,
+    "local": LocalAttention,
 }
 
 
@@ -147,6 +149,7 @@ class VisionTransformer(TimmVisionTransformer):
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
         reatten_norm, reatten_init, reatten_scale: see ReAttention.
         talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
+        local_kernel_size: side of the neighbourhood of LocalAttention, which has no class token (`global_pool="avg"`).
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
             so positions have to be learnt first; large values help where positions decide, as on very small images.
         timm_options: every other argument of timm's but `embed_layer` and `block_fn`. Defaults are timm's, except that
@@ -166,6 +169,7 @@ class VisionTransformer(TimmVisionTransformer):
         reatten_scale: float = 1.0,
         talking_heads_bias: bool = False,
         talking_heads_init: MixInit = "random",
+        local_kernel_size: int = 3,
         position_std: float = 0.02,
         **timm_options: Any,
     ) -> None:
@@ -176,11 +180,15 @@ class VisionTransformer(TimmVisionTransformer):
         attention_options: dict[str, dict[str, Any]] = {
             "re-attention": {"norm": reatten_norm, "init": reatten_init, "reatten_scale": reatten_scale},
             "talking-heads": {"mix_bias": talking_heads_bias, "init": talking_heads_init},
+            "local": {"kernel_size": local_kernel_size},
         }
+        kinds = attention_of_blocks(attention, timm["depth"])
+        if "local" in kinds and timm["class_token"]:
+            raise InputError("attention 'local' needs a map of patches without class token: set global_pool=avg")
         # timm calls it once a block with the block's number as `depth`.
         block = partial(
             Block,
-            attention=attention_of_blocks(attention, timm["depth"]),
+            attention=kinds,
             attention_options=attention_options,
             residual_scale=residual_scale,
         )
