@@ -23,7 +23,10 @@ from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
 from vitx.models.source import Source, SourceRequest
 
-FAST = ("over-smoothing", "attention-collapse", "feature-similarity", "fourier", "variance", "cka", "lesions")
+FAST = (
+    *("over-smoothing", "attention-collapse", "attention-collapse-mixed", "feature-similarity"),
+    *("fourier", "variance", "cka", "lesions"),
+)
 Runs = Callable[[str, int], Path]
 
 
@@ -124,6 +127,7 @@ def test_results_are_cached_and_measured_again_when_anything_changes(
 def test_what_does_not_apply_is_listed_with_its_reason(images: ImageSet) -> None:
     found = analyze(resnet(7), images, FAST, AnalysisOptions(), quiet=True)
     assert "no attention" in found.not_applicable["attention-collapse"]
+    assert "no layer mixes" in found.not_applicable["attention-collapse-mixed"]
     assert "10 classes, the network knows 7" in found.not_applicable["lesions"]
     assert {"fourier", "variance", "cka"} <= set(found.results)
 
@@ -244,6 +248,11 @@ def test_the_report_of_two_trainings_opens_in_a_browser(
     figures = browser.run("[...document.images].map((image) => image.naturalWidth)")
     assert len(figures) == len(list((out / "figures").glob("*.png"))) >= len(FAST) + 1
     assert min(figures) > 300
+    for title in ("Attention collapse, softmax maps", "Attention collapse, mixed maps"):
+        assert title in browser.run("document.body.innerText")
+    collapses = [report["networks"][0]["metrics"][f"attention-collapse{end}"] for end in ("", "-mixed")]
+    assert [found["maps"] for found in collapses] == ["softmax", "mixed"]
+    assert collapses[0]["matrix"] != collapses[1]["matrix"]
     assert "baseline and regularised" in browser.run("document.body.innerText")
     assert browser.complaints == []
     code, printed, _ = vitx(*arguments)

@@ -195,9 +195,16 @@ def test_an_argument_that_nobody_knows_is_refused(make: Any, message: str) -> No
 def test_what_a_block_does_not_know_may_ask_for_nothing() -> None:
     """timm passes every option of its own blocks; a later release may have more."""
     given: dict[str, Any] = {"attention": ["plain"], "attention_options": {}, "depth": 0}
-    assert isinstance(Block(12, 3, **given, another=False, attn_layer=nn.Identity).attn, PlainAttention)
+    assert isinstance(Block(12, 3, **given, another=False, attn_layer="attn").attn, PlainAttention)
     with pytest.raises(InputError, match=r"^another is not supported by this network: leave it out$"):
         Block(12, 3, **given, another=True)
+
+
+@pytest.mark.parametrize("layer", ["diff", nn.Identity])
+def test_attention_is_chosen_by_its_own_name(layer: Any) -> None:
+    """timm's choice of attention was ignored."""
+    with pytest.raises(InputError, match=r"^attn_layer .* is timm's choice of attention.*: give attention$"):
+        VisionTransformer(img_size=32, patch_size=8, embed_dim=12, depth=1, num_heads=3, attn_layer=layer)
 
 
 def test_a_block_takes_no_mask() -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,9 +62,38 @@ def test_maps_are_compared_column_by_column_or_entry_by_entry() -> None:
     # Where a map is zero there is no direction, and no division by zero.
     assert float(map_similarity(FIRST, torch.zeros_like(FIRST))) == 0
     tiny = torch.full((1, 1, 2, 2), 1e-13, dtype=torch.float64)
-    assert float(map_similarity(tiny, tiny)) == pytest.approx(0.02)  # norms of √2·1e-13 count as 1e-12
+    assert float(map_similarity(tiny, tiny)) == 0  # nor up to a length of 1e-12
+    assert float(map_similarity(10 * tiny, 10 * tiny)) == pytest.approx(1)
 
 
 def test_another_axis_is_refused() -> None:
     with pytest.raises(InputError, match="unknown axis of the attention similarity 'row': did you mean rows"):
         map_similarity(FIRST, SECOND, "row")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("over", ["rows", "heads"])
+@pytest.mark.parametrize("length", [0.0, 1e-30, 1e-13])
+def test_a_part_of_a_map_without_direction_is_similar_to_none(over: Any, length: float) -> None:
+    """Columns of zeros, and entries that are 0 in all heads; a gradient of 1/length would reach every weight."""
+    first = FIRST.clone()
+    first[:, :, :, 1] *= length
+    first.requires_grad_()
+    found = map_similarity(first, SECOND, over)
+    rest = [0, 2, 3]
+    without = map_similarity(FIRST[..., rest], SECOND[..., rest], over).item()
+    assert found.item() == pytest.approx(without * 3 / 4, abs=1e-12)
+    (gradient,) = torch.autograd.grad(found, first, create_graph=True)
+    assert gradient[..., 1].abs().max() == 0
+    (second,) = torch.autograd.grad(gradient.square().sum(), first)
+    assert second.isfinite().all()
+    assert torch.autograd.gradgradcheck(
+        lambda a, b: map_similarity(a, b, over), (FIRST.clone().requires_grad_(), SECOND.clone().requires_grad_())
+    )
+
+
+@pytest.mark.parametrize("length", [1e-4, 1.0, 300.0])
+def test_tokens_in_half_precision_have_lengths_beyond_their_squares(length: float) -> None:
+    """float16 ends at 65504 and begins at 6e-8."""
+    tokens = (length * TOKENS).half()
+    expected = token_similarity(tokens.double()).item()
+    assert token_similarity(tokens).item() == pytest.approx(expected, abs=1e-5)

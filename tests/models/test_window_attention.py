@@ -1,12 +1,14 @@
 """Windowed and local attention against slow formulas."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from reference import randomize
 from vitx.core.errors import InputError
-from vitx.models import LocalAttention, PlainAttention, WindowAttention, attention_maps
+from vitx.models import LocalAttention, PlainAttention, VisionTransformer, WindowAttention, attention_maps
 from vitx.models.alternet import AlterNet, attention_sequence
 from vitx.models.window_attention import _from_windows, _padding_mask, _to_windows, relative_position_index
 
@@ -148,6 +150,21 @@ def test_impossible_arguments_are_named() -> None:
         LocalAttention(6, 2, kernel_size=4)
     with pytest.raises(InputError, match="17 is no square"):
         LocalAttention(6, 2)(torch.zeros(1, 17, 6))
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    with pytest.raises(InputError, match=r"^attention 'local' needs a map of patches .*: set global_pool=avg$"):
+        VisionTransformer(**size, attention=["plain", "local"])
+
+
+def test_a_network_of_local_attention_sees_all_when_its_neighbourhood_does() -> None:
+    size: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3}
+    plain = randomize(VisionTransformer(**size, global_pool="avg", num_classes=5)).eval()
+    images = torch.randn(2, 3, 32, 32)
+    for kernel_size, same in ((3, False), (7, True)):
+        local = VisionTransformer(
+            **size, global_pool="avg", num_classes=5, attention="local", local_kernel_size=kernel_size
+        ).eval()
+        local.load_state_dict(plain.state_dict())
+        assert torch.allclose(local(images), plain(images), atol=1e-5) == same
     with pytest.raises(InputError, match="stage 1 has 3 units and 2 of attention"):
         AlterNet(depths=(2, 3, 2, 2), attention_depths=(0, 2, 0, 0))
 

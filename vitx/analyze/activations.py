@@ -15,7 +15,7 @@ from vitx.analyze.units import Kind, Unit, first_block, residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.image_set import ImageSet
 from vitx.models import image_tensor
-from vitx.models.attention_maps import attention_layers, attention_maps
+from vitx.models.attention_maps import attention_layers, attention_maps, mixes_heads
 
 EMBEDDING = "embedding"
 
@@ -51,12 +51,14 @@ class Activations(NamedTuple):
     """Float32 activations of one batch of `images` images.
 
     streams: the residual stream after each unit, by the unit's name. maps: softmax maps (B, H, N, N) by attention
-    layer. logits: (B, C).
+    layer. mixed: the maps that meet V, after the mix over heads and its norm; empty where no layer mixes.
+    logits: (B, C).
     """
 
     images: int
     streams: dict[str, Tensor]
     maps: dict[str, Tensor]
+    mixed: dict[str, Tensor]
     logits: Tensor
 
 
@@ -68,6 +70,7 @@ def stream_activations(
     batch_size: int = 16,
     streams: bool = True,
     maps: bool = True,
+    mixed: bool = False,
 ) -> Iterator[Activations]:
     """Run `model` over `images` in evaluation mode without gradients and yield each batch's float32 activations.
 
@@ -80,12 +83,16 @@ def stream_activations(
         restore.enter_context(in_evaluation_mode(model))
         if streams:
             _watch_streams(model, found, restore)
-        watched = restore.enter_context(attention_maps(model)) if maps and attention_layers(model) else {}
+        layers = attention_layers(model).values()
+        softmax = restore.enter_context(attention_maps(model)) if maps and layers else {}
+        mixes = mixed and any(map(mixes_heads, layers))
+        after_mix = restore.enter_context(attention_maps(model, stage="mixed")) if mixes else {}
         for pixels in images.batches(preprocessing, batch_size):
             found.clear()
             with torch.inference_mode():
                 logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
-            yield Activations(len(pixels), _as_float(found), _as_float(watched), logits.float())
+            maps_of = _as_float(softmax), _as_float(after_mix)
+            yield Activations(len(pixels), _as_float(found), *maps_of, logits.float())
 
 
 @contextmanager

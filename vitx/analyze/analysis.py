@@ -148,6 +148,7 @@ def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultC
         batch_size=analysis.options.batch_size,
         streams=any(METRICS[name].streams for name in names),
         maps=any(METRICS[name].maps for name in names),
+        mixed=any(METRICS[name].mixed for name in names),
     )
     with progress(", ".join(names), len(analysis.images), quiet=quiet) as bar:
         done = 0

@@ -70,9 +70,9 @@ class Metric:
     """A metric has either `activation`, which shares one pass over activations, or `measure`, which runs by itself.
 
     reading: how to read the figure. line: the result in a few words. figure: draws one network, or two beside each
-    other; None for a table alone. streams, maps: what the shared pass must record for it. labels: whether it needs
-    them. options: the fields of AnalysisOptions that it depends on, besides the batch size. default: measured unless
-    --only names others.
+    other; None for a table alone. streams, maps, mixed: what the shared pass must record for it. labels: whether it
+    needs them. options: the fields of AnalysisOptions that it depends on, besides the batch size. default: measured
+    unless --only names others.
     """
 
     title: str
@@ -84,6 +84,7 @@ class Metric:
     figure: Callable[[Results], "Figure"] | None = None
     streams: bool = False
     maps: bool = False
+    mixed: bool = False
     labels: bool = False
     options: tuple[str, ...] = ()
     default: bool = True

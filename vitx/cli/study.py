@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 def command(
     kind: Annotated[
-        Literal["ablation", "depth", "alternet"],
+        Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "alternet"],
         typer.Argument(
-            metavar="ablation|depth|alternet",
-            help="The three patch losses on and off; depth × kind of attention; AlterNet's build-up rule.",
+            metavar="ablation|losses|depth|talking-heads|finetune|kernel-size|alternet",
+            help="The patch losses on and off; with depth; depth × kind of attention; talking heads × losses; larger "
+            "images; attention in neighbourhoods; AlterNet's build-up rule.",
         ),
     ],
     recipe: Annotated[
@@ -50,15 +51,16 @@ def command(
     from vitx.core.console import log, print_json
     from vitx.core.errors import CheckFailed, InputError
     from vitx.train.loop.interruption import TrainingStopped
-    from vitx.train.study.run_study import DEFAULT_RECIPES, run_study
-    from vitx.train.study.study import DEPTHS, Study
+    from vitx.train.study.run_study import run_study
+    from vitx.train.study.study import Study
+    from vitx.train.study.variants import DEPTHS, STUDIES
 
     if depths is not None and kind != "depth":
         raise InputError(f"--depths is of `vitx study depth`, not of {kind}")
     folder = out or Path("runs") / f"study-{kind}"
     study = Study(
         kind,
-        recipe or DEFAULT_RECIPES[kind],
+        recipe or STUDIES[kind].recipe,
         folder,
         _numbers("--seeds", seeds, 0),
         data,
@@ -96,7 +98,7 @@ def _numbers(option: str, text: str, smallest: int) -> tuple[int, ...]:
 
 
 def _print(result: "StudyResult", folder: Path) -> None:
-    from vitx.core.console import print_table
+    from vitx.core.console import print_fields, print_table
 
     factors = list(result.rows[0].factors) if result.rows else []
     columns = [*factors, "n", "top-1 (%)", "gain", "CosSim, last", "last quarter", "attention std"]
@@ -104,8 +106,9 @@ def _print(result: "StudyResult", folder: Path) -> None:
     if any(row.published_top1 is not None for row in result.rows):
         columns.append("paper")
         for cells, row in zip(rows, result.rows, strict=True):
-            cells.append("–" if row.published_top1 is None else f"{row.published_top1:.1f}")
+            cells.append("–" if row.published_top1 is None else f"{row.published_top1:g}")
     print_table(f"{result.study} of {result.recipe} on {result.data}: {folder / 'study.json'}", columns, rows)
+    print_fields("what was trained", {"the paper": result.paper, "here": result.here})
     if result.steps:
         steps = [
             (_factor(step["attention_depths"]), f"{step['top1']:.2%}", "kept" if step["kept"] else "taken back")

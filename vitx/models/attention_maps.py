@@ -8,7 +8,7 @@ from timm.models.cait import TalkingHeadAttn
 from torch import Tensor, nn
 
 from vitx.core.errors import InputError
-from vitx.models.attention import HeadMixAttention
+from vitx.models.attention import HeadMixAttention, ReAttention, TalkingHeadsAttention
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -18,6 +18,11 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "attn_drop", None), nn.Dropout)
     }
+
+
+def mixes_heads(layer: nn.Module) -> bool:
+    """Whether an attention layer mixes its maps over heads, so that its mixed maps are not its softmax maps."""
+    return isinstance(layer, ReAttention | TalkingHeadsAttention | TalkingHeadAttn)
 
 
 @contextmanager

@@ -7,13 +7,14 @@ import math
 from typing import Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vitx.core.errors import unknown_name
 
 Over = Literal["rows", "heads"]
 _AXIS = {"rows": -2, "heads": 1}
+# Vectors that are no longer have no direction: they are similar to none. Gradients grow with 1/length.
+SHORTEST = 1e-12
 
 
 def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
@@ -23,7 +24,7 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     (‖Σ_i ĥ_i‖² − Σ_i ‖ĥ_i‖²)/(n(n−1)) and needs no n×n matrix; `absolute` takes |cos| and does.
     """
     n = tokens_BnD.shape[-2]
-    unit_BnD = F.normalize(tokens_BnD, dim=-1)
+    unit_BnD = tokens_BnD * inverse_norm(tokens_BnD, -1).unsqueeze(-1)
     if absolute:
         total_B = (unit_BnD @ unit_BnD.transpose(-2, -1)).abs().sum(dim=(-2, -1))
     else:
@@ -31,6 +32,17 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
     # The sums include each token with itself: a cosine of 1, unless it is all zeros, which is similar to none.
     own_B = unit_BnD.square().sum(dim=(-2, -1))
     return ((total_B - own_B) / (n * (n - 1))).mean()
+
+
+def inverse_norm(vectors: Tensor, axis: int) -> Tensor:
+    """Return 1/‖v‖ along `axis`, without it, in float32 or wider.
+
+    It is 0 for vectors up to SHORTEST, with derivatives of 0 of every order.
+    """
+    squared = vectors.to(torch.promote_types(vectors.dtype, torch.float32)).square().sum(dim=axis)
+    has_direction = squared > SHORTEST**2
+    # The root of 0 has no derivative, and what is not chosen below would multiply it by 0: it is taken of 1 there.
+    return torch.where(has_direction, torch.where(has_direction, squared, 1.0).rsqrt(), 0.0)
 
 
 def attention_std(maps_BHNN: Tensor) -> Tensor:
@@ -46,13 +58,13 @@ def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "rows")
 
     "rows" compares the same column of each head's two maps, a vector over the N rows (Zhou et al., arXiv 2103.11886,
     eq. 2); "heads" compares one entry over the H heads, as the public code does, and is near 1 for any softmax maps.
+    A vector of zeros counts as similar to none.
     """
     if over not in _AXIS:
         raise unknown_name("axis of the attention similarity", over, get_args(Over))
     axis = _AXIS[over]
-    dots = torch.linalg.vecdot(first_BHNN, second_BHNN, dim=axis)
-    norms = [torch.linalg.vector_norm(maps, dim=axis).clamp_min(1e-12) for maps in (first_BHNN, second_BHNN)]
-    similarity: Tensor = (dots / (norms[0] * norms[1])).mean()
+    dots = (first_BHNN * second_BHNN).sum(dim=axis)  # vecdot is a product that autocast takes in half precision
+    similarity: Tensor = (dots * inverse_norm(first_BHNN, axis) * inverse_norm(second_BHNN, axis)).mean()
     return similarity
 
 

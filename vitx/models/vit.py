@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from timm.layers import DropPath, LayerScale, Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -17,12 +18,14 @@ from vitx.core.errors import InputError, unknown_name
 from vitx.models.attention import HeadNorm, MixInit, PlainAttention, ReAttention, TalkingHeadsAttention
 from vitx.models.patch_embedding import ConvPatchEmbed
 from vitx.models.recalibration import set_closed_form_means
+from vitx.models.window_attention import LocalAttention
 
-AttentionKind = Literal["plain", "talking-heads", "re-attention"]
+AttentionKind = Literal["plain", "talking-heads", "re-attention", "local"]
 ATTENTION: dict[str, type[nn.Module]] = {
     "plain": PlainAttention,
     "talking-heads": TalkingHeadsAttention,
     "re-attention": ReAttention,
+    "local": LocalAttention,
 }
 
 
@@ -47,7 +50,9 @@ def block_options(asked: Mapping[str, Any]) -> BlockOptions:
     """Those of timm's options that a block here has; raises InputError for another that asks for something."""
     known = {field.name for field in fields(BlockOptions)}
     others = {name: wanted for name, wanted in asked.items() if name not in known}
-    others.pop("attn_layer", None)  # timm's attention, in whose place `attention` says what there is
+    layer = others.pop("attn_layer", Attention)
+    if layer not in (Attention, "", "attn"):  # by its class or timm's names of it, which every block is given
+        raise InputError(f"attn_layer {layer!r} is timm's choice of attention, which is not made here: give attention")
     others["proj_bias=False"] = not others.pop("proj_bias", True)
     refused = [name for name, wanted in others.items() if wanted]
     if refused:
@@ -144,6 +149,7 @@ class VisionTransformer(TimmVisionTransformer):
         patch_head: add a linear classifier of single patches, for the patch mixing loss.
         reatten_norm, reatten_init, reatten_scale: see ReAttention.
         talking_heads_bias, talking_heads_init: see TalkingHeadsAttention.
+        local_kernel_size: side of the neighbourhood of LocalAttention, which has no class token (`global_pool="avg"`).
         position_std: standard deviation of the initial positions. timm's .02 is far below the patch embedding's scale,
             so positions have to be learnt first; large values help where positions decide, as on very small images.
         timm_options: every other argument of timm's but `embed_layer` and `block_fn`. Defaults are timm's, except that
@@ -163,6 +169,7 @@ class VisionTransformer(TimmVisionTransformer):
         reatten_scale: float = 1.0,
         talking_heads_bias: bool = False,
         talking_heads_init: MixInit = "random",
+        local_kernel_size: int = 3,
         position_std: float = 0.02,
         **timm_options: Any,
     ) -> None:
@@ -173,11 +180,15 @@ class VisionTransformer(TimmVisionTransformer):
         attention_options: dict[str, dict[str, Any]] = {
             "re-attention": {"norm": reatten_norm, "init": reatten_init, "reatten_scale": reatten_scale},
             "talking-heads": {"mix_bias": talking_heads_bias, "init": talking_heads_init},
+            "local": {"kernel_size": local_kernel_size},
         }
+        kinds = attention_of_blocks(attention, timm["depth"])
+        if "local" in kinds and timm["class_token"]:
+            raise InputError("attention 'local' needs a map of patches without class token: set global_pool=avg")
         # timm calls it once a block with the block's number as `depth`.
         block = partial(
             Block,
-            attention=attention_of_blocks(attention, timm["depth"]),
+            attention=kinds,
             attention_options=attention_options,
             residual_scale=residual_scale,
         )

@@ -131,6 +131,9 @@ class LocalAttention(HeadMixAttention):
         out: Tensor = self.proj_drop(self.proj(out_BHNK.transpose(1, 2).reshape(B, N, D)))
         return out
 
+    def softmax_maps(self, q_BHNK: Tensor, k_BHNK: Tensor) -> Tensor:
+        raise InputError("local attention has no map of all tokens: set losses.attention_maps=mixed")
+
     def _neighbours(self, x_BHNK: Tensor, side: int) -> Tensor:
         """The keys or values of each token's neighbours, (B, H, N, K) → (B, H, N, W, K), zero outside the map."""
         B, H, N, K = x_BHNK.shape

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -20,7 +21,7 @@ from vitx.analyze.spectrum import fourier_log_amplitude
 from vitx.analyze.units import residual_units
 from vitx.core.preprocess import Preprocessing
 from vitx.data.open import open_images
-from vitx.models import token_similarity
+from vitx.models import ReAttention, token_similarity
 from vitx.models.similarity import map_similarity
 
 KINDS = {
@@ -141,7 +142,7 @@ def test_streams_are_read_between_the_units() -> None:
 def batch_of(maps: list[Tensor] | None = None, streams: dict[str, Tensor] | None = None) -> Activations:
     named = {f"layer{index}": value for index, value in enumerate(maps or [])}
     images = len(next(iter((*named.values(), *(streams or {}).values()))))
-    return Activations(images, streams or {}, named, torch.zeros(images, 1))
+    return Activations(images, streams or {}, named, named, torch.zeros(images, 1))
 
 
 def test_attention_similarity_reference_numbers() -> None:
@@ -163,6 +164,68 @@ def test_head_diversity_is_one_less_the_mean_over_pairs() -> None:
     metric.add(batch_of([maps]))
     pairs = [map_similarity(maps[:, [g]], maps[:, [h]]).item() for g in range(3) for h in range(g)]
     assert metric.result().head_diversity["layer0"] == pytest.approx(1 - sum(pairs) / 3, abs=1e-9)
+
+
+@pytest.mark.parametrize("stage", ["softmax", "mixed"])
+def test_collapse_of_either_maps_is_that_of_loops_in_float64(stage: Any) -> None:
+    """Maps from the layers' inputs and weights: softmax, the mix over heads with its bias, BatchNorm, the scale."""
+    model = network("deepvit_s")
+    inputs: dict[str, Tensor] = {}
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda _, x, name=f"blocks.{i}.attn": inputs.setdefault(name, x[0]))
+        for i, block in enumerate(model.blocks)
+    ]
+    metric = AttentionCollapseMetric(threshold=0.5, maps=stage)
+    for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32), mixed=True):
+        metric.add(batch)
+    found = metric.result()
+    for hook in hooks:
+        hook.remove()
+    assert found.layers == tuple(inputs)
+    maps = [maps_by_loops(model.get_submodule(name), x, stage) for name, x in inputs.items()]
+    for p, first in enumerate(maps):
+        for q, second in enumerate(maps):
+            cosines = [cosine_of(first[b, h, :, t], second[b, h, :, t]) for b, h, t in np.ndindex(2, 3, 17)]
+            assert found.matrix[p][q] == pytest.approx(np.mean(cosines), abs=1e-5)
+        heads = [cosine_of(first[b, g, :, t], first[b, h, :, t]) for b, g, h, t in np.ndindex(2, 3, 3, 17) if g != h]
+        assert found.head_diversity[found.layers[p]] == pytest.approx(1 - np.mean(heads), abs=1e-5)
+    above = sum(found.matrix[p][p + 1] > 0.5 for p in (0, 1))  # type: ignore[operator]
+    assert (found.maps, found.similar_blocks) == (stage, above)
+
+
+def maps_by_loops(layer: Any, x_BND: Tensor, stage: str) -> Any:
+    B, N, D = x_BND.shape
+    H = layer.num_heads
+    with torch.inference_mode():
+        qkv = layer.qkv(x_BND).double().numpy().reshape(B, N, 3, H, D // H)
+    maps = np.zeros((B, H, N, N))
+    for b, h, n in np.ndindex(B, H, N):
+        scores = qkv[b, :, 1, h] @ qkv[b, n, 0, h] / np.sqrt(D // H)
+        maps[b, h, n] = np.exp(scores) / np.exp(scores).sum()
+    if stage == "softmax" or not isinstance(layer, ReAttention):
+        return maps
+    weights = {name: value.detach().double().numpy() for name, value in layer.state_dict().items()}
+    mixed = np.zeros_like(maps)
+    for h in range(H):
+        for g in range(H):
+            mixed[:, h] += weights["reatten_matrix.weight"][h, g, 0, 0] * maps[:, g]
+        mixed[:, h] += weights["reatten_matrix.bias"][h] - weights["var_norm.running_mean"][h]
+        mixed[:, h] /= np.sqrt(weights["var_norm.running_var"][h] + layer.var_norm.eps)
+        mixed[:, h] = mixed[:, h] * weights["var_norm.weight"][h] + weights["var_norm.bias"][h]
+    return mixed * layer.reatten_scale
+
+
+def cosine_of(first: Any, second: Any) -> float:
+    return float(first @ second / np.sqrt(first @ first) / np.sqrt(second @ second))
+
+
+def test_mixed_maps_are_recorded_for_networks_that_mix_alone() -> None:
+    for name, stages in (("cait_xxs24_224", 2), ("vit_tiny_patch16_224", 1), ("resnet18", 0)):
+        model = network(name)
+        (batch,) = stream_activations(model, DIGITS.first(1), Preprocessing(image_size=32), mixed=True)
+        assert (bool(batch.maps), bool(batch.mixed)) == (stages > 0, stages > 1)
+        (batch,) = stream_activations(model, DIGITS.first(1), Preprocessing(image_size=32))
+        assert not batch.mixed
 
 
 def test_layers_of_other_shapes_are_not_compared() -> None:
@@ -213,7 +276,8 @@ def _numbers(value: Any) -> Any:
 
 def test_what_does_not_apply_says_so() -> None:
     model = network("resnet18")
-    metrics: list[Any] = [OverSmoothingMetric(model), AttentionCollapseMetric(), FeatureSimilarityMetric(model)]
+    collapses = AttentionCollapseMetric(), AttentionCollapseMetric(maps="mixed")
+    metrics: list[Any] = [OverSmoothingMetric(model), *collapses, FeatureSimilarityMetric(model)]
     for batch in stream_activations(model, DIGITS.first(2), Preprocessing(image_size=32)):
         for metric in metrics:
             metric.add(batch)

@@ -13,7 +13,14 @@ import vitx.models  # noqa: F401  # registers the networks
 from vitx.models import ReAttention
 from vitx.models.head_mix import mix_heads
 
+DTYPES = (torch.bfloat16, torch.float16)
 SCALE = 1024.0  # of the loss, as a gradient scaler has it
+# The same networks at other image sizes have other positions alone.
+ZOO = [
+    name
+    for name in timm.list_models(module="registry")
+    if not name.startswith("alternet") and not name.endswith(("_384", "_512"))
+]
 
 
 def block_gradients(model: Any, images: Tensor, dtype: torch.dtype | None) -> list[Tensor]:
@@ -30,32 +37,38 @@ def block_gradients(model: Any, images: Tensor, dtype: torch.dtype | None) -> li
     ]
 
 
-def cosines(model: Any, dtype: torch.dtype) -> list[float]:
-    images = torch.randn(3, 3, 96, 96, generator=torch.Generator().manual_seed(1))
-    pairs = zip(block_gradients(model, images, None), block_gradients(model, images, dtype), strict=True)
-    return [float(F.cosine_similarity(exact, found, dim=0)) for exact, found in pairs]
+def assert_near_float64(model: Any, images: int, size: int, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    noise = torch.randn(images, 3, size, size, generator=torch.Generator().manual_seed(1))
+    exact = block_gradients(model, noise, None)
+    for dtype in dtypes:
+        pairs = zip(exact, block_gradients(model, noise, dtype), strict=True)
+        cosines = [float(F.cosine_similarity(*pair, dim=0)) for pair in pairs]
+        assert all(cosine >= 0.99 for cosine in cosines), (dtype, cosines)
 
 
-def fresh(name: str, **options: Any) -> Any:
+@pytest.mark.parametrize("name", ZOO)
+def test_gradients_of_fresh_networks_are_those_of_float64(name: str) -> None:
+    """Every transformer of the zoo at its own depth and heads, with 8 or 16 channels a head.
+
+    float16, which is finer and slow on CPUs, is for Re-Attention and one network of each other attention. At full width
+    and 224 px: benchmarks/models/half_precision.py, which also says why AlterNet is left out.
+    """
+    with torch.device("meta"):
+        full: Any = timm.create_model(name)
+    heads = full.blocks[0].attn.num_heads
     torch.manual_seed(0)
-    return timm.create_model(name, img_size=96, num_classes=3, **options).train()
+    size: dict[str, Any] = (
+        {} if name.endswith("digits") else {"img_size": 64, "embed_dim": heads * (16 if heads < 6 else 8)}
+    )
+    model: Any = timm.create_model(name, num_classes=8, **size).train()
+    both = name.startswith(("deepvit", "deit_tiny_12"))
+    assert_near_float64(model, 8, model.patch_embed.img_size[0], DTYPES if both else DTYPES[:1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("deepvit_16b", {"depth": 4, "embed_dim": 192, "num_heads": 12}),
-        ("deepvit_s", {"depth": 4, "attention": ["plain", *["re-attention"] * 3]}),
-        ("deepvit_16b", {"depth": 2, "embed_dim": 192, "reatten_norm": "layer"}),
-        ("deit_tiny_12", {"depth": 2}),
-    ],
-    ids=["conv patches", "CNN patches", "layer norm", "plain"],
-)
-def test_gradients_of_fresh_blocks_are_those_of_float64(name: str, options: Any, dtype: torch.dtype) -> None:
-    """The 224-px networks of the zoo are in benchmarks/models/half_precision.py."""
-    found = cosines(fresh(name, **options), dtype)
-    assert min(found) >= 0.99, found
+def test_gradients_with_a_layer_norm_over_heads_are_those_of_float64() -> None:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"depth": 2, "embed_dim": 192, "reatten_norm": "layer"}
+    assert_near_float64(timm.create_model("deepvit_16b", img_size=96, num_classes=3, **options).train(), 3, 96)
 
 
 @pytest.fixture

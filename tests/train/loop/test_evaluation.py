@@ -1,17 +1,24 @@
 """The metrics of an evaluation against a forward pass done by hand."""
 
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import timm
 import torch
+from safetensors.torch import load_file
 
 import vitx.models  # noqa: F401  # registers deepvit_digits
+from training_jobs import TINY, metrics_of
 from vitx.core.preprocess import Preprocessing
+from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models import attention_std, image_tensor, token_similarity
+from vitx.train import resolve_recipe, train
+from vitx.train.loop import trainer
 from vitx.train.loop.evaluation import evaluate
 
 PREPROCESSING = Preprocessing(image_size=32)
@@ -54,3 +61,25 @@ def test_models_of_timm_are_probed_and_those_without_blocks_have_no_layers() -> 
     device = torch.device("cpu")
     assert len(evaluate(vit, digits(6), PREPROCESSING, 4, device).attention_std) == 2
     assert evaluate(resnet, digits(6), PREPROCESSING, 4, device).cos_sim == []
+
+
+@pytest.mark.parametrize(
+    ("attention", "decay", "passes"), [("plain", 0, 1), ("plain", 0.9, 2), ('["plain","re-attention"]', 0, 2)]
+)
+def test_weights_that_are_their_own_average_are_evaluated_once(
+    attention: str, decay: float, passes: int, image_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With BatchNorm twice: its statistics are measured for the average, and running ones in the trained weights."""
+    counted = Mock(side_effect=evaluate)
+    monkeypatch.setattr(trainer, "evaluate", counted)
+    settings = (*TINY, "epochs=1", "batch_size=6", "workers=0", f"ema_decay={decay}")
+    overrides = [*settings, f"model.kwargs.attention={attention}"]
+    chosen = resolve_recipe("digits-deit", data=str(image_folder), overrides=overrides)
+    train(chosen, tmp_path / "run", device="cpu", quiet=True)
+    assert counted.call_count == passes
+    [row] = metrics_of(tmp_path / "run")
+    if passes == 1:
+        assert row["raw"] == {name: row[name] for name in row["raw"]}
+        folder, _ = RunFolder.open(tmp_path / "run").checkpoint("last")
+        weights, average = (load_file(folder / f"{name}.safetensors") for name in ("model", "ema"))
+        assert all(torch.equal(weights[key], average[key]) for key in weights)

@@ -200,7 +200,10 @@ def test_it_is_float32_inside_autocast(model: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         with record_qkv(model) as blocks:
             model(torch.randn(2, 3, 32, 32))
-        assert qkv_similarity_loss(blocks, over="rows").dtype == torch.float32
+        inside = qkv_similarity_loss(blocks, over="rows")
+    assert inside.dtype == torch.float32
+    # Of the maps of a fresh network, whose cosine is 1 but for some 1e-4: its sums were products in bfloat16.
+    assert inside.item() == pytest.approx(qkv_similarity_loss(blocks, over="rows").item(), rel=1e-6)
     assert all(first.qkv_BN3D.dtype == torch.bfloat16 for first, _ in pairwise(blocks))
 
 
@@ -209,6 +212,11 @@ def test_what_cannot_be_compared_is_refused(model: Any) -> None:
         attention_similarity_loss(MAPS, pairs=3)
     with pytest.raises(InputError, match="unknown axis of the attention similarity 'columns'"):
         map_similarity(MAPS[0], MAPS[1], "columns")  # type: ignore[arg-type]
+    local: Any = timm.create_model("deit_digits", depth=2, attention="local", global_pool="avg")
+    with record_qkv(local) as blocks:
+        local(torch.zeros(2, 3, 32, 32))
+    with pytest.raises(InputError, match=r"^local attention has no map of all tokens: set losses"):
+        qkv_similarity_loss(blocks)
     resnet = timm.create_model("resnet10t")
     with (
         pytest.raises(InputError, match=r"ResNet has 0 attention layers to compare: set losses\.attention=0"),

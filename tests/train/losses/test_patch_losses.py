@@ -302,8 +302,39 @@ def test_a_token_of_zeros_is_similar_to_none() -> None:
     assert patch_cosine_loss(torch.zeros(1, 3, 4)).item() == 0
 
 
-def test_the_cosine_has_a_second_derivative() -> None:
-    assert torch.autograd.gradgradcheck(patch_cosine_loss, (EARLY.clone().requires_grad_(),))
+@pytest.mark.parametrize("length", [0.0, 1e-30, 1e-20, 1e-13, 1e20, 1e30])
+@pytest.mark.parametrize("absolute", [False, True])
+def test_no_length_of_the_tokens_gives_more_than_a_bounded_gradient(length: float, absolute: bool) -> None:
+    patches = (length * EARLY).float()
+    patches[0, 1] = 0
+    patches.requires_grad_()
+    loss = patch_cosine_loss(patches, absolute=absolute)
+    (gradient,) = torch.autograd.grad(loss, patches, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), patches)
+    for tensor in (loss, gradient, second):
+        assert tensor.isfinite().all()
+    assert gradient[0, 1].tolist() == [0, 0, 0, 0]
+
+
+BOTH_REGIONS = torch.tensor([[True, False, False, True, False], [False] * 5])
+SECOND_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "cosine": patch_cosine_loss,
+    "absolute cosine": lambda late: patch_cosine_loss(late, absolute=True),
+    "contrastive": lambda late: patch_contrastive_loss(EARLY, late),
+    "contrastive, others": lambda late: patch_contrastive_loss(EARLY, late, exclude_self=True),
+    "contrastive, official": lambda late: patch_contrastive_loss(
+        EARLY[:, :4], late[:, :4], variant="official", window=3
+    ),
+    "mixing": lambda late: patch_mixing_loss(late, torch.tensor([[0, 1, 2, 0, 1], [2, 2, 1, 0, 0]])),
+    "mixing, official": lambda late: region_mixing_loss(
+        late, lambda pooled: pooled, BOTH_REGIONS, torch.eye(4)[:2], torch.eye(4)[2:]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SECOND_DERIVATIVES)
+def test_every_loss_has_a_second_derivative(name: str) -> None:
+    assert torch.autograd.gradgradcheck(SECOND_DERIVATIVES[name], (LATE.clone().requires_grad_(),))
 
 
 @pytest.mark.parametrize("options", [{"exclude_self": True}, {"variant": "official", "window": 3}])

@@ -1,6 +1,7 @@
 """Studies: the table against numpy, studies that are continued, runs that are killed, fail or are stopped."""
 
 import fcntl
+import inspect
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from vitx.core.panels import png
 from vitx.train import train
 from vitx.train.loop.interruption import TrainingStopped
 from vitx.train.recipes.recipe import apply_overrides
-from vitx.train.recipes.registry import get_recipe
+from vitx.train.recipes.registry import RECIPES, get_recipe, resolve_recipe
 from vitx.train.study.result import MeanStd, Score, StudyResult, Variant, last_layers, rows_of
-from vitx.train.study.study import PUBLISHED, Study, ablation_variants, depth_variants
+from vitx.train.study.study import Study
 from vitx.train.study.study_figures import draw_study
 from vitx.train.study.trials import Runner, Trial, end_with_parent
+from vitx.train.study.variants import PUBLISHED, STUDIES, ablation_variants, depth_variants
 
 TINY = (
     "model.kwargs.embed_dim=8",
@@ -101,7 +104,10 @@ def test_the_last_layers_are_the_last_quarter(blocks: int, count: int) -> None:
 
 def test_the_ablation_has_the_rows_of_the_papers_table() -> None:
     recipe = apply_overrides(get_recipe("digits-deit"), ["losses.cosine=0.3"])
-    variants = ablation_variants(recipe)
+    baseline, *variants = ablation_variants(recipe)
+    as_deit = apply_overrides(recipe, baseline.overrides)
+    assert (as_deit.mixup.mixup, as_deit.mixup.cutmix, as_deit.cutmix.probability) == (0.8, 1, 0)
+    assert (baseline.published, as_deit.losses.need_tokens) == (81.8, False)
     assert len({tuple(variant.factors.values()) for variant in variants}) == len(variants) == 8
     for variant in variants:
         losses = apply_overrides(recipe, variant.overrides).losses
@@ -109,8 +115,8 @@ def test_the_ablation_has_the_rows_of_the_papers_table() -> None:
         assert variant.name == ("+".join(on) or "none")
         assert losses.cosine in (0, 0.3)
         assert variant.published == PUBLISHED.get(on)
-    assert [variant.published for variant in variants].count(None) == 1
-    assert ablation_variants(get_recipe("digits-deit"))[1].factors["cosine"] == 1.0
+    assert [variant.published for variant in variants].count(None) == 2  # none of the losses, and all
+    assert ablation_variants(get_recipe("digits-deit"))[2].factors["cosine"] == 1.0
 
 
 def test_a_depth_is_one_network_of_one_kind_of_attention() -> None:
@@ -120,7 +126,63 @@ def test_a_depth_is_one_network_of_one_kind_of_attention() -> None:
     assert (kwargs["depth"], kwargs["attention"]) == (12, "re-attention")
 
 
-@pytest.mark.parametrize("kind", ["ablation", "depth", "alternet"])
+def test_published_numbers_are_those_of_the_recipes() -> None:
+    """The recipes' docstrings quote the same tables."""
+    quoted = {"losses": ("patchvit-b-12", "patchvit-b-24"), "talking-heads": ("patchvit-b-12",)}
+    quoted |= {"finetune": ("patchvit-b-12-384",), "depth": ("deepvit-16", "deepvit-24", "deepvit-32")}
+    base = apply_overrides(get_recipe("digits-deit"), ["model.initial_checkpoint=run"])
+    for kind, names in quoted.items():
+        variants = depth_variants((16, 24, 32)) if kind == "depth" else STUDIES[kind].variants(base)  # type: ignore[index]
+        text = " ".join(inspect.getdoc(RECIPES[name]) or "" for name in names)
+        numbers = {f"{variant.published:.{2 if kind == 'depth' else 1}f}" for variant in variants if variant.published}
+        assert numbers
+        assert all(number in text for number in numbers), (kind, numbers)
+
+
+@pytest.mark.parametrize("kind", ["losses", "talking-heads", "finetune", "kernel-size"])
+def test_every_study_trains_at_minimal_size(
+    kind: str, vitx: Vitx, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own rows in this process; the paper's numbers and what was trained stand in the result."""
+
+    def train_here(runner: Runner, todo: list[Trial]) -> Iterator[tuple[Trial, None]]:
+        for trial in todo:
+            train(trial.resolved(), trial.folder(runner.study), device="cpu", quiet=True)
+            yield trial, None
+
+    settings: tuple[str, ...] = (*TINY[:4], "workers=0", "epochs=1", "schedule.warmup_epochs=0")
+    if kind == "finetune":
+        small = [*settings, "model.kwargs.depth=1"]
+        train(resolve_recipe("digits-deit", data=str(image_folder), overrides=small), tmp_path / "first", quiet=True)
+        settings = (*settings, f"model.initial_checkpoint={tmp_path / 'first'}")
+    monkeypatch.setattr(Runner, "run", train_here)
+    if kind != "kernel-size":  # 12 and 24 blocks are one
+        whole = Trial.resolved
+        monkeypatch.setattr(Trial, "resolved", lambda trial: apply_overrides(whole(trial), ["model.kwargs.depth=1"]))
+    words = [word for setting in settings for word in ("--set", setting)]
+    chosen = ("--data", image_folder, "--seeds", "4", "--out", tmp_path / "study", *words)
+    code, printed, said = vitx("study", kind, *chosen, "--json", "--quiet", "--device", "cpu")
+    assert code == 0, said
+    result = StudyResult.model_validate_json(printed)
+    base = apply_overrides(get_recipe("digits-deit"), [*settings])
+    assert [(row.name, row.published_top1) for row in result.rows] == [
+        (variant.name, variant.published)
+        for variant in STUDIES[kind].variants(base)  # type: ignore[index]
+    ]
+    assert result.paper == STUDIES[kind].paper  # type: ignore[index]
+    assert result.here.startswith("deit_digits, weight_init=jax")
+    assert "18 images of 3 classes, 32 px, 1 epochs at batch 6" in result.here
+    assert (tmp_path / "study" / "study.png").is_file()
+
+
+def test_fine_tuning_begins_with_weights(vitx: Vitx, tmp_path: Path) -> None:
+    code, _, said = vitx("study", "finetune", "--out", tmp_path / "study")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "begins with weights: give --set model.initial_checkpoint=RUN" in said
+    assert not (tmp_path / "study").exists()
+
+
+@pytest.mark.parametrize("kind", STUDIES)
 @pytest.mark.parametrize(("blocks", "seeds"), [(24, 3), (0, 1)])
 def test_every_study_has_a_figure(kind: str, blocks: int, seeds: int) -> None:
     runs = scores(np.random.default_rng(2), blocks, seeds)

@@ -2,7 +2,7 @@
 
 from vitx.analyze.metric import Metric
 from vitx.analyze.metrics.adversarial import ADVERSARIAL_METRIC
-from vitx.analyze.metrics.attention_collapse import ATTENTION_COLLAPSE_METRIC
+from vitx.analyze.metrics.attention_collapse import ATTENTION_COLLAPSE_METRIC, MIXED_ATTENTION_COLLAPSE_METRIC
 from vitx.analyze.metrics.cka import CKA_METRIC
 from vitx.analyze.metrics.confidence import CONFIDENCE_METRIC
 from vitx.analyze.metrics.corruptions import CORRUPTIONS_METRIC
@@ -22,6 +22,7 @@ from vitx.analyze.metrics.variance import VARIANCE_METRIC
 METRICS: dict[str, Metric] = {
     "over-smoothing": OVER_SMOOTHING_METRIC,
     "attention-collapse": ATTENTION_COLLAPSE_METRIC,
+    "attention-collapse-mixed": MIXED_ATTENTION_COLLAPSE_METRIC,
     "feature-similarity": FEATURE_SIMILARITY_METRIC,
     "fourier": FOURIER_METRIC,
     "variance": VARIANCE_METRIC,

@@ -1,8 +1,9 @@
 """Attention collapse: layers whose attention maps repeat those of the layer before (docs/maths.md §1.3)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vitx.analyze.activations import Activations
 from vitx.analyze.metric import SIMILARITY_THRESHOLD, Metric, NotApplicable, first_to_last
@@ -14,13 +15,21 @@ from vitx.models.layer_metrics import LayerMeans
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Maps = Literal["softmax", "mixed"]
+_NO_MAPS: dict[Maps, str] = {
+    "softmax": "the network has no attention whose maps can be observed",
+    "mixed": "no layer mixes its maps over heads, so they are those of the softmax",
+}
+
 
 class AttentionCollapse(SimilarityMatrix):
     """`matrix`: the mean cosine M of two layers' maps; no unit.
 
-    similar_blocks: how many layers have M above `threshold` with the layer before. head_diversity: by layer, 1 − the
-    mean cosine of two different heads; 0 where all heads are the same.
+    maps: which were compared. similar_blocks: how many layers have M above `threshold` with the layer before.
+    head_diversity: by layer, 1 − the mean cosine of two different heads; 0 where all heads are the same.
     """
+
+    maps: Maps = "softmax"
 
     threshold: float
     similar_blocks: int
@@ -28,18 +37,21 @@ class AttentionCollapse(SimilarityMatrix):
 
 
 class AttentionCollapseMetric:
-    """Similarity of the softmax maps A (B, H, N, N) of every two layers p and q, and of the heads of one layer.
+    """Similarity of the maps A (B, H, N, N) of every two layers p and q, and of the heads of one layer.
 
     M^{p,q} = mean over heads h, columns t and images of cos(A^p_{h,:,t}, A^q_{h,:,t}): a column is a vector over the N
-    queries (Zhou et al., DeepViT, arXiv 2103.11886, eq. 2; docs/maths.md §1.3). Maps of different sizes are not
-    compared.
+    queries (Zhou et al., DeepViT, arXiv 2103.11886, eq. 2; docs/maths.md §1.3). The maps are those
+    of the softmax or, "mixed", those that meet V. Maps of different sizes are not compared.
     """
 
-    def __init__(self, threshold: float = SIMILARITY_THRESHOLD) -> None:
-        self._similarity, self._diversity, self._threshold = MeanCosine(axis=-2), LayerMeans(), threshold
+    def __init__(self, threshold: float = SIMILARITY_THRESHOLD, maps: Maps = "softmax") -> None:
+        self._similarity, self._diversity = MeanCosine(axis=-2), LayerMeans()
+        self._threshold = threshold
+        self._maps: Maps = maps
 
     def add(self, batch: Activations) -> None:
-        for layer, columns in self._similarity.add(batch.maps, batch.images).items():
+        maps = batch.maps if self._maps == "softmax" else batch.mixed
+        for layer, columns in self._similarity.add(maps, batch.images).items():
             heads = columns.shape[1]
             if heads > 1:
                 # ‖Σ_h u_h‖² of unit vectors u is Σ_{g≠h} cos + H: the mean cosine without a product for each pair.
@@ -49,9 +61,10 @@ class AttentionCollapseMetric:
     def result(self) -> AttentionCollapse:
         layers, matrix = self._similarity.means()
         if not layers:
-            raise NotApplicable("the network has no attention whose maps can be observed")
+            raise NotApplicable(_NO_MAPS[self._maps])
         neighbours = [matrix[before][after] for before, after in pairwise(range(len(layers)))]
         return AttentionCollapse(
+            maps=self._maps,
             layers=layers,
             columns=layers,
             matrix=matrix,
@@ -79,7 +92,7 @@ def _collapse_line(found: AttentionCollapse) -> str:
 
 
 ATTENTION_COLLAPSE_METRIC = Metric(
-    title="Attention collapse",
+    title="Attention collapse, softmax maps",
     reading="Cosine of the attention maps of two layers, column by column. Deep layers that repeat the maps of the "
     "one before add little; 1 − cosine between heads says how much the heads of one layer differ.",
     record=AttentionCollapse,
@@ -88,4 +101,15 @@ ATTENTION_COLLAPSE_METRIC = Metric(
     maps=True,
     options=("similar_above",),
     figure=draw_attention_collapse,
+)
+
+MIXED_ATTENTION_COLLAPSE_METRIC = replace(
+    ATTENTION_COLLAPSE_METRIC,
+    title="Attention collapse, mixed maps",
+    reading="The same of the maps that meet V: after the mix over heads of Re-Attention, with its norm, or of talking "
+    "heads. Re-Attention is there to make them differ where the softmax maps repeat. Layers without a mix have their "
+    "softmax maps here.",
+    activation=lambda context: AttentionCollapseMetric(context.options.similar_above, "mixed"),
+    maps=False,
+    mixed=True,
 )

@@ -333,10 +333,13 @@ class Trainer:
         losses = self._optimize(epoch, request)
         with unsharded(self.ema.module):
             # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
-            measure_batch_norm([self.ema.module], self._calibration_images())
+            measured = measure_batch_norm([self.ema.module], self._calibration_images())
             values = self._evaluate(self.ema.module)
-        with unsharded(self.objective):  # it holds the groups of the network's parameters
-            raw = self._evaluate(self.model)
+        raw = values
+        # An average that keeps nothing is the trained weights, but for BatchNorm's statistics, measured for it alone.
+        if self.recipe.ema_decay or measured:
+            with unsharded(self.objective):  # it holds the groups of the network's parameters
+                raw = self._evaluate(self.model)
         return {
             "epoch": epoch,
             "step": epoch * self.data.steps,

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitx.core.errors import InputError, unknown_name
-from vitx.models.similarity import token_similarity
+from vitx.models.similarity import SHORTEST, token_similarity
 from vitx.train.recipes.image_and_loss_settings import LossVariant
 
 # The epsilons of the authors' code: added before each logarithm, and to the number of patches of a region.
@@ -66,9 +66,9 @@ class _MeanCosine(torch.autograd.Function):
 
 
 def _inverse_norms_and_sum(h_BnD: Tensor) -> tuple[Tensor, Tensor]:
-    """1/‖h_i‖ (B, n), 0 for a token of zeros, and s (B, D)."""
+    """1/‖h_i‖ (B, n), 0 for a token of zeros or up to SHORTEST, and s (B, D)."""
     norm_Bn = torch.linalg.vector_norm(h_BnD, dim=-1)
-    inverse_norm_Bn = torch.where(norm_Bn > 0, norm_Bn, torch.inf).reciprocal()
+    inverse_norm_Bn = torch.where(norm_Bn > SHORTEST, norm_Bn, torch.inf).reciprocal()
     # s as one product (B, 1, n) @ (B, n, D), without writing out the unit vectors ĥ.
     return inverse_norm_Bn, torch.bmm(inverse_norm_Bn.unsqueeze(1), h_BnD).squeeze(1)
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from vitx.core.files import Record
 from vitx.train.loop.checkpoint import Metrics, best_row
 
-Kind = Literal["ablation", "depth", "alternet"]
+Kind = Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "alternet"]
 # "Last layers" are the last 1/4 of the blocks.
 LAST_LAYERS_DIVISOR = 4
 
@@ -105,6 +105,8 @@ class StudyResult(Record):
     runs: tuple[Score, ...]
     steps: tuple[dict[str, Any], ...] = ()
     failed: dict[str, str]
+    paper: str = Field(default="", description="what the published numbers are of")
+    here: str = Field(default="", description="what was trained instead")
 
 
 def rows_of(variants: Sequence[Variant], scores: Sequence[Score]) -> Iterator[Row]:

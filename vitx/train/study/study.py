@@ -1,6 +1,5 @@
 """Studies: the same training in several variants and seeds, side by side. Specification: docs/studies.md."""
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,50 +13,13 @@ from vitx.core.files import read_record, write_json
 from vitx.core.machine import describe_machine, installed_versions
 from vitx.data.open import open_images
 from vitx.train.loop.network import build_network, model_spec
-from vitx.train.recipes.recipe import Recipe
 from vitx.train.recipes.registry import resolve_recipe
 from vitx.train.study.result import Kind, Score, StudyResult, Variant, rows_of
 from vitx.train.study.trials import Runner, Trial
+from vitx.train.study.variants import STUDIES
 
-LOSSES = ("cosine", "contrastive", "mixing")
-ATTENTIONS = ("plain", "talking-heads", "re-attention")
-DEPTHS = (6, 12, 24, 32)
 # What may be in the folder of a study before its first run has finished, when study.json is written.
 BEGUN_STUDY = ("runs", "logs", ".lock")
-# ImageNet top-1 (%) of DeiT-B with these losses: Gong et al., arXiv 2104.12753, Table 1. It has no row for all three.
-PUBLISHED = {
-    (): 81.8,
-    ("cosine",): 82.0,
-    ("mixing",): 82.4,
-    ("contrastive",): 82.3,
-    ("cosine", "mixing"): 82.3,
-    ("cosine", "contrastive"): 82.3,
-    ("contrastive", "mixing"): 82.6,
-}
-
-
-def ablation_variants(recipe: Recipe) -> list[Variant]:
-    """Table 1 of Gong et al.: cosine × contrastive × mixing. A loss that is on has the recipe's weight, or 1."""
-    variants = []
-    for count in range(len(LOSSES) + 1):
-        for on in itertools.combinations(LOSSES, count):
-            weights = {name: (getattr(recipe.losses, name) or 1.0) if name in on else 0.0 for name in LOSSES}
-            overrides = tuple(f"losses.{name}={weight:g}" for name, weight in weights.items())
-            variants.append(Variant("+".join(on) or "none", overrides, weights, PUBLISHED.get(on)))
-    return variants
-
-
-def depth_variants(depths: Sequence[int], attentions: Sequence[str] = ATTENTIONS) -> list[Variant]:
-    """Every depth with every kind of attention in all its blocks."""
-    return [
-        Variant(
-            f"{depth}-{attention}",
-            (f"model.kwargs.depth={depth}", f"model.kwargs.attention={attention}"),
-            {"depth": depth, "attention": attention},
-        )
-        for depth in depths
-        for attention in attentions
-    ]
 
 
 @dataclass
@@ -152,6 +114,18 @@ class Study:
             runs=tuple(scores),
             steps=tuple(steps),
             failed=dict(self.failed),
+            paper=STUDIES[self.kind].paper,
+            here=self._scale(),
+        )
+
+    def _scale(self) -> str:
+        """What is trained here, to be read beside what the paper trained."""
+        recipe, images = self.base, self.train_images
+        arguments = "".join(f", {name}={value}" for name, value in recipe.model.kwargs.items())
+        return (
+            f"{recipe.model.name}{arguments}; {len(images)} images of {len(images.class_names)} classes, "
+            f"{recipe.preprocessing.image_size} px, {recipe.epochs} epochs at batch {recipe.batch_size}, "
+            f"{len(self.seeds)} seeds"
         )
 
     def write(self, variants: Sequence[Variant], steps: Sequence[dict[str, Any]] = ()) -> StudyResult:

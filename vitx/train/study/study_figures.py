@@ -14,10 +14,10 @@ from vitx.train.study.result import Row, Score, StudyResult, last_layers
 
 def draw_study(result: StudyResult) -> Figure:
     """The figure of a study with at least one finished run."""
-    return {"ablation": _ablation, "depth": _depth, "alternet": _staircase}[result.study](result)
+    return {"depth": _depth, "alternet": _staircase}.get(result.study, _rows)(result)
 
 
-def _ablation(result: StudyResult) -> Figure:
+def _rows(result: StudyResult) -> Figure:
     """Top-1, CosSim and attention std of every row, one mark for each run; then CosSim of every block in grey."""
     rows, blocks = result.rows, bool(result.rows[0].cos_sim_by_block)
     figure, axes_of = panels(4 if blocks else 1, width=WIDTH * 0.95, height=0.9 + 0.36 * len(rows))
