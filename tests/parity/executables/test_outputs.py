@@ -306,7 +306,7 @@ def test_outputs_that_are_not_there_are_refused(bundle: Bundle, tiny_bundle: Bun
         load_session(tiny_bundle, "openvino", outputs=EMBEDDING)
 
 
-@pytest.mark.parametrize("runtime", ["tensorrt", "tensorrt-rtx", "onnxruntime-tensorrt"])
+@pytest.mark.parametrize("runtime", ["onnxruntime-int8", "tensorrt", "tensorrt-rtx", "onnxruntime-tensorrt"])
 def test_plans_give_logits_alone(bundle: Bundle, runtime: str) -> None:
     with pytest.raises(InputError, match=rf"{runtime} gives logits alone, .*: embedding needs onnxruntime or openvino"):
         load_session(bundle, runtime, outputs=EMBEDDING)
