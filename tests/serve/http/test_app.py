@@ -134,7 +134,7 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
             "model=tiny&topk=1",
             {},
             400,
-            "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms",
+            "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms, outputs",
         ),
         ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
         (

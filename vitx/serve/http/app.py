@@ -129,8 +129,9 @@ class App:
             model, request, deadline = await asyncio.to_thread(self._decode, name, version, length, body, started)
         else:
             model, request, deadline = self._decode(name, version, length, body, started)
-        logits = await model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._logits_reply(logits, request, model)
+        batcher = model.batcher_of(request.outputs)
+        rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
+        return self._rows_reply(rows, request, model)
 
     def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
@@ -140,9 +141,9 @@ class App:
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
 
-    def _logits_reply(self, logits: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
+    def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels
-        reply, json_length = encode_infer_response(logits, request, model.contract, labels, self._memory)
+        reply, json_length = encode_infer_response(rows, request, model.contract, labels, self._memory)
         if json_length is None:
             return Reply(reply)
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
@@ -165,12 +166,13 @@ class App:
         model, request, deadline = self._decode(name, version, length, body, started)
         record.model = model.name
 
-        def replied(logits: Float32Array) -> Reply:
+        def replied(rows: Float32Array) -> Reply:
             record_times(record, submission.parts)
-            return self._logits_reply(logits, request, model)
+            return self._rows_reply(rows, request, model)
 
         on_logits = reply_with(replied, on_reply)
-        submission = model.batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
+        batcher = model.batcher_of(request.outputs)
+        submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
         return submission.cancel
 
     def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
