@@ -113,7 +113,7 @@ class Classifier:
             return json_reply({"model": options.model.name, **results[0]})
         for result in results:
             if "error" in result:
-                self._metrics.reject("bad_image")
+                self._metrics.reject("bad_image", options.model.name)
         if images.names is not None:
             results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
