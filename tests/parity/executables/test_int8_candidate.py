@@ -17,6 +17,8 @@ from vitx.parity.executables.verdict_cache import cached_verdicts, keep_verdict
 from vitx.parity.exported import _drop_failed_int8
 from vitx.parity.replay import Replay
 from vitx.runtimes import load_session
+from vitx.serve.models.loading import Loader
+from vitx.serve.options import ServeOptions
 from witnessed_bundle import seal_certificate, seal_manifest
 
 
@@ -60,6 +62,17 @@ def test_auto_takes_it_where_it_is_the_fastest(with_int8: Callable[[Fault | None
     assert runtimes_by_speed(bundle, "auto", device="cpu", threads=1, quiet=True)[0] == INT8
     with load_fastest(bundle, "auto", device="cpu", threads=1) as session:
         assert (session.describe()["runtime"], session.describe()["precision"]) == (INT8, "int8")
+
+
+def test_the_server_s_canary_has_the_limit_of_what_runs(with_int8: Callable[[Fault | None], Bundle]) -> None:
+    """Int8 rounds a value the other way for less than what float32 is allowed."""
+    bundle = with_int8(None)
+    loader = Loader(ServeOptions().batching, device="cpu", runtime=INT8, threads=1)
+    warm = loader.warm(loader.verify(bundle.path))
+    warm.session.close()
+    assert warm.verdict is not None
+    assert warm.verdict.max_logit_error_allowed > 100 * bundle.require_certificate().max_logit_error_allowed
+    assert warm.canary._allowed == warm.verdict.max_logit_error_allowed
 
 
 def test_one_that_fails_is_dropped_and_the_certificate_says_why(

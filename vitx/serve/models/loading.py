@@ -60,7 +60,7 @@ class Loader:
             opened.enter_context(session)
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
-            canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
+            canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
             curve = starting_curve(offer.bundle, session, batching)
             offer, outputs = self._with_outputs(offer, batching, threads)
             opened.pop_all()

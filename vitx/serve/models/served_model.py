@@ -146,7 +146,7 @@ class ServedModel:
             "certificate": self.certificate.verdict if self.certificate else "uncertified",
             "runtime": str(self.runtime["runtime"]),
             "provider": str(self.runtime["provider"]),
-            "precision": self.bundle.manifest.precision,
+            "precision": str(self.runtime.get("precision", self.bundle.manifest.precision)),
         }
 
 
