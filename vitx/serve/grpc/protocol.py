@@ -15,8 +15,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import Limits
-from vitx.serve.protocol.classification import bytes_tensor, classification_texts
-from vitx.serve.protocol.infer import Contract, InferRequest, read_infer_request
+from vitx.serve.protocol.infer import Contract, InferRequest, output_tensors, read_infer_request, tensor_bytes
 from vitx.serve.protocol.parameters import REGION_PARAMETERS
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -64,14 +63,8 @@ def encode_infer_response(
     `rows`: see `Contract`.
     """
     response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
-    for wanted in request.wanted(contract):
-        values = rows[:, contract.columns(wanted.name)]
-        if wanted.top_k:
-            datatype, shape = "BYTES", (len(values), wanted.top_k)
-            data = bytes_tensor(classification_texts(values, labels, wanted.top_k))
-        else:
-            datatype, shape = "FP32", values.shape
-            data = values.astype("<f4", copy=False).tobytes()
+    for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
+        data = tensor_bytes(values)
         output = response.outputs.add(name=wanted.name, datatype=datatype, shape=shape)
         if wanted.region is None:
             response.raw_output_contents.append(data)

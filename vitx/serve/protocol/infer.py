@@ -7,7 +7,7 @@ docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memor
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -246,6 +246,23 @@ def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: 
     return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
+def output_tensors(
+    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str]
+) -> Iterator[tuple[RequestedOutput, str, tuple[int, ...], Float32Array | list[str]]]:
+    """Each output that was asked for, its datatype, shape and values, from `rows` (see `Contract`)."""
+    for wanted in request.wanted(contract):
+        values = rows[:, contract.columns(wanted.name)]
+        if wanted.top_k:
+            yield wanted, "BYTES", (len(rows), wanted.top_k), classification_texts(values, labels, wanted.top_k)
+        else:
+            yield wanted, "FP32", values.shape, values
+
+
+def tensor_bytes(values: Float32Array | list[str]) -> bytes:
+    """An output in the binary form: little endian, row major."""
+    return bytes_tensor(values) if isinstance(values, list) else values.astype("<f4", copy=False).tobytes()
+
+
 def encode_infer_response(
     rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> tuple[bytes, int | None]:
@@ -257,18 +274,13 @@ def encode_infer_response(
     if request.id is not None:
         reply["id"] = request.id
     behind: list[bytes] = []
-    for wanted in request.wanted(contract):
-        values = rows[:, contract.columns(wanted.name)]
-        output: dict[str, Any] = {"name": wanted.name, "datatype": "FP32", "shape": values.shape}
+    for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
+        output: dict[str, Any] = {"name": wanted.name, "datatype": datatype, "shape": shape}
         reply["outputs"].append(output)
-        texts: list[str] = []
-        if wanted.top_k:
-            texts = classification_texts(values, labels, wanted.top_k)
-            output.update(datatype="BYTES", shape=(len(values), wanted.top_k))
         if not wanted.binary and wanted.region is None:
-            output["data"] = texts or values.ravel().tolist()
+            output["data"] = values if isinstance(values, list) else values.ravel().tolist()
             continue
-        data = bytes_tensor(texts) if wanted.top_k else values.astype("<f4", copy=False).tobytes()
+        data = tensor_bytes(values)
         if wanted.region is not None:
             # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
             output["parameters"] = {**wanted.region.write(data, wanted.name, memory), "binary_data_size": 0}
