@@ -189,13 +189,63 @@ def test_engines_are_checked_first_and_built_of_the_lowered_graph(conversions: C
 
 
 @pytest.mark.parametrize(
-    ("options", "targets"), [({}, []), ({"for_": "cpu"}, ["openvino"]), ({"trt": True}, ["tensorrt"])]
+    ("options", "targets"),
+    [({}, []), ({"for_": "cpu"}, ["lowering to int8", "openvino"]), ({"trt": True}, ["tensorrt"])],
 )
 def test_only_what_was_asked_for_is_built(
     conversions: Conversions, tmp_path: Path, options: dict[str, Any], targets: list[str]
 ) -> None:
     export_bundle(REQUEST, tmp_path / "net.vitx", ExportOptions(**options))
     assert [asked[0] for asked in conversions.asked if asked[0] not in ("check", "tracing")] == targets
+
+
+@pytest.mark.parametrize(("calibration", "judged_on"), [(None, "source's data"), ("photographs", "photographs")])
+def test_a_bundle_for_a_processor_has_an_int8_graph_beside_its_own(
+    conversions: Conversions, tmp_path: Path, calibration: str | None, judged_on: str
+) -> None:
+    options = ExportOptions(for_="cpu", calibration=calibration, trt=True, **LIMITS)
+    plan: Any = "the certificate to come"
+    manifest = export_bundle(REQUEST, tmp_path / "net.vitx", options, plan=plan, quiet=True).manifest
+    ((_, arguments, limits),) = conversions.named("lowering to int8")
+    assert (arguments[0].parts[-2:], arguments[2], limits) == (("int8", "model.onnx"), PREPROCESSING, LIMITS)
+    # Written for the processor, whatever the plan is made for.
+    assert arguments[1] == PrecisionRequest("int8", judged_on, "cpu", "fp32", plan, True)
+    assert manifest.files["int8/model.onnx"] == manifest.files["model.onnx"]  # a copy, as the lowering stands in
+    assert (manifest.precision, manifest.islands) == ("fp32", ())
+    assert manifest.lowering == {"int8_candidate": {"target": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            {"precision": "fp16", "data": "own"},
+            "the graph is fp16: it is made beside a float32 graph that has a witness",
+        ),
+        ({"witness": 0}, "no witness set would judge it: it is made beside a float32 graph that has a witness set"),
+        ({}, "no choice of layers passes"),
+    ],
+)
+def test_where_there_is_no_int8_graph_the_export_says_why(
+    conversions: Conversions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    run = conversions.run
+
+    def fail(title: str, *arguments: Any, **limits: Any) -> Any:
+        if title == "lowering to int8":
+            raise CheckFailed("no choice of layers passes")
+        return run(title, *arguments, **limits)
+
+    monkeypatch.setattr(bundling, "run_limited", fail)
+    manifest = export_bundle(REQUEST, tmp_path / "net.vitx", ExportOptions(for_="cpu", **options)).manifest
+    assert sorted(manifest.files) == ["model.onnx", "openvino/model.xml"]
+    assert manifest.lowering["int8_candidate"]["left_out"].startswith(reason)
+    assert f"export: no int8 candidate: {reason}" in capsys.readouterr().err
 
 
 def test_what_does_not_accept_the_bundle_keeps_the_old_one(conversions: Conversions, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vitx.core.files import sha256_file, write_json
 from vitx.core.run import ModelSpec, RunFolder, RunInfo
 from vitx.export import ExportOptions, SourceRequest
 from vitx.parity import exported, loaded_model
-from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT
+from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT
 from vitx.parity.exported import certify_export, export_certified, model_from_source, sampling_plan, source_request
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 
@@ -254,7 +254,7 @@ def test_an_export_is_certified_while_its_bundle_is_not_yet_there(
         (bundle, request, "d"),
         {
             "witness": 7,
-            "runtimes": (*RUNTIMES_BY_DEFAULT, BFLOAT16),
+            "runtimes": (*RUNTIMES_BY_DEFAULT, *CANDIDATES),
             "max_flip_rate": 0.05,
             "device": "cpu",
             "quiet": False,

@@ -81,7 +81,7 @@ def test_requests_need_the_token(guarded: ServerProcess) -> None:
     for path in ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready"):
         assert guarded.request("GET", path)[0] == 200
     metrics = guarded.request("GET", "/metrics", headers=bearer(TOKEN))[1].decode()
-    assert 'vitx_rejections_total{reason="unauthorized"} 9.0' in metrics
+    assert 'vitx_rejections_total{model="",reason="unauthorized"} 9.0' in metrics
     assert guarded.request("POST", "/v2/repository/index", b"", bearer(TOKEN))[0] == 401
     assert guarded.request("POST", "/v2/repository/index", b"", bearer(MANAGEMENT))[0] == 200
 

@@ -25,6 +25,7 @@ from vitx.core.bundle import (
     Provenance,
     TensorSpec,
     output_file,
+    output_tensor,
     timestamp,
 )
 from vitx.core.files import sha256_file, staged_folder, write_json
@@ -179,6 +180,34 @@ def with_embedding(bundle: Bundle, part: bytes | None = None) -> Bundle:
     path.write_bytes(part)
     files = {**bundle.manifest.files, output_file("embedding"): FileEntry(sha256=sha256_file(path), size=len(part))}
     write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update={"files": files, "outputs": (spec,)}))
+    return Bundle.open(bundle.path)
+
+
+def with_attention(bundle: Bundle) -> Bundle:
+    """The bundle with one more output, `attention`: the brightness of each of the 16 x 16 pixels."""
+    name = output_tensor("attention")
+    nodes = [
+        helper.make_node("ReduceMean", ["unit", f"{name}/axis"], [f"{name}/mean"], keepdims=0),
+        helper.make_node("Flatten", [f"{name}/mean"], [name], axis=1),
+    ]
+    graph = onnx.GraphProto(node=nodes, initializer=[numpy_helper.from_array(np.array([3]), f"{name}/axis")])
+    graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["N", IMAGE_SIZE**2]))
+    spec = OutputSpec(
+        name="attention",
+        dtype="float32",
+        shape=("N", IMAGE_SIZE**2),
+        meaning="the brightness of each pixel",
+        grid=(IMAGE_SIZE, IMAGE_SIZE),
+    )
+    path = bundle.path / output_file("attention")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(onnx.ModelProto(graph=graph).SerializeToString())
+    entry = FileEntry(sha256=sha256_file(path), size=path.stat().st_size)
+    changed = {
+        "files": {**bundle.manifest.files, output_file("attention"): entry},
+        "outputs": (*bundle.manifest.outputs, spec),
+    }
+    write_json(bundle.path / MANIFEST, bundle.manifest.model_copy(update=changed))
     return Bundle.open(bundle.path)
 
 

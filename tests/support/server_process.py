@@ -87,9 +87,12 @@ class ServerProcess:
         return json.loads(self.request("GET", path)[1])
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples whose line starts with `name`."""
+        """The sum of a metric's samples that have the labels of `name`, in any order: `name_total{label="value"}`."""
         text = self.request("GET", "/metrics")[1].decode()
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+        start, _, labels = name.partition("{")
+        wanted = [label for label in labels.rstrip("}").split(",") if label]
+        lines = [line for line in text.splitlines() if line.startswith((start + "{", start + " "))]
+        return sum(float(line.rpartition(" ")[2]) for line in lines if all(label in line for label in wanted))
 
     def stop(self) -> int:
         """End the server with one SIGTERM; return its exit code."""

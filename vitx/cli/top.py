@@ -20,6 +20,9 @@ def command(
     once: Annotated[bool, typer.Option("--once", help="Print one interval and end.")] = False,
     as_json: Json = False,
     token_file: Annotated[Path | None, typer.Option(help="File with the token that the server asks for.")] = None,
+    metrics_token_file: Annotated[
+        Path | None, typer.Option(help="File with the token of /metrics, where it has its own.")
+    ] = None,
     ca_file: Annotated[Path | None, typer.Option(help="Certificates to trust, in PEM, for a server with TLS.")] = None,
 ) -> None:
     """Show what a server does, by model: images a second, batches, queue, times, refusals, certificate."""
@@ -29,7 +32,7 @@ def command(
     from vitx.core.console import print_json
     from vitx.serve.observe.top import ServerClient, snapshot
 
-    server = ServerClient(url, _token(token_file), _checked_ca_file(ca_file))
+    server = ServerClient(url, _token(token_file), _checked_ca_file(ca_file), _token(metrics_token_file))
     before = server.read()
     if not once and not as_json and sys.stdout.isatty():
         _watch(server, before, interval)

@@ -29,6 +29,8 @@ CERTIFICATE = "certificate.json"
 LATENCY = "latency.json"
 SIGNATURE = "signature.json"
 MODEL = "model.onnx"
+# The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
+INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
 
 

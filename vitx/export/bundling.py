@@ -1,6 +1,7 @@
 """From a checkpoint to a bundle. Each conversion runs in a process of its own; the bundle appears whole or never."""
 
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +9,19 @@ from pathlib import Path
 import onnx
 
 from vitx.core.bundle import (
+    INT8_MODEL,
     MANIFEST,
     Bundle,
     FileEntry,
     Manifest,
     OutputSpec,
+    Precision,
     Provenance,
     TensorSpec,
     timestamp,
 )
 from vitx.core.console import log
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, VitxError
 from vitx.core.files import sha256_file, staged_folder, write_json
 from vitx.core.machine import installed_versions
 from vitx.core.sandbox import run_limited
@@ -34,9 +37,10 @@ from vitx.export.engines.targets import (
 )
 from vitx.export.graph.dataflow import opset_of
 from vitx.export.graph.from_model import INPUT, OUTPUT, onnx_from_model, opset_for
-from vitx.export.options import ExportOptions
+from vitx.export.options import ExportOptions, Target
 from vitx.export.outputs import plan_outputs, write_outputs
 from vitx.export.precision.acceptance import SamplingPlan
+from vitx.export.precision.lower import LowerPrecision
 from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_checked, select_rewrites
 from vitx.models.source import Source, SourceInfo, SourceRequest, untrained_norms
 
@@ -82,7 +86,7 @@ def export_bundle(
     for engine in engines:
         engine.check(options.precision)
     if options.precision != "fp32" and request.is_model:
-        _calibration_data(options, request.data or "")
+        _calibration_data(options, request.data or "", options.precision)
     with staged_folder(out) as stage:
         graph = stage / GRAPH
         traced = run_limited(
@@ -92,6 +96,8 @@ def export_bundle(
         )
         _warn_untrained(traced)
         lowered = _lower(graph, traced.source, options, plan, quiet=quiet)
+        if options.for_ == "cpu":
+            lowered = _with_int8_candidate(graph, lowered, traced.source, options, plan, quiet=quiet)
         _build_targets(graph, out, options, engines, quiet=quiet)
         manifest = _manifest(bundle_name(out), traced, options, lowered, stage)
         write_json(stage / MANIFEST, manifest)
@@ -131,11 +137,11 @@ def _engines(options: ExportOptions) -> tuple[EngineRequest, ...]:
     return tuple(EngineRequest(flavor, options.engine, targets) for flavor, wanted, targets in flavors if wanted)
 
 
-def _calibration_data(options: ExportOptions, source_data: str) -> str:
+def _calibration_data(options: ExportOptions, source_data: str, precision: Precision) -> str:
     """The set that judges a lower precision; raise InputError when there is none."""
     data = options.calibration or options.data or source_data
     if not data:
-        raise InputError(f"{options.precision} is judged on real images: give --data or --calibration-data")
+        raise InputError(f"{precision} is judged on real images: give --data or --calibration-data")
     return data
 
 
@@ -144,19 +150,60 @@ def _lower(
 ) -> LoweredFile:
     if options.precision == "fp32":
         return LoweredFile((), {})
+    return _lower_file(graph, source, options, options.precision, options.quantize_for(), plan, quiet=quiet)
+
+
+def _lower_file(
+    graph: Path,
+    source: SourceInfo,
+    options: ExportOptions,
+    precision: LowerPrecision,
+    target: Target,
+    plan: SamplingPlan | None,
+    *,
+    quiet: bool,
+) -> LoweredFile:
     request = PrecisionRequest(
-        precision=options.precision,
-        data=_calibration_data(options, source.data),
-        target=options.quantize_for(),
+        precision=precision,
+        data=_calibration_data(options, source.data, precision),
+        target=target,
         base=options.base_type(),
         sampling_plan=plan,
         quiet=quiet,
     )
     return run_limited(
-        *(f"lowering to {options.precision}", lower_file, graph, request, source.preprocessing),
+        *(f"lowering to {precision}", lower_file, graph, request, source.preprocessing),
         seconds=options.seconds,
         memory_gib=options.memory_gib,
     )
+
+
+def _with_int8_candidate(
+    graph: Path,
+    lowered: LoweredFile,
+    source: SourceInfo,
+    options: ExportOptions,
+    plan: SamplingPlan | None,
+    *,
+    quiet: bool,
+) -> LoweredFile:
+    """Write an int8 graph beside the float32 one, if there can be one: a candidate is no reason to fail an export.
+
+    The manifest's `lowering` says how it was found, or why there is none.
+    """
+    candidate = graph.parent / INT8_MODEL
+    try:
+        if options.precision != "fp32" or options.witness == 0:
+            why = f"the graph is {options.precision}" if options.witness != 0 else "no witness set would judge it"
+            raise InputError(f"{why}: it is made beside a float32 graph that has a witness set")
+        candidate.parent.mkdir()
+        shutil.copyfile(graph, candidate)
+        found = _lower_file(candidate, source, options, "int8", "cpu", plan, quiet=quiet).details
+    except VitxError as reason:
+        shutil.rmtree(candidate.parent, ignore_errors=True)
+        log(f"export: no int8 candidate: {reason}", quiet=quiet)
+        found = {"left_out": str(reason)}
+    return LoweredFile(lowered.islands, {**lowered.details, "int8_candidate": found})
 
 
 def _build_targets(

@@ -71,7 +71,7 @@ class ExportOptions(Options):
     openvino: bool = option(False, "Add OpenVINO IR.")
     for_: Literal["cpu"] | None = option(
         None,
-        "Add what may be fastest there, and keep what passes: OpenVINO IR, in float32 and in bfloat16.",
+        "Add what may be fastest there, and keep what passes: an int8 graph, OpenVINO IR, and it in bfloat16.",
         flag="--for",
     )
     triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
@@ -120,8 +120,10 @@ class ExportOptions(Options):
                 raise unknown_name("--output", name, OUTPUTS)
         if self.outputs and self.witness == 0:
             raise ValueError(f"--output {self.outputs[0]} is certified by the witness set: leave --witness none out")
-        if self.calibration is not None and self.precision == "fp32":
-            raise ValueError(f"--calibration-data {self.calibration} goes with a --precision below fp32: leave it out")
+        if self.calibration is not None and self.precision == "fp32" and self.for_ is None:
+            raise ValueError(
+                f"--calibration-data {self.calibration} goes with a --precision below fp32 or --for cpu: leave it out"
+            )
         if self.base is not None and self.precision not in ("int8", "fp8"):
             raise ValueError(f"--base {self.base} is of int8 and fp8, and {self.precision} is its own: leave it out")
         if self.target is not None and self.precision != "int8":

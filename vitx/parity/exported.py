@@ -1,22 +1,24 @@
 """How `vitx export` certifies its bundle, and how many images that will take."""
 
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import INT8_MODEL, MANIFEST, Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import write_json
 from vitx.core.run import RunFolder
 from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
-from vitx.parity.certification import certify_models
+from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.comparison import Comparison
-from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT
+from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT
 from vitx.parity.executables.witness_set import add_witness
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle
 from vitx.parity.signature import sign_bundle
@@ -46,7 +48,7 @@ def export_certified(
     out = out or Path(f"{request.network}.vitx" if request.is_model else f"{target}.vitx")
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
-    runtimes = (*RUNTIMES_BY_DEFAULT, *([BFLOAT16] if options.for_ == "cpu" else []))
+    runtimes = (*RUNTIMES_BY_DEFAULT, *(CANDIDATES if options.for_ == "cpu" else ()))
 
     def accept(bundle: Bundle) -> None:
         if not options.uncertified:
@@ -123,10 +125,32 @@ def certify_export(
             reasons = "; ".join((*certificate.reasons, *notes))
             raise CheckFailed(f"the graph is not the checkpoint's equal, no bundle written: {reasons}")
     for verdict in certificate.executables:
-        # A candidate of --for cpu; where it fails, the certificate says so, and nothing runs it.
-        if verdict.verdict == "fail" and verdict.executable.runtime != BFLOAT16:
+        # Where a candidate of --for cpu fails, the certificate says so, and nothing runs it.
+        if verdict.verdict == "fail" and verdict.executable.runtime not in CANDIDATES:
             reasons = "; ".join(verdict.reasons)
             raise CheckFailed(f"{verdict.executable} is not the checkpoint's equal, no bundle written: {reasons}")
+    _drop_failed_int8(bundle.path, quiet=quiet)
+
+
+def _drop_failed_int8(path: Path, *, quiet: bool) -> None:
+    """Take the int8 candidate out of a certified bundle that is being made, unless it passed here.
+
+    Its verdict stays in the certificate, with the reasons. Its bytes would only travel: nothing would run them.
+    """
+    if not (path / INT8_MODEL).is_file():
+        return
+    bundle = Bundle.open(path)
+    certificate = bundle.require_certificate()
+    judged = [each for each in certificate.executables if each.executable.runtime == INT8]
+    if any(each.verdict == "pass" for each in judged):
+        return
+    reasons = [reason for each in judged for reason in each.reasons] or ["nothing judged it here"]
+    log(f"export: the int8 candidate is dropped: {'; '.join(reasons)}", quiet=quiet)
+    shutil.rmtree((path / INT8_MODEL).parent)
+    files = {name: entry for name, entry in bundle.manifest.files.items() if name != INT8_MODEL}
+    manifest = bundle.manifest.model_copy(update={"files": files})
+    write_json(path / MANIFEST, manifest)
+    record_verdicts(Bundle(path, manifest), certificate, certificate.executables)
 
 
 def _add_witness(

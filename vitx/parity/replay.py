@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.certificate import Certificate, Verdict
+from vitx.core.certificate import Certificate, Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
@@ -19,7 +19,7 @@ from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.parity.certification import AcceptanceCriteria, certify, check_engines, check_provider
 from vitx.parity.comparison import infer
-from vitx.parity.executables.listing import BFLOAT16, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
+from vitx.parity.executables.listing import CANDIDATES, RUNTIMES_BY_DEFAULT, merged, verdicts_of_bundle
 from vitx.parity.loaded_model import LoadedModel, model_from_bundle, open_model
 from vitx.parity.options import ParityOptions
 from vitx.parity.verdict import check_labels
@@ -44,21 +44,22 @@ class ReplayedNumber:
 class Replay:
     """The certificate of one bundle, number by number, and the verdicts on all its executables.
 
-    Those of this machine are found anew by the witness set; those of others are as the certificate says.
+    Those of this machine are found anew by the witness set; those of others are as the certificate says. refused: the
+    candidates that failed when the bundle was made, which nothing runs.
     """
 
     bundle: Bundle
     numbers: tuple[ReplayedNumber, ...]
     executables: tuple[Verdict, ...] = ()
+    refused: tuple[Executable, ...] = ()
 
     def require_agreement(self) -> None:
         """Raise CheckFailed naming every number that was not measured again, and every executable that fails."""
         wrong = [
             f"{number.name} {number.seen}, certified {number.certified}" for number in self.numbers if not number.agrees
         ]
-        wrong += [
-            f"{each.executable}: {'; '.join(each.reasons)}" for each in self.executables if each.verdict == "fail"
-        ]
+        failing = [each for each in self.executables if each.verdict == "fail" and each.executable not in self.refused]
+        wrong += [f"{each.executable}: {'; '.join(each.reasons)}" for each in failing]
         if wrong:
             raise CheckFailed(f"the certificate of '{self.bundle.path}' is not reproduced: {'; '.join(wrong)}")
 
@@ -80,9 +81,11 @@ def verify_certificate(first: Path, second: Path | None, options: ParityOptions,
         check_provider(candidate, options.device)
         numbers = replay(bundle, certificate, images, candidate.session, reference, quiet=quiet)
     listed = {each.executable.runtime for each in certificate.executables}
-    runtimes = (*RUNTIMES_BY_DEFAULT, *([BFLOAT16] if BFLOAT16 in listed else []))
+    runtimes = (*RUNTIMES_BY_DEFAULT, *(name for name in CANDIDATES if name in listed))
     here = verdicts_of_bundle(bundle, certificate.max_flip_rate, device_name(options.device), runtimes, quiet=quiet)
-    return Replay(bundle, numbers, merged(certificate.executables, here))
+    failed = [each.executable for each in certificate.executables if each.verdict == "fail"]
+    refused = tuple(each for each in failed if each.runtime in CANDIDATES)
+    return Replay(bundle, numbers, merged(certificate.executables, here), refused)
 
 
 def verify_files(bundle: Bundle) -> Certificate:

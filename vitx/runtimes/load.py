@@ -39,9 +39,9 @@ def load_session(
     if known is not None and known.device != "auto" and chosen not in ("auto", known.device):
         raise InputError(f"the runtime {runtime} runs on {known.device}, and device {chosen} was asked for: drop one")
     bundle.require_outputs(outputs)
-    if outputs and "tensorrt" in runtime:
+    if outputs and known is not None and not known.outputs:
         raise InputError(
-            f"the runtime {runtime} gives logits alone, its plans are built for them: {', '.join(outputs)} "
+            f"the runtime {runtime} gives logits alone, what it runs is built for them: {', '.join(outputs)} "
             f"{'needs' if len(outputs) == 1 else 'need'} onnxruntime or openvino"
         )
     require(runtime)
@@ -54,6 +54,10 @@ def load_session(
             from vitx.runtimes.tensorrt import TensorRTSession
 
             return TensorRTSession(bundle, runtime)
+        case "onnxruntime-int8":
+            from vitx.runtimes.onnxruntime import OnnxRuntimeSession
+
+            return OnnxRuntimeSession(bundle, device="cpu", threads=threads, int8=True)
         case "onnxruntime-tensorrt":
             from vitx.runtimes.onnxruntime import OnnxRuntimeSession
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as native
 
-from vitx.core.bundle import MODEL, Bundle, output_file, output_tensor
+from vitx.core.bundle import INT8_MODEL, MODEL, Bundle, output_file, output_tensor
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.machine import local_gpus, sums_int8_exactly
 from vitx.core.preprocess import UInt8Array
@@ -45,6 +45,7 @@ class OnnxRuntimeSession(Session):
     """A bundle's graph in ONNX Runtime. A GPU that was asked for and is not used is an error, never a fallback.
 
     graph: another ONNX file with the same input and output to run in place of the bundle's; `describe` names it.
+    int8: run the int8 graph that the bundle has beside its own, another executable.
     outputs: what it gives beside logits. parts: their parts of the graph, where the bundle has no files of them.
     tensorrt: let TensorRT compile the graph, for a GPU, into the folder `engine_cache` or a temporary one that `close`
     removes. Not run on a GPU yet.
@@ -59,6 +60,7 @@ class OnnxRuntimeSession(Session):
         device: Device = "auto",
         threads: int | None = None,
         graph: Path | None = None,
+        int8: bool = False,
         outputs: Sequence[str] = (),
         parts: Sequence[bytes] = (),
         tensorrt: bool = False,
@@ -68,6 +70,15 @@ class OnnxRuntimeSession(Session):
         self._manifest = bundle.manifest
         self._shape = image_shape(bundle)
         self._threads = threads
+        if int8:
+            if INT8_MODEL not in bundle.manifest.files:
+                raise InputError(
+                    f"'{bundle.path}' has no {INT8_MODEL}: export it again with --for cpu, or choose onnxruntime-cpu"
+                )
+            graph, self.artefacts = bundle.path / INT8_MODEL, (INT8_MODEL,)
+        self._runtime, self._precision = (
+            ("onnxruntime-int8", "int8") if int8 else ("onnxruntime", self._manifest.precision)
+        )
         self._graph = graph
         chosen = _choose_device("cuda" if tensorrt else device)
         providers = [_CUDA, _CPU] if chosen == "cuda" else [_CPU]
@@ -194,10 +205,10 @@ class OnnxRuntimeSession(Session):
 
     def describe(self) -> dict[str, Any]:
         return {
-            "runtime": "onnxruntime",
+            "runtime": self._runtime,
             "version": onnxruntime.__version__,
             "provider": self.provider,
-            "precision": self._manifest.precision,
+            "precision": self._precision,
             "threads": self._threads or "all cores",
             **({"graph": self._graph.name} if self._graph else {}),
             **({"outputs": list(self.outputs)} if self.outputs else {}),

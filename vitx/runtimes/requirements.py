@@ -16,6 +16,7 @@ from vitx.core.machine import cpu_architecture, local_gpus
 class Runtime:
     """A runtime: `source` is what it loads, `device` where it runs ("auto": on a GPU if there is one).
 
+    outputs: whether it gives what a bundle has beside logits.
     packages: modules it needs besides vitx's base, where "a|b" means either; `extra` is the extra that installs them.
     check: raises EnvironmentMissing for anything else that is missing.
     """
@@ -23,6 +24,7 @@ class Runtime:
     source: Literal["bundle", "run"]
     device: Literal["auto", "cpu", "cuda"]
     runs: str
+    outputs: bool = True
     packages: tuple[str, ...] = ()
     extra: str = ""
     check: Callable[[], None] = lambda: None
@@ -103,30 +105,49 @@ def _check_compiler() -> None:
 RUNTIMES: Mapping[str, Runtime] = {
     "onnxruntime": Runtime("bundle", "auto", "model.onnx, on a GPU where there is one"),
     "onnxruntime-cpu": Runtime("bundle", "cpu", "model.onnx"),
+    "onnxruntime-int8": Runtime("bundle", "cpu", "the int8 graph made by vitx export --for cpu", outputs=False),
     "onnxruntime-cuda": Runtime("bundle", "cuda", "model.onnx", check=_check_provider("CUDAExecutionProvider")),
     "onnxruntime-tensorrt": Runtime(
         "bundle",
         "cuda",
         "model.onnx, compiled by TensorRT on loading",
+        outputs=False,
         check=_check_provider("TensorrtExecutionProvider"),
     ),
     "tensorrt": Runtime(
-        "bundle", "cuda", "a plan made by vitx export --trt", ("tensorrt|tensorrt_lean", "cuda.bindings"), "trt"
+        "bundle",
+        "cuda",
+        "a plan made by vitx export --trt",
+        outputs=False,
+        packages=("tensorrt|tensorrt_lean", "cuda.bindings"),
+        extra="trt",
     ),
     "tensorrt-rtx": Runtime(
-        "bundle", "cuda", "a plan made by vitx export --trt-rtx", ("tensorrt_rtx", "cuda.bindings"), "trt-rtx"
+        "bundle",
+        "cuda",
+        "a plan made by vitx export --trt-rtx",
+        outputs=False,
+        packages=("tensorrt_rtx", "cuda.bindings"),
+        extra="trt-rtx",
     ),
-    "openvino": Runtime("bundle", "cpu", "the IR made by vitx export --openvino", ("openvino",), "openvino"),
+    "openvino": Runtime(
+        "bundle", "cpu", "the IR made by vitx export --openvino", packages=("openvino",), extra="openvino"
+    ),
     "openvino-bf16": Runtime(
         "bundle",
         "cpu",
         "the same, its products in bfloat16 where the processor has them",
-        ("openvino",),
-        "openvino",
+        packages=("openvino",),
+        extra="openvino",
         check=_check_bfloat16,
     ),
-    "torch": Runtime("run", "auto", "a run's checkpoint", ("torch", "timm"), "train"),
+    "torch": Runtime("run", "auto", "a run's checkpoint", packages=("torch", "timm"), extra="train"),
     "torch-compile": Runtime(
-        "run", "auto", "a run's checkpoint, compiled on loading", ("torch", "timm"), "train", _check_compiler
+        "run",
+        "auto",
+        "a run's checkpoint, compiled on loading",
+        packages=("torch", "timm"),
+        extra="train",
+        check=_check_compiler,
     ),
 }

@@ -7,7 +7,7 @@ import pytest
 
 from bundle_fixture import certificate, write_bundle
 from gpu_fixture import add_plan
-from vitx.core.bundle import WITNESS, Bundle, FileEntry
+from vitx.core.bundle import INT8_MODEL, WITNESS, Bundle, FileEntry
 from vitx.core.certificate import Executable, Verdict
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_bytes
@@ -19,7 +19,7 @@ from vitx.runtimes.openvino import IR
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 GPU_NAMES = ("onnxruntime-cuda", "tensorrt", "tensorrt-rtx")
-CPU_NAMES = ("onnxruntime-cpu", "openvino", "openvino-bf16")
+CPU_NAMES = ("onnxruntime-cpu", "onnxruntime-int8", "openvino", "openvino-bf16")
 
 
 def verdict(
@@ -37,7 +37,8 @@ def everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bundle:
     bundle = add_plan(write_bundle(tmp_path / "tiny.vitx"), "tensorrt", name="ada")
     bundle = add_plan(bundle, "tensorrt-rtx", name="rtx", version="1.7", architectures=("sm89", "sm120"))
     (bundle.path / "openvino").mkdir()
-    for name in (IR, WITNESS):
+    (bundle.path / "int8").mkdir()
+    for name in (IR, INT8_MODEL, WITNESS):
         (bundle.path / name).write_bytes(b"-")
         bundle.manifest.files[name] = FileEntry(sha256=sha256_bytes(b"-"), size=1)
     monkeypatch.setattr(listing, "local_gpus", lambda: (Gpu("A", "sm89"),))
@@ -50,7 +51,7 @@ def test_the_runtimes_of_a_machine_and_its_device(everything: Bundle, monkeypatc
     assert runtimes_for(everything, "cuda") == GPU_NAMES
     assert runtimes_for(everything, "cpu") == CPU_NAMES
     monkeypatch.setattr(listing, "why_unusable", lambda name: "broken" if name in ("tensorrt", "openvino") else "")
-    assert runtimes_for(everything) == (*GPU_NAMES[::2], *CPU_NAMES[::2])
+    assert runtimes_for(everything) == (*GPU_NAMES[::2], *CPU_NAMES[:2], CPU_NAMES[3])
     monkeypatch.setattr(listing, "why_unusable", lambda name: "")
     monkeypatch.setattr(listing, "local_gpus", tuple)
     assert runtimes_for(everything) == runtimes_for(everything, "cuda") == runtimes_for(everything, "cpu") == CPU_NAMES
@@ -59,10 +60,11 @@ def test_the_runtimes_of_a_machine_and_its_device(everything: Bundle, monkeypatc
 def test_a_runtime_needs_its_files(everything: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     for lost, names in (
         ([], (*GPU_NAMES, *CPU_NAMES)),
-        ([IR], (*GPU_NAMES, CPU_NAMES[0])),
+        ([IR], (*GPU_NAMES, *CPU_NAMES[:2])),
+        ([INT8_MODEL], (*GPU_NAMES, CPU_NAMES[0], *CPU_NAMES[2:])),
         (["engines/ada.plan"], ("onnxruntime-cuda", "tensorrt-rtx", *CPU_NAMES)),
         (["engines/rtx.plan"], ("onnxruntime-cuda", "tensorrt", *CPU_NAMES)),
-        (["engines/ada.plan", "engines/rtx.plan", IR], ("onnxruntime-cuda", "onnxruntime-cpu")),
+        (["engines/ada.plan", "engines/rtx.plan", IR, INT8_MODEL], ("onnxruntime-cuda", "onnxruntime-cpu")),
     ):
         files = {name: entry for name, entry in everything.manifest.files.items() if name not in lost}
         fewer = Bundle(everything.path, everything.manifest.model_copy(update={"files": files}))
@@ -111,7 +113,7 @@ def test_a_verdict_on_each_and_not_run_of_a_plan_that_could_not(
     loads = Loads(monkeypatch, found)
     *run, not_run = verdicts_of_bundle(everything, 0.25)
     assert run == [found[name] for name in ("onnxruntime-cuda", "tensorrt", "onnxruntime-cpu", "openvino")]
-    assert [name for name, _ in (each for each in loads.asked if each != "closed")] == [*GPU_NAMES, *CPU_NAMES[:2]]
+    assert [name for name, _ in (each for each in loads.asked if each != "closed")] == [*GPU_NAMES, *CPU_NAMES[:3:2]]
     assert loads.asked.count("closed") == 4
     assert not_run == Verdict(
         executable=Executable(
@@ -212,7 +214,7 @@ def test_the_fastest_of_all_devices_is_taken(
     expected = ("tensorrt", "onnxruntime-cuda", "onnxruntime-cpu")
     assert runtimes_by_speed(everything, "auto", threads=3) == expected
     options = {"threads": 3, "outputs": ()}
-    timed = [part for name in (*GPU_NAMES, *CPU_NAMES[:2]) for part in ((name, options), "closed")]
+    timed = [part for name in (*GPU_NAMES, *CPU_NAMES[:3:2]) for part in ((name, options), "closed")]
     # The fastest fails, the next passes, and nothing else is judged.
     judged = [part for name in ("openvino", "tensorrt") for part in ((name, options), "judged", "closed")]
     assert asked == timed + judged

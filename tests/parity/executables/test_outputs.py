@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ from vitx.predict import PREDICTIONS
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import SessionPool
 from vitx.runtimes.session import Session, outputs_of
+from vitx.serve.models.loading import Loader
+from vitx.serve.options import ServeOptions
 from witnessed_bundle import (
     IMAGES,
     WITNESS_IMAGES,
@@ -306,7 +309,7 @@ def test_outputs_that_are_not_there_are_refused(bundle: Bundle, tiny_bundle: Bun
         load_session(tiny_bundle, "openvino", outputs=EMBEDDING)
 
 
-@pytest.mark.parametrize("runtime", ["tensorrt", "tensorrt-rtx", "onnxruntime-tensorrt"])
+@pytest.mark.parametrize("runtime", ["onnxruntime-int8", "tensorrt", "tensorrt-rtx", "onnxruntime-tensorrt"])
 def test_plans_give_logits_alone(bundle: Bundle, runtime: str) -> None:
     with pytest.raises(InputError, match=rf"{runtime} gives logits alone, .*: embedding needs onnxruntime or openvino"):
         load_session(bundle, runtime, outputs=EMBEDDING)
@@ -438,3 +441,37 @@ def test_a_closed_session_refuses(bundle: Bundle) -> None:
     session.close()
     with pytest.raises(RuntimeError, match="the session is closed"):
         session.infer_outputs(images(1))
+
+
+def test_the_server_judges_both_executables_on_first_load(bundle: Bundle, cache: Path) -> None:
+    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime", threads=1)
+    warm = loader.warm(loader.verify(bundle.path))
+    assert warm.verdict is not None
+    assert warm.outputs is not None
+    assert warm.outputs.verdict is not None
+    assert ([*warm.verdict.outputs], [*warm.outputs.verdict.outputs]) == ([], ["embedding"])
+    pixels = images(4)
+    rows = warm.outputs.session.infer(pixels)
+    with load_fastest(bundle, "onnxruntime", threads=1, outputs=EMBEDDING) as session:  # what `vitx predict` runs
+        found = session.infer_outputs(pixels)
+    np.testing.assert_allclose(
+        rows, np.concatenate([found["logits"], found["embedding"]], axis=1), rtol=1e-6, atol=1e-6
+    )
+    for session in (warm.session, warm.outputs.session):
+        session.close()
+
+
+def test_the_server_refuses_an_embedding_that_is_not_the_checkpoint_s(bundle: Bundle, cache: Path) -> None:
+    wrong = with_embedding(bundle, embedding_part(["features"], 3, {"weight": np.full(3, 1.01, np.float32)}))
+    sealed = seal_manifest(wrong.path)
+    seal_certificate(sealed)
+    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime", threads=1)
+    with pytest.raises(CheckFailed, match="embedding: 340 of 340 witness images too far from the checkpoint's"):
+        loader.warm(loader.verify(sealed.path))
+    # With --allow-uncertified it is served, and shown as uncertified as a whole.
+    loader = replace(loader, allow_uncertified=True)
+    warm = loader.warm(loader.verify(sealed.path))
+    assert warm.outputs is not None
+    assert (warm.offer.certificate, warm.outputs.verdict) == (None, None)
+    for session in (warm.session, warm.outputs.session):
+        session.close()

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from bundle_fixture import IMAGE_SIZE, LABELS, NumpySession, colour_image, png, write_bundle
-from server_process import ServerProcess, running_server
+from server_process import INFER_BODY, INFER_PATH, ServerProcess, running_server
 
 BOUNDARY = "frontier"
 FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
@@ -134,7 +134,7 @@ def test_neighbours_of_a_bad_image_are_unaffected(server: ServerProcess, pngs: l
             "model=tiny&topk=1",
             {},
             400,
-            "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms",
+            "unknown query parameter 'topk': known: model, version, top_k, priority, timeout_ms, outputs",
         ),
         ("model=tiny&model=tiny", {}, 400, "query parameter 'model' is given 2 times"),
         (
@@ -265,9 +265,14 @@ def test_metadata_shows_what_is_served(server: ServerProcess) -> None:
 
 def test_metrics_count_what_happened(server: ServerProcess, pngs: list[bytes]) -> None:
     names = {
-        'vitx_requests_total{route="classify",status="200"}': 2,
-        'vitx_requests_total{route="classify",status="400"}': 1,
-        'vitx_rejections_total{reason="bad_image"}': 2,
+        'vitx_requests_total{route="classify",status="200",model="other"}': 2,
+        'vitx_requests_total{route="classify",status="400",model="other"}': 1,
+        'vitx_rejections_total{reason="bad_image",model="other"}': 2,
+        'vitx_requests_total{route="infer",model="tiny"}': 3,
+        'vitx_requests_total{route="infer",status="400",model="tiny"}': 1,
+        'vitx_rejections_total{reason="bad_request",model="tiny"}': 1,
+        'vitx_requests_total{route="infer",status="404",model=""}': 2,  # names that clients make up are no labels
+        'vitx_rejections_total{reason="unknown_model",model=""}': 2,
         'vitx_images_total{model="other",version="1"}': 3,
         "vitx_decode_seconds_count": 3,
         'vitx_queue_seconds_count{model="other",version="1"}': 2,
@@ -277,6 +282,14 @@ def test_metrics_count_what_happened(server: ServerProcess, pngs: list[bytes]) -
     assert classify(server, pngs[0], query="model=other")[0] == 200
     assert classify(server, pngs[0][:50], query="model=other")[0] == 400
     assert classify(server, form(pngs[0], b"x", pngs[1]), FORM, query="model=other")[0] == 200
+    for path, body, status in (
+        (INFER_PATH, INFER_BODY, 200),
+        (INFER_PATH, INFER_BODY, 200),  # a head that is known
+        (INFER_PATH, INFER_BODY.replace(b"UINT8", b"INT64"), 400),
+        ("/v2/models/made-up/infer", INFER_BODY, 404),
+        ("/v2/models/another/infer", INFER_BODY, 404),
+    ):
+        assert server.request("POST", path, body)[0] == status
     assert {name: server.metric(name) - before[name] for name in names} == names
     assert server.metric('vitx_queue_depth{model="other",version="1"}') == 0
     text = server.request("GET", "/metrics")[1].decode()

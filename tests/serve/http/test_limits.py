@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import random
 import socket
 import time
 import zlib
@@ -224,6 +225,27 @@ def test_bodies_are_bounded_in_sum(tmp_path: Path) -> None:
             time.sleep(0.5)
             wait_until(refused, 5)
         assert server.metric('vitx_rejections_total{reason="memory"}') >= 3
+
+
+def test_a_compressed_body_counts_as_what_it_becomes(tmp_path: Path) -> None:
+    """Pixels that hardly shrink may not be refused for what other bytes could become; a bomb stops at the bound."""
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    packed = gzip.compress(random.Random(0).randbytes(256 * 16 * 16 * 3), 1)  # 192 KiB
+    binary = {"Content_Encoding": "gzip", "Inference_Header_Content_Length": "0"}
+
+    def answered(server: ServerProcess) -> int:
+        return server.request("POST", INFER, packed, {name.replace("_", "-"): text for name, text in binary.items()})[0]
+
+    with running_server(bundle.path, "--allow-uncertified", "--max-memory-mib", "4") as server:
+        assert [answered(server) for _ in range(30)] == [200] * 30  # and what was counted is given back
+        for size in (5, 60):
+            status, text = post(server, gzip.compress(bytes(size * 2**20), 9), **binary)
+            assert (status, text.endswith("of 4194304 bytes")) == (503, True)
+        for size in (2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20):  # whole pieces, one byte less and more
+            status, text = post(server, gzip.compress(bytes(size), 9), **binary)
+            assert (status, "images in one request" in text) == (413, True)
+        assert answered(server) == 200
+        assert server.metric('vitx_rejections_total{reason="memory"}') == 2
 
 
 def test_a_body_that_goes_on_after_its_refusal_ends_with_the_limit(server: ServerProcess) -> None:

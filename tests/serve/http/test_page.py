@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from browser import PROGRAM, Browser, running_browser
-from bundle_fixture import LABELS, colour_image, png, write_bundle
+from bundle_fixture import LABELS, colour_image, png, with_attention, write_bundle
 from server_process import ServerProcess, running_server
 from vitx.core.bundle import Bundle
 
@@ -26,8 +26,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def server(certified_original: Bundle, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Serves tiny, certified, and other, which is not; images have at most 100,000 pixels."""
-    other = write_bundle(tmp_path_factory.mktemp("page") / "other.vitx", name="other")
+    """Serves tiny, certified, and other, which is not and gives attention; images have at most 100,000 pixels."""
+    other = with_attention(write_bundle(tmp_path_factory.mktemp("page") / "other.vitx", name="other"))
     arguments = ("--allow-uncertified", "--max-pixels", "100000")
     with running_server(certified_original.path, other.path, *arguments) as started:
         yield started
@@ -78,6 +78,46 @@ def test_an_image_gets_its_classes(page: Browser, event: str, label: int) -> Non
     )
     assert widths == sorted(widths, reverse=True)
     assert page.run("document.querySelector('#preview img').naturalWidth") == 16
+    assert page.complaints == []
+
+
+def test_the_attention_map_lies_over_the_image(page: Browser) -> None:
+    """`other` attends to bright pixels; of a wide image the map covers the middle that the model is given."""
+    assert page.run("document.getElementById('attention').hidden")
+    give(page, "drop", colour(3))
+    page.wait("document.querySelectorAll('#predictions li').length === 4")
+    assert page.run("document.querySelectorAll('#preview canvas').length") == 0  # tiny has none
+    page.run("(() => { const s = document.getElementById('model'); s.value = 'other'; s.onchange({target: s}); })()")
+    page.wait("document.getElementById('model-name').textContent === 'other'")
+    page.wait("document.querySelectorAll('#preview canvas').length === 1")
+    image = np.zeros((100, 200, 3), np.uint8)
+    image[:50, 100:150] = 255  # the upper right quarter of the middle square
+    give(page, "drop", png(image))
+    page.wait("document.querySelector('#preview img').naturalWidth === 200")
+    page.wait("document.querySelectorAll('#preview canvas').length === 1")
+    darkness = page.run(
+        """(() => {
+          const map = document.querySelector('#preview canvas');
+          const data = map.getContext('2d').getImageData(0, 0, map.width, map.height).data;
+          const places = [[4, 2], [12, 2], [4, 12], [12, 12]];
+          return [map.width, map.height, ...places.map(([x, y]) => data[4 * (16 * y + x) + 3])];
+        })()"""
+    )
+    assert darkness[:2] == [16, 16]
+    assert darkness[3] < 5  # what is attended to stays as bright as it is
+    assert min(darkness[2], *darkness[4:]) > 200
+    places = page.run(
+        """['#preview img', '#preview canvas'].map((one) => {
+          const {left, top, width, height} = document.querySelector(one).getBoundingClientRect();
+          return [left, top, width, height];
+        })"""
+    )
+    (left, top, width, height), over = places
+    side = min(width / 2, height) if width / 2 < height else height
+    assert over == pytest.approx([left + (width - side) / 2, top + (height - side) / 2, side, side], abs=1.5)
+    page.run("document.getElementById('show-attention').click()")
+    assert page.run("getComputedStyle(document.querySelector('#preview canvas')).display") == "none"
+    page.run("document.getElementById('show-attention').click()")
     assert page.complaints == []
 
 

@@ -17,7 +17,7 @@ from bundle_fixture import write_bundle
 from cli_fixture import Vitx
 from server_process import INFER_BODY, INFER_PATH, ServerProcess, load_on, running_server
 from vitx.core.bundle import Bundle
-from vitx.serve.observe.top import ServerClient, quantile, snapshot
+from vitx.serve.observe.top import Reading, ServerClient, quantile, snapshot
 
 TOKEN = "0123456789abcdef"
 TOP = (sys.executable, "-c", "from vitx.cli import main; main()", "top")
@@ -110,9 +110,40 @@ def test_a_token(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None
     (tmp_path / "token").write_text(TOKEN + "\n")
     with running_server(certified_original.path, "--token-file", tmp_path / "token") as server:
         code, _, err = vitx("top", server.url, "--once")
-        assert (code, err) == (2, f"error: http://{server.url} asks for a token: give it with --token-file\n")
+        assert (code, err) == (2, f"error: http://{server.url}/v1/stats asks for a token: give it with --token-file\n")
         arguments = ("--json", "--interval", "0.1", "--token-file", tmp_path / "token")
         assert vitx("top", server.url, *arguments)[0] == 0
+
+
+def test_metrics_with_a_token_of_their_own(certified_original: Bundle, tmp_path: Path, vitx: Vitx) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "metrics").write_text(TOKEN[::-1])
+    files = ("--token-file", tmp_path / "token", "--metrics-token-file", tmp_path / "metrics")
+    with running_server(certified_original.path, *files) as server:
+        code, _, err = vitx("top", server.url, "--once", *files[:2])
+        asks = (
+            f"error: http://{server.url}/metrics asks for a token: give it with --metrics-token-file, or --token-file\n"
+        )
+        assert (code, err) == (2, asks)
+        code, out, err = vitx("top", server.url, "--json", "--interval", "0.1", *files)
+        assert (code, err, json.loads(out)["models"][0]["name"]) == (0, "", "tiny")
+        # The metrics' token opens nothing else.
+        assert vitx("top", server.url, "--once", "--token-file", tmp_path / "metrics")[0] == 2
+
+
+def test_metrics_that_are_off(certified_original: Bundle, vitx: Vitx) -> None:
+    with running_server(certified_original.path, "--metrics", "off") as server:
+        code, _, err = vitx("top", server.url, "--once")
+    assert (code, err) == (3, f"error: the metrics of http://{server.url} are off: serve with --metrics token\n")
+
+
+def test_samples_of_several_workers_and_models_are_added() -> None:
+    """/metrics of several workers has each sample once for each; refusals are counted by model too."""
+    samples = {frozenset({("reason", "memory"), ("worker", worker)}): 3.0 for worker in ("0", "1")}
+    samples[frozenset({("reason", "host"), ("worker", "1")})] = 1.0
+    reading = Reading("url", {}, {"vitx_rejections_total": samples})
+    assert reading.by_label("vitx_rejections_total", "reason") == {"memory": 6.0, "host": 1.0}
+    assert reading.by_label("vitx_rejections_total", "reason", worker="0") == {"memory": 3.0}
 
 
 def test_the_live_view_redraws_in_place_and_ends_with_an_interrupt(server: ServerProcess) -> None:

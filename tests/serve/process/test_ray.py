@@ -359,7 +359,7 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
         second.cancel()
         await asyncio.wait([second])
         assert batcher.queued == 0
-        assert b'vitx_rejections_total{reason="disconnected"} 1.0' in metrics.exposition()
+        assert b'vitx_rejections_total{model="",reason="disconnected"} 1.0' in metrics.exposition()
 
         phases = iter(["lifespan.startup", "lifespan.shutdown"])
 

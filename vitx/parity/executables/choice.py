@@ -132,7 +132,7 @@ def _judge(timed: Verdict, bundle: Bundle, session: Session, *, quiet: bool) -> 
 
 def _reported(name: str) -> str:
     """What `Session.describe` calls a runtime: ONNX Runtime is one, on a CPU and on a GPU."""
-    return "onnxruntime" if name.startswith("onnxruntime") else name
+    return "onnxruntime" if name in ("onnxruntime-cpu", "onnxruntime-cuda") else name
 
 
 def _known(bundle: Bundle, name: str, outputs: Sequence[str]) -> Verdict | None:

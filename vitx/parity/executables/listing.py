@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from vitx.core.bundle import Bundle, timestamp
+from vitx.core.bundle import INT8_MODEL, Bundle, timestamp
 from vitx.core.certificate import Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import VitxError
@@ -12,11 +12,12 @@ from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.witness import Witness, read_witness
 from vitx.runtimes import load_session
 from vitx.runtimes.openvino import IR
-from vitx.runtimes.requirements import why_unusable
+from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Device
 
-# OpenVINO computes in bfloat16 only where a bundle was exported for it: its logits are not those of float32.
-BFLOAT16 = "openvino-bf16"
+INT8, BFLOAT16 = "onnxruntime-int8", "openvino-bf16"
+# Run only where a bundle was exported for it (--for cpu): their logits are not those of float32.
+CANDIDATES = (INT8, BFLOAT16)
 RUNTIMES_BY_DEFAULT = ("onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx")
 
 
@@ -25,14 +26,12 @@ def runtimes_for(bundle: Bundle, device: Device = "auto") -> tuple[str, ...]:
     gpu = device != "cpu" and bool(local_gpus())
     names = ["onnxruntime-cuda", "tensorrt", "tensorrt-rtx"] if gpu else []
     if not (gpu and device == "cuda"):
-        names += ["onnxruntime-cpu", "openvino", BFLOAT16]
-    flavors = {read_sidecar(bundle.path / name).flavor for name in _plans(bundle)}
-    present = [
-        name
-        for name in names
-        if name.startswith("onnxruntime") or (IR in bundle.manifest.files if "openvino" in name else name in flavors)
-    ]
-    return tuple(name for name in present if not why_unusable(name))
+        names += ["onnxruntime-cpu", INT8, "openvino", BFLOAT16]
+    present: set[str] = {"onnxruntime-cuda", "onnxruntime-cpu"}
+    present |= {read_sidecar(bundle.path / name).flavor for name in _plans(bundle)}
+    needed = {INT8: INT8_MODEL, "openvino": IR, BFLOAT16: IR}
+    present |= {name for name, file in needed.items() if file in bundle.manifest.files}
+    return tuple(name for name in names if name in present and not why_unusable(name))
 
 
 def verdicts_of_bundle(
@@ -67,7 +66,7 @@ def verdicts_of_bundle(
 def output_sets(bundle: Bundle, runtime: str) -> tuple[tuple[str, ...], ...]:
     """With which outputs a runtime is judged: logits alone and, where bundle and runtime have them, all others too."""
     outputs = tuple(spec.name for spec in bundle.manifest.outputs)
-    return ((), outputs) if outputs and "tensorrt" not in runtime else ((),)
+    return ((), outputs) if outputs and RUNTIMES[runtime].outputs else ((),)
 
 
 def _judged(

@@ -15,8 +15,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import Limits
-from vitx.serve.protocol.classification import bytes_tensor, classification_texts
-from vitx.serve.protocol.infer import Contract, InferRequest, read_infer_request
+from vitx.serve.protocol.infer import Contract, InferRequest, output_tensors, read_infer_request, tensor_bytes
 from vitx.serve.protocol.parameters import REGION_PARAMETERS
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -57,26 +56,25 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
 
 
 def encode_infer_response(
-    logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> Any:
-    """Return the ModelInferResponse; raise RequestError if the output's shared memory cannot be written."""
-    if request.top_k:
-        datatype, shape = "BYTES", (len(logits), request.top_k)
-        data = bytes_tensor(classification_texts(logits, labels, request.top_k))
-    else:
-        datatype, shape = "FP32", logits.shape
-        data = logits.astype("<f4", copy=False).tobytes()
+    """Return the ModelInferResponse; raise RequestError if an output's shared memory cannot be written.
+
+    `rows`: see `Contract`.
+    """
     response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
-    output = response.outputs.add(name=contract.output_name, datatype=datatype, shape=shape)
-    if request.region is None:
-        response.raw_output_contents.append(data)
-        return response
-    response.raw_output_contents.append(b"")  # Triton's C++ client takes the entry of each output, unasked
-    for name, value in request.region.write(data, contract, memory).items():
-        if isinstance(value, str):
-            output.parameters[name].string_param = value
-        else:
-            output.parameters[name].int64_param = value
+    for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
+        data = tensor_bytes(values)
+        output = response.outputs.add(name=wanted.name, datatype=datatype, shape=shape)
+        if wanted.region is None:
+            response.raw_output_contents.append(data)
+            continue
+        response.raw_output_contents.append(b"")  # Triton's C++ client takes the entry of each output, unasked
+        for name, value in wanted.region.write(data, wanted.name, memory).items():
+            if isinstance(value, str):
+                output.parameters[name].string_param = value
+            else:
+                output.parameters[name].int64_param = value
     return response
 
 

@@ -176,7 +176,7 @@ class GrpcServer:
             failure, status = error, error.status
         except asyncio.CancelledError:  # by the call's deadline, or by the client
             passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
-            self._metrics.reject("deadline" if passed else "disconnected")
+            self._metrics.reject("deadline" if passed else "disconnected", record.model or "")
             status = 503 if passed else CLIENT_GONE
             raise
         except Exception:  # noqa: BLE001 - the edge of one request: others must not be affected
@@ -185,27 +185,26 @@ class GrpcServer:
             status = failure.status
         else:
             status = 200
-            self._metrics.answer(route, 200, time.perf_counter() - started if timed else None)
-            if record is not None:
+            self._metrics.answer(route, 200, time.perf_counter() - started if timed else None, record.model or "")
+            if self._observers:
                 record.sent = response.ByteSize()
             return response
         finally:
             self.budget.give(reserved)
             generation.leave()
-            if record is not None:
-                for observer in self._observers:
-                    observer.write(record, "gRPC", route, status, time.perf_counter() - started)
-        self._metrics.reject(failure.reason)
-        self._metrics.answer(route, failure.status)
+            for observer in self._observers:
+                observer.write(record, "gRPC", route, status, time.perf_counter() - started)
+        self._metrics.reject(failure.reason, record.model or "")
+        self._metrics.answer(route, failure.status, model=record.model or "")
         raise failure
 
-    def _record(self, context: Any) -> RequestRecord | None:
+    def _record(self, context: Any) -> RequestRecord:
         """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""
-        if not self._observers:
-            return None
-        names = ("x-request-id", "traceparent", "tracestate")
-        given, parent, state = (_metadata(context, name) for name in names)
-        record = RequestRecord(request_id(given), parent, state, context.peer())
+        record = RequestRecord("")
+        if self._observers:
+            names = ("x-request-id", "traceparent", "tracestate")
+            given, parent, state = (_metadata(context, name) for name in names)
+            record = RequestRecord(request_id(given), parent, state, context.peer())
         CURRENT_RECORD.set(record)
         return record
 

@@ -67,9 +67,10 @@ class GrpcService:
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
         decoded = await asyncio.to_thread(decode_infer_request, *asked) if large else decode_infer_request(*asked)
         deadline = _deadline(context.time_remaining(), decoded.timeout)
-        logits = await model.batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
+        batcher = model.batcher_of(decoded.outputs)
+        rows = await batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
         labels = model.bundle.manifest.labels
-        return encode_infer_response(logits, decoded, model.contract, labels, self._memory)
+        return encode_infer_response(rows, decoded, model.contract, labels, self._memory)
 
     async def health(self, request: Any, context: Any) -> Any:
         """`grpc.health.v1.Health/Check` of the server ("") or of a model."""

@@ -129,8 +129,9 @@ class App:
             model, request, deadline = await asyncio.to_thread(self._decode, name, version, length, body, started)
         else:
             model, request, deadline = self._decode(name, version, length, body, started)
-        logits = await model.batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._logits_reply(logits, request, model)
+        batcher = model.batcher_of(request.outputs)
+        rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
+        return self._rows_reply(rows, request, model)
 
     def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
@@ -140,9 +141,9 @@ class App:
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
 
-    def _logits_reply(self, logits: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
+    def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels
-        reply, json_length = encode_infer_response(logits, request, model.contract, labels, self._memory)
+        reply, json_length = encode_infer_response(rows, request, model.contract, labels, self._memory)
         if json_length is None:
             return Reply(reply)
         headers = ((HEADER_LENGTH.encode(), str(json_length).encode()),)
@@ -162,15 +163,16 @@ class App:
         if _is_large_json(length, body):
             answer = _recorded(record, self._answer(name, version, length, body, started))
             return self._start_task(answer, on_reply).cancel
+        record.model = name  # it was served, or its head would not be known
         model, request, deadline = self._decode(name, version, length, body, started)
-        record.model = model.name
 
-        def replied(logits: Float32Array) -> Reply:
+        def replied(rows: Float32Array) -> Reply:
             record_times(record, submission.parts)
-            return self._logits_reply(logits, request, model)
+            return self._rows_reply(rows, request, model)
 
         on_logits = reply_with(replied, on_reply)
-        submission = model.batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
+        batcher = model.batcher_of(request.outputs)
+        submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
         return submission.cancel
 
     def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
@@ -208,8 +210,8 @@ class App:
 
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
-                reply = self._error_reply(reply, head.path)
-            self._metrics.answer(head.route, reply.status, time.monotonic() - started)
+                reply = self._error_reply(reply, head.path, record)
+            self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
             self._leave(generation)
             record.sent = len(reply.body)
@@ -217,7 +219,7 @@ class App:
 
         def cancel() -> None:
             cancel_work()
-            self._metrics.reject("disconnected")
+            self._metrics.reject("disconnected", record.model or "")
             self._leave(generation)
             observe(CLIENT_GONE)
 
@@ -235,14 +237,18 @@ class App:
     async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         generation = self._enter()
+        record = CURRENT_RECORD.get() or RequestRecord("")
+        token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
-            reply = await compressed(await self._reply(handler, scope, receive), header(scope, ACCEPT_ENCODING))
-            self._metrics.answer(route, reply.status, time.perf_counter() - started)
+            answer = await self._reply(handler, scope, receive, record)
+            reply = await compressed(answer, header(scope, ACCEPT_ENCODING))
+            self._metrics.answer(route, reply.status, time.perf_counter() - started, record.model or "")
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:
             if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
-                self._metrics.reject("disconnected")
+                self._metrics.reject("disconnected", record.model or "")
         finally:
+            CURRENT_RECORD.reset(token)
             self._leave(generation)
 
     def _enter(self) -> Generation:
@@ -256,21 +262,21 @@ class App:
         if not self.active:
             self._idle.set()
 
-    async def _reply(self, handler: Handler, scope: Scope, receive: Receive) -> Reply:
+    async def _reply(self, handler: Handler, scope: Scope, receive: Receive, record: RequestRecord) -> Reply:
         try:
             return await handler(scope, receive)
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
-            return self._error_reply(error, scope["path"])
+            return self._error_reply(error, scope["path"], record)
 
-    def _error_reply(self, error: Exception, path: str) -> Reply:
+    def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
         if not isinstance(error, RequestError):
             _log.error("internal error while answering %s", path, exc_info=error)
             error = RequestError("internal error: see the server's log", status=500)
         else:
-            self._metrics.reject(error.reason)
+            self._metrics.reject(error.reason, record.model or "")
         return error_reply(error)
 
     def _counted(self, scope: Scope, send: Send) -> Send:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.http.encoding import MOST_GROWTH, WORTH_ENCODING, decoded, encoded
+from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 
@@ -137,8 +137,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     encoding = header(scope, b"content-encoding")
     if encoding in (None, "identity"):
         return body
-    reserve(min(limit, MOST_GROWTH * len(body)))
-    return await decoded(body, str(encoding).strip().lower(), limit)
+    return await decoded(body, str(encoding).strip().lower(), limit, reserve)
 
 
 def _body_too_large(limit: int) -> RequestError:

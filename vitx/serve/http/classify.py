@@ -35,10 +35,10 @@ from vitx.serve.limits import Limits
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
-from vitx.serve.protocol.parameters import parse_json
+from vitx.serve.protocol.parameters import parse_json, quoted
 
 _TOP_K = 5
-_PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms")
+_PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
 _TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
@@ -47,12 +47,24 @@ _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """The options of a request. `deadline` in seconds of time.monotonic()."""
+    """The options of a request. `deadline` in seconds of time.monotonic(). outputs: what to give beside the classes."""
 
     model: ServedModel
     top_k: int
     priority: int
     deadline: float | None
+    outputs: tuple[str, ...] = ()
+
+    def answer(self, row: Float32Array) -> dict[str, Any]:
+        """What is said of one image; `row`: see `Contract`."""
+        contract, labels = self.model.contract, self.model.bundle.manifest.labels
+        predictions = top_predictions(row[: contract.classes], labels, self.top_k)
+        if not self.outputs:
+            return {"predictions": predictions}
+        values = {name: row[contract.columns(name)] for name in self.outputs}
+        if name := next((name for name, found in values.items() if not np.isfinite(found).all()), None):
+            raise RequestError(f"the output '{name}' is not all finite", status=500, reason="not_finite")
+        return {"predictions": predictions, "outputs": {name: found.tolist() for name, found in values.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class Classifier:
             return json_reply({"model": options.model.name, **results[0]})
         for result in results:
             if "error" in result:
-                self._metrics.reject("bad_image")
+                self._metrics.reject("bad_image", options.model.name)
         if images.names is not None:
             results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
@@ -117,7 +129,7 @@ class Classifier:
     ) -> Callable[[], object]:
         """Classify one image with callbacks instead of a task; see `StartRequest`."""
         options = self._options(query, timeout, started)
-        manifest, batcher = options.model.bundle.manifest, options.model.batcher
+        manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         record.model, record.decode_started = options.model.name, time.monotonic()
         submission: Submission | None = None
         cancelled = False
@@ -140,8 +152,7 @@ class Classifier:
         def labelled(logits: Float32Array) -> Reply:
             assert submission is not None
             record_times(record, submission.parts)
-            predictions = top_predictions(logits[0], manifest.labels, options.top_k)
-            return json_reply({"model": options.model.name, "predictions": predictions})
+            return json_reply({"model": options.model.name, **options.answer(logits[0])})
 
         def cancel() -> None:
             nonlocal cancelled
@@ -162,7 +173,8 @@ class Classifier:
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
         seconds = model.batcher.batching.timeout if milliseconds is None else milliseconds / 1e3
-        return _Options(model, top_k, priority, None if seconds is None else started + seconds)
+        outputs = _outputs(query.get("outputs"), model)
+        return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
     def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
         if kind == "json":
@@ -193,7 +205,7 @@ class Classifier:
         self, options: _Options, images: Sequence[bytes | RequestError], client: str
     ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
-        manifest, batcher = options.model.bundle.manifest, options.model.batcher
+        manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
         started = time.monotonic()
         decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
@@ -208,9 +220,7 @@ class Classifier:
             logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
         answers = iter(logits)
         return [
-            {"error": _error_text(image)}
-            if isinstance(image, Exception)
-            else {"predictions": top_predictions(next(answers), manifest.labels, options.top_k)}
+            {"error": _error_text(image)} if isinstance(image, Exception) else options.answer(next(answers))
             for image in pixels
         ]
 
@@ -246,6 +256,18 @@ def _top_k(given: str | None, classes: int) -> int:
     if given is None:
         return min(_TOP_K, classes)
     return _number("top_k", given, 1, classes, ", the number of classes")
+
+
+def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:
+    """`?outputs=attention,embedding`; raise RequestError for a name that this model does not serve."""
+    names = () if given is None else tuple(dict.fromkeys(given.split(",")))
+    served = dict(model.contract.further)
+    for name in names:
+        if name not in served:
+            raise RequestError(
+                f"model '{model.name}' has no output {quoted(name)}: it has {', '.join(served) or 'predictions alone'}"
+            )
+    return names
 
 
 def _timeout_ms(query: str | None, header: str | None) -> int | None:

@@ -2,20 +2,23 @@
 
 import asyncio
 import zlib
+from collections.abc import Callable
 
 from vitx.serve.errors import RequestError, too_large
 
 # zlib's `wbits` for a gzip header and for a zlib header.
 _WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
-MOST_GROWTH = 1032  # times, of what deflate makes smallest
+_MOST_GROWTH = 1032  # times, of what deflate makes smallest
+_PIECE = 2**20  # bytes that a body is inflated to at once: counted before, so that what is not counted cannot grow
 WORTH_ENCODING = 1400  # bytes: a reply that fits into one network packet gains nothing from compression
 _LEVEL = 1  # logits hardly compress, so the fastest level
 
 
-async def decoded(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the decompressed body.
+async def decoded(body: bytes, encoding: str, limit: int, reserve: Callable[[int], object]) -> bytes:
+    """Return the decompressed body; `reserve` is called with the bytes of each piece before it is inflated.
 
-    Raises RequestError: 415 for an unknown encoding, 400 for a broken body, 413 for more than `limit` bytes.
+    Raises RequestError: 415 for an unknown encoding, 400 for a broken body, 413 for more than `limit` bytes, and what
+    `reserve` does.
     """
     if encoding not in _WINDOW:
         raise RequestError(
@@ -23,7 +26,25 @@ async def decoded(body: bytes, encoding: str, limit: int) -> bytes:
             status=415,
             reason="unsupported_media",
         )
-    return await asyncio.to_thread(_inflate, body, encoding, limit)
+    stream = zlib.decompressobj(wbits=_WINDOW[encoding])
+    pieces: list[bytes] = []
+    left, room = body, limit + 1
+    while room and not stream.eof:
+        size = min(_PIECE, room)
+        reserve(min(size, _MOST_GROWTH * len(left)))
+        try:
+            piece = await asyncio.to_thread(stream.decompress, left, size)
+        except zlib.error as error:
+            raise RequestError(f"the body is not valid {encoding}: {error}") from None
+        pieces.append(piece)
+        left, room = stream.unconsumed_tail, room - len(piece)
+        if len(piece) < size and not left:
+            break
+    if not room:
+        raise too_large(f"request body of more than {limit} bytes when decompressed")
+    if not stream.eof or stream.unused_data:
+        raise RequestError(f"the body is not exactly one {encoding} stream: is it truncated?")
+    return await asyncio.to_thread(b"".join, pieces)
 
 
 async def encoded(body: bytes, accepted: str) -> tuple[bytes, str | None]:
@@ -32,19 +53,6 @@ async def encoded(body: bytes, accepted: str) -> tuple[bytes, str | None]:
         if _accepts(accepted, encoding):
             return await asyncio.to_thread(_deflate, body, encoding), encoding
     return body, None
-
-
-def _inflate(body: bytes, encoding: str, limit: int) -> bytes:
-    stream = zlib.decompressobj(wbits=_WINDOW[encoding])
-    try:
-        plain = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise RequestError(f"the body is not valid {encoding}: {error}") from None
-    if len(plain) > limit:
-        raise too_large(f"request body of more than {limit} bytes when decompressed")
-    if not stream.eof or stream.unused_data:
-        raise RequestError(f"the body is not exactly one {encoding} stream: is it truncated?")
-    return plain
 
 
 def _deflate(body: bytes, encoding: str) -> bytes:

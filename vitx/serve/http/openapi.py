@@ -142,7 +142,7 @@ def _model_paths(root: str, parameters: list[Json]) -> Json:
         return {"parameters": parameters, "get": _get(summary, media, schema, errors=_UNAVAILABLE)}
 
     infer = {
-        "summary": "Tensors in, logits or classes out",
+        "summary": "Tensors in, logits, classes and further outputs out",
         "parameters": [_option("Inference-Header-Content-Length", "header", _COUNT)],
         "requestBody": {
             "required": True,
@@ -202,6 +202,7 @@ def _classify() -> Json:
             _option("top_k", "query", count),
             _option("priority", "query", {"type": "integer", "minimum": 0, "maximum": 3}),
             _option("timeout_ms", "query", count),
+            _option("outputs", "query", _TEXT),
             _option("Timeout-Ms", "header", count),
         ],
         "requestBody": {"required": True, "content": _IMAGE_BODY},

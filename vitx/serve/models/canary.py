@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from vitx.core.bundle import Bundle
-from vitx.core.certificate import Certificate
+from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
@@ -35,16 +35,19 @@ def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
 class Canary:
     """The logits of a freshly loaded session for the canary images, and its provider."""
 
-    def __init__(self, bundle: Bundle, certificate: Certificate | None, session: Session, max_batch: int) -> None:
-        """Run the session; raise CheckFailed if its logits are not finite or depend on the batch size."""
+    def __init__(self, bundle: Bundle, judged: Certificate | Verdict | None, session: Session, max_batch: int) -> None:
+        """Run the session; raise CheckFailed if its logits are not finite or depend on the batch size.
+
+        judged: how far logits may be off; the verdict of what runs, which may be coarser than the bundle's graph.
+        """
         self._session = session
         self._images = canary_images(image_shape(bundle), min(IMAGES, max_batch))
         self._provider = session.describe()["provider"]
         self._logits = session.infer(self._images)
         if not np.isfinite(self._logits).all():
             raise CheckFailed(f"the canary batch of {bundle.path} has logits that are not finite")
-        if certificate is not None:
-            self._allowed = certificate.max_logit_error_allowed
+        if judged is not None:
+            self._allowed = judged.max_logit_error_allowed
         else:
             share = SHARE_OF_STD.get(bundle.manifest.precision, _SHARE_OF_STD)
             self._allowed = share * float(self._logits.std())

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Verdict
@@ -14,12 +15,13 @@ from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.runtimes.instances import tuned_setting
-from vitx.runtimes.session import Device, Session
+from vitx.runtimes.requirements import RUNTIMES
+from vitx.runtimes.session import Device, Session, image_shape
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
-from vitx.serve.models.offer import ModelKey, Offer, WarmModel, key_text
-from vitx.serve.models.served_model import load_warm
-from vitx.serve.models.warm_up import starting_curve
+from vitx.serve.models.offer import ModelKey, Offer, WarmModel, WarmOutputs, key_text
+from vitx.serve.models.served_model import RowsSession, load_warm
+from vitx.serve.models.warm_up import measure_curve, starting_curve
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import FIRST_VERSION
 
@@ -58,10 +60,30 @@ class Loader:
             opened.enter_context(session)
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
-            canary = Canary(offer.bundle, offer.certificate, session, batching.max_batch)
+            canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
             curve = starting_curve(offer.bundle, session, batching)
+            offer, outputs = self._with_outputs(offer, batching, threads)
             opened.pop_all()
-        return WarmModel(offer, session, batching, curve, canary, verdict, runtimes)
+        return WarmModel(offer, session, batching, curve, canary, verdict, runtimes, outputs)
+
+    def _with_outputs(self, offer: Offer, batching: Batching, threads: int | None) -> tuple[Offer, WarmOutputs | None]:
+        """Load and judge what gives the bundle's further outputs, another executable than that of the logits alone."""
+        bundle, names = offer.bundle, tuple(str(spec.name) for spec in offer.bundle.manifest.outputs)
+        if not names:
+            return offer, None
+        setting: dict[str, Any] = {"device": self.device, "threads": threads, "outputs": names}
+        runtime = runtimes_by_speed(bundle, self.runtime, **setting)[0]
+        if not RUNTIMES[runtime].outputs:
+            log(f"vitx: '{bundle.manifest.name}' is served without {', '.join(names)}: {runtime} gives logits alone")
+            return offer, None
+        session = load_warm(bundle, batching, runtime=runtime, **setting)
+        with ExitStack() as opened:
+            opened.enter_context(session)
+            offer, verdict = self._judged(offer, session)
+            rows = RowsSession(session)
+            curve = measure_curve(rows, image_shape(bundle), batching)
+            opened.pop_all()
+        return offer, WarmOutputs(rows, names, curve, verdict)
 
     def _judged(self, offer: Offer, session: Session) -> tuple[Offer, Verdict | None]:
         """The verdict on what was loaded; with --allow-uncertified a model without a passing one is shown as such."""

@@ -33,10 +33,21 @@ class Offer:
 
 
 @dataclass(frozen=True)
+class WarmOutputs:
+    """A second session of a model, which gives its further outputs too; `names`, in the order of its rows."""
+
+    session: Session
+    names: tuple[str, ...]
+    curve: LatencyCurve
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
 class WarmModel:
     """A loaded model whose session has run batches. verdict: on exactly this executable; None if it is uncertified.
 
-    runtimes: the one that was chosen, and after it the others that could run, fastest first.
+    runtimes: the one that was chosen, and after it the others that could run, fastest first. outputs: for requests that
+    ask for more than logits; None where the bundle or the runtime gives no more.
     """
 
     offer: Offer
@@ -46,3 +57,4 @@ class WarmModel:
     canary: Canary
     verdict: Verdict | None = None
     runtimes: tuple[str, ...] = ()
+    outputs: WarmOutputs | None = None

@@ -11,9 +11,10 @@ import numpy as np
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.errors import InputError
+from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances
-from vitx.runtimes.session import Device, Session
+from vitx.runtimes.session import LOGITS, Device, Float32Array, Session
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.limits import Batching
@@ -36,24 +37,46 @@ class ServedModel:
         self._runtimes = warm.runtimes  # the one that runs, then the others that could, by their speed
         self.canary = warm.canary
         self.fault: str | None = None
-        self.contract = Contract.of(self.bundle.manifest, warm.offer.version)
-        self._session = warm.session
+        names = warm.outputs.names if warm.outputs else ()
+        self.contract = Contract.of(self.bundle.manifest, warm.offer.version, names)
+        self._outputs = warm.outputs
         self.runtime = warm.session.describe()
-        self.batcher = Batcher(
-            warm.session.infer, warm.batching, curve=warm.curve, on_batch=lambda times: self.metrics.batch(times)
-        )
+        self._sessions = [warm.session, *([warm.outputs.session] if warm.outputs else [])]
+        curves = [warm.curve, *([warm.outputs.curve] if warm.outputs else [])]
+        self._batchers = [
+            Batcher(session.infer, warm.batching, curve=curve, on_batch=lambda times: self.metrics.batch(times))
+            for session, curve in zip(self._sessions, curves, strict=True)
+        ]
+        self.batcher = self._batchers[0]
+        self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
         self.metrics = metrics.add_model(
             self.key,
             self._info(),
-            lambda: self.batcher.queued,
-            lambda: self.batcher.running,
-            lambda: self.batcher.replaced_instances,
+            lambda: self.queued,
+            lambda: self.running,
+            lambda: sum(batcher.replaced_instances for batcher in self._batchers),
         )
 
     async def close(self) -> None:
         """Finish what the batcher accepted, then free the model."""
-        await self.batcher.close()
-        await asyncio.to_thread(self._session.close)
+        for batcher, session in zip(self._batchers, self._sessions, strict=True):
+            await batcher.close()
+            await asyncio.to_thread(session.close)
+
+    def batcher_of(self, outputs: Sequence[object]) -> Batcher:
+        """The batcher of requests for the logits alone, or of those that ask for further `outputs` too.
+
+        They are grouped apart: a batch with an image of which an output is asked would compute it of every other.
+        """
+        return self._batchers[-1] if outputs else self.batcher
+
+    @property
+    def queued(self) -> int:
+        return sum(batcher.queued for batcher in self._batchers)
+
+    @property
+    def running(self) -> int:
+        return sum(batcher.running for batcher in self._batchers)
 
     @property
     def name(self) -> str:
@@ -77,6 +100,9 @@ class ServedModel:
             "certificate": self.certificate and _summary(self.certificate),
             "executable": self.verdict and self.verdict.model_dump(mode="json"),
             "runtime": self.runtime,
+            "outputs_executable": self._outputs
+            and self._outputs.verdict
+            and self._outputs.verdict.model_dump(mode="json"),
             "data": manifest.data,
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
@@ -85,6 +111,9 @@ class ServedModel:
             **_without_folders(made),
             "runtimes": self._runtimes,
             "fault": self.fault,
+            "outputs": [
+                spec.model_dump(mode="json") for spec in manifest.outputs if spec.name in dict(self.contract.further)
+            ],
             "precision": manifest.precision,
             "labels": manifest.labels,
             "preprocessing": manifest.preprocessing.model_dump(mode="json"),
@@ -108,8 +137,8 @@ class ServedModel:
             "version": self.version,
             "images": self.metrics.images,
             "batches": self.metrics.batches,
-            "queued": self.batcher.queued,
-            "running": self.batcher.running,
+            "queued": self.queued,
+            "running": self.running,
         }
 
     def _info(self) -> dict[str, str]:
@@ -117,30 +146,57 @@ class ServedModel:
             "certificate": self.certificate.verdict if self.certificate else "uncertified",
             "runtime": str(self.runtime["runtime"]),
             "provider": str(self.runtime["provider"]),
-            "precision": self.bundle.manifest.precision,
+            "precision": str(self.runtime.get("precision", self.bundle.manifest.precision)),
         }
 
 
+class RowsSession(Session):
+    """A session whose `infer` returns one row an image: the logits and then each further output (see `Contract`)."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self.outputs, self.callers, self.profiles = session.outputs, session.callers, session.profiles
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        return np.concatenate([*self._session.infer_outputs(images).values()], axis=1)
+
+    def _close(self) -> None:
+        self._session.close()
+
+    def describe(self) -> dict[str, Any]:
+        return self._session.describe()
+
+
 def load_warm(
-    bundle: Bundle, batching: Batching, *, device: Device, threads: int | None, runtime: str = "onnxruntime"
+    bundle: Bundle,
+    batching: Batching,
+    *,
+    device: Device,
+    threads: int | None,
+    runtime: str = "onnxruntime",
+    outputs: Sequence[str] = (),
 ) -> Session:
-    """Load a bundle and run batches of one and of two images; raise InputError if their logits have another shape.
+    """Load a bundle and run batches of one and of two images; raise InputError if a result has another shape.
 
     The warm-up runs larger batches, up to the size that the batcher will aim at.
     """
     session = load_instances(
-        lambda: load_session(bundle, runtime, device=device, threads=threads), batching.instances, threads
+        lambda: load_session(bundle, runtime, device=device, threads=threads, outputs=outputs),
+        *(batching.instances, threads),
     )
-    contract = Contract.of(bundle.manifest)
+    contract = Contract.of(bundle.manifest, outputs=outputs)
     with ExitStack() as opened:  # closes the session of a bundle that is refused
         opened.enter_context(session)
         for rows in {1, min(2, batching.max_batch)}:
-            logits = session.infer(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
-            if logits.shape != (rows, contract.classes):
-                raise InputError(
-                    f"{bundle.path} returns {logits.shape} for {rows} images: "
-                    f"its manifest says ({rows}, {contract.classes})"
-                )
+            found = session.infer_outputs(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
+            for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
+                if values.shape != (rows, width):
+                    what = "" if name == LOGITS else f" as {name}"
+                    raise InputError(
+                        f"{bundle.path} returns {values.shape}{what} for {rows} images: its manifest says "
+                        f"({rows}, {width})"
+                    )
         opened.pop_all()
     return session
 

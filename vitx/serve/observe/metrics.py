@@ -44,7 +44,7 @@ class Metrics:
     def __init__(self) -> None:
         registry = CollectorRegistry()
         self._registry = registry
-        self.requests = Counter("vitx_requests", "Requests answered.", ("route", "status"), registry=registry)
+        self.requests = Counter("vitx_requests", "Requests answered.", ("route", "status", "model"), registry=registry)
         self.request_seconds = Histogram(
             "vitx_request_seconds",
             "Whole time of an inference request.",
@@ -52,7 +52,9 @@ class Metrics:
             buckets=_SECONDS,
             registry=registry,
         )
-        self.rejections = Counter("vitx_rejections", "Requests and images refused.", ("reason",), registry=registry)
+        self.rejections = Counter(
+            "vitx_rejections", "Requests and images refused.", ("reason", "model"), registry=registry
+        )
         self.images = Counter("vitx_images", "Images that went through the model.", _MODEL, registry=registry)
         self.batch_size = Histogram("vitx_batch_size", "Images in a batch.", _MODEL, buckets=_ROWS, registry=registry)
         self.compute_seconds = _seconds("vitx_compute_seconds", "Time of one batch in the runtime.", registry)
@@ -83,7 +85,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         self._models: dict[tuple[str, str], tuple[ModelMetrics, tuple[str, ...]]] = {}
         self.gather: Callable[[], Awaitable[bytes]] | None = None  # /metrics of all workers or replicas together
-        self._counters: dict[tuple[str, int], Counter] = {}  # by labels: `Counter.labels` takes longer than `inc`
+        self._counters: dict[tuple[str, int, str], Counter] = {}  # by labels: `Counter.labels` takes longer than `inc`
         self._histograms: dict[str, Histogram] = {}
         self.latencies: deque[float] = deque(maxlen=_RECENT)
         self.answered = 0
@@ -121,15 +123,16 @@ class Metrics:
         for gauge in (self._queue_depth, self._running, self._replaced):
             gauge.remove(*key)
 
-    def reject(self, reason: str) -> None:
+    def reject(self, reason: str, model: str = "") -> None:
+        """Record a refusal. `model`: a name that is or was served, "" where none was found: clients make up others."""
         self.rejected += 1
-        self.rejections.labels(reason).inc()
+        self.rejections.labels(reason, model).inc()
 
-    def answer(self, route: str, status: int, seconds: float | None = None) -> None:
-        """Record one reply; `seconds` only for `infer` and `classify`."""
-        counter = self._counters.get((route, status))
+    def answer(self, route: str, status: int, seconds: float | None = None, model: str = "") -> None:
+        """Record one reply; `seconds` only for `infer` and `classify`, `model` as in `reject`."""
+        counter = self._counters.get((route, status, model))
         if counter is None:
-            counter = self._counters[route, status] = self.requests.labels(route, str(status))
+            counter = self._counters[route, status, model] = self.requests.labels(route, str(status), model)
         counter.inc()
         if seconds is not None:
             self.answered += 1

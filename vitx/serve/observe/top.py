@@ -33,22 +33,27 @@ class Reading:
         return sum(value for given, value in self.samples.get(name, {}).items() if wanted <= given)
 
     def by_label(self, name: str, label: str, **labels: str) -> dict[str, float]:
-        """The samples that have `labels`, by the value of another label."""
-        wanted = labels.items()
-        return {dict(given)[label]: value for given, value in self.samples.get(name, {}).items() if wanted <= given}
+        """The sums of the samples that have `labels`, by the value of another label."""
+        values = {dict(given)[label] for given in self.samples.get(name, {}) if labels.items() <= given}
+        return {value: self.total(name, **labels, **{label: value}) for value in values}
 
 
 class ServerClient:
-    """Reads a server at `url`, such as http://127.0.0.1:8000; `token`: the bearer token it asks for, if any."""
+    """Reads a server at `url`, such as http://127.0.0.1:8000; `token`: the bearer token it asks for, if any.
 
-    def __init__(self, url: str, token: str | None = None, cafile: str | None = None) -> None:
+    metrics_token: that of /metrics, where it has one of its own.
+    """
+
+    def __init__(
+        self, url: str, token: str | None = None, cafile: str | None = None, metrics_token: str | None = None
+    ) -> None:
         """Raise InputError if `url` is not HTTP; without a scheme it is http://."""
         url = (url if "://" in url else f"http://{url}").rstrip("/")
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"'{url}' is not the address of a server: expected one such as http://127.0.0.1:8000")
         self.url = url
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tokens = {"/v1/stats": token, "/metrics": metrics_token or token}
         self._tls = ssl.create_default_context(cafile=cafile) if parts.scheme == "https" else None
 
     def read(self) -> Reading:
@@ -67,7 +72,9 @@ class ServerClient:
         return Reading(self.url, stats, samples)
 
     def _get(self, path: str) -> bytes:
-        request = urllib.request.Request(self.url + path, headers=self._headers)
+        token = self._tokens[path]
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(self.url + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=self._tls) as reply:
                 data: bytes = reply.read()
@@ -75,7 +82,10 @@ class ServerClient:
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
-                    raise InputError(f"{self.url} asks for a token: give it with --token-file") from None
+                    option = "--metrics-token-file, or --token-file" if path == "/metrics" else "--token-file"
+                    raise InputError(f"{self.url}{path} asks for a token: give it with {option}") from None
+                if error.code == 404 and path == "/metrics":  # and /v1/stats was there
+                    raise EnvironmentMissing(f"the metrics of {self.url} are off: serve with --metrics token") from None
                 raise self._not_vitx(f"it answered {error.code} to {path}") from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)

@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 over HTTP: one image tensor in, one logits tensor out, as JSON or as raw bytes.
+"""Open Inference Protocol v2 over HTTP: an image tensor in, logits and what else is asked for out, as JSON or bytes.
 
 The binary form is Triton's extension: the body is a JSON header of `Inference-Header-Content-Length` bytes and then the
 tensors' bytes (little endian, row major). Sources: KServe's "Open Inference Protocol", Triton's
@@ -7,7 +7,7 @@ docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memor
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,7 @@ from vitx.serve.protocol.parameters import (
     parse_json_object,
     quoted,
     request_parameters,
-    requested_output,
+    requested_outputs,
 )
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -49,7 +49,11 @@ EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "sc
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The input and output tensor of one model. `image_shape` is (S, S, 3), without the batch dimension."""
+    """The input and the outputs of one model. `image_shape` is (S, S, 3), without the batch dimension.
+
+    further: what is served beside the logits, by name, with its numbers an image. A session that gives them returns
+    one row for each image, the logits first and then these, in this order.
+    """
 
     model: str
     input_name: str
@@ -57,12 +61,28 @@ class Contract:
     output_name: str
     classes: int
     version: str = FIRST_VERSION
+    further: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, manifest: Manifest, version: str = FIRST_VERSION) -> "Contract":
+    def of(cls, manifest: Manifest, version: str = FIRST_VERSION, outputs: Sequence[str] = ()) -> "Contract":
         shape = tuple(side for side in manifest.input.shape[1:] if side != "N")
         classes = manifest.model.num_classes
-        return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version)
+        sizes = {str(spec.name): math.prod(int(side) for side in spec.shape[1:]) for spec in manifest.outputs}
+        further = tuple((name, sizes[name]) for name in outputs)
+        return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version, further)
+
+    def widths(self) -> dict[str, int]:
+        """Numbers an image of each output, the logits first."""
+        return {self.output_name: self.classes, **dict(self.further)}
+
+    def columns(self, name: str) -> slice:
+        """Where an output is in the rows of a session that gives all."""
+        start = 0
+        for output, width in self.widths().items():
+            if output == name:
+                return slice(start, start + width)
+            start += width
+        raise KeyError(name)
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """The body of `GET /v2/models/NAME`; `versions`: the loaded versions of the model."""
@@ -71,7 +91,9 @@ class Contract:
             "versions": list(versions),
             "platform": "onnxruntime_onnx",
             "inputs": [{"name": self.input_name, "datatype": "UINT8", "shape": [-1, *self.image_shape]}],
-            "outputs": [{"name": self.output_name, "datatype": "FP32", "shape": [-1, self.classes]}],
+            "outputs": [
+                {"name": name, "datatype": "FP32", "shape": [-1, width]} for name, width in self.widths().items()
+            ],
         }
 
     def config(self, max_batch: int, preferred: Sequence[int]) -> dict[str, Any]:
@@ -87,7 +109,9 @@ class Contract:
             "backend": "onnxruntime",
             "max_batch_size": max_batch,
             "input": [image],
-            "output": [{"name": self.output_name, "data_type": "TYPE_FP32", "dims": [self.classes]}],
+            "output": [
+                {"name": name, "data_type": "TYPE_FP32", "dims": [width]} for name, width in self.widths().items()
+            ],
             "dynamic_batching": {"preferred_batch_size": list(preferred)},
         }
 
@@ -97,7 +121,8 @@ class InferRequest:
     """A valid request; `images` is uint8 (N, S, S, 3), N ≥ 1.
 
     priority: Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds. top_k: classes to return for each image,
-    0 for the logits. region: the shared memory to write the output to, instead of the body.
+    0 for the logits. region: the shared memory to write the output to, instead of the body. outputs: where not the
+    logits alone were asked for, how each output is wanted; the three fields above say nothing then.
     """
 
     images: UInt8Array
@@ -107,6 +132,12 @@ class InferRequest:
     timeout: float | None = None
     top_k: int = 0
     region: Region | None = None
+    outputs: tuple[RequestedOutput, ...] = ()
+
+    def wanted(self, contract: Contract) -> tuple[RequestedOutput, ...]:
+        """How each output is wanted, in the order of the reply."""
+        alone = RequestedOutput(contract.output_name, self.binary_output, self.top_k, self.region)
+        return self.outputs or (alone,)
 
 
 def header_length(value: str | None) -> int | None:
@@ -163,7 +194,7 @@ class _ParsedHeader:
     region: Region | None
     id: str | None
     parameters: RequestParameters
-    output: RequestedOutput
+    outputs: tuple[RequestedOutput, ...]
 
     @classmethod
     def of(
@@ -174,16 +205,18 @@ class _ParsedHeader:
         _check_count(shape[0], max_images)
         places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
         parameters = request_parameters(header)
-        output = requested_output(header, contract, parameters.binary_output, shape[0], memory)
+        outputs = requested_outputs(header, contract, parameters.binary_output, shape[0], memory)
         size, region = places.get("binary_data_size"), Region.of(places)
-        return cls(tensor, shape, size, region, _request_id(header), parameters, output)
+        return cls(tensor, shape, size, region, _request_id(header), parameters, outputs)
 
     def request(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes = b"") -> InferRequest:
         """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
-        parameters, output = self.parameters, self.output
+        parameters, output = self.parameters, self.outputs[0]
+        outputs = () if len(self.outputs) == 1 and output.name == contract.output_name else self.outputs
         images = self._images(rest, contract, memory, data)
         return InferRequest(
-            images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region
+            *(images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region),
+            outputs=outputs,
         )
 
     def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes) -> UInt8Array:
@@ -213,32 +246,49 @@ def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: 
     return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
+def output_tensors(
+    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str]
+) -> Iterator[tuple[RequestedOutput, str, tuple[int, ...], Float32Array | list[str]]]:
+    """Each output that was asked for, its datatype, shape and values, from `rows` (see `Contract`)."""
+    for wanted in request.wanted(contract):
+        values = rows[:, contract.columns(wanted.name)]
+        if wanted.top_k:
+            yield wanted, "BYTES", (len(rows), wanted.top_k), classification_texts(values, labels, wanted.top_k)
+        else:
+            yield wanted, "FP32", values.shape, values
+
+
+def tensor_bytes(values: Float32Array | list[str]) -> bytes:
+    """An output in the binary form: little endian, row major."""
+    return bytes_tensor(values) if isinstance(values, list) else values.astype("<f4", copy=False).tobytes()
+
+
 def encode_infer_response(
-    logits: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
+    rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> tuple[bytes, int | None]:
-    """Return the body and the length of its JSON header; None when the whole body is JSON."""
-    if request.binary_output and request.id is None and not request.top_k and request.region is None:
-        header = _binary_header(contract, len(logits))
-        return header + logits.astype("<f4", copy=False).tobytes(), len(header)
-    output: dict[str, Any] = {"name": contract.output_name, "datatype": "FP32", "shape": logits.shape}
-    reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": [output]}
-    texts: list[str] = []
-    if request.top_k:
-        texts = classification_texts(logits, labels, request.top_k)
-        output.update(datatype="BYTES", shape=(len(logits), request.top_k))
+    """Return the body and the length of its JSON header; None when the whole body is JSON. `rows`: see `Contract`."""
+    if request.binary_output and request.id is None and not (request.top_k or request.region or request.outputs):
+        header = _binary_header(contract, len(rows))
+        return header + rows.astype("<f4", copy=False).tobytes(), len(header)
+    reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": []}
     if request.id is not None:
         reply["id"] = request.id
-    if not request.binary_output and request.region is None:
-        output["data"] = texts or logits.ravel().tolist()
-        return _to_json(reply), None
-    data = bytes_tensor(texts) if request.top_k else logits.astype("<f4", copy=False).tobytes()
-    if request.region is not None:
-        # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
-        output["parameters"] = {**request.region.write(data, contract, memory), "binary_data_size": 0}
-        return _to_json(reply), None
-    output["parameters"] = {"binary_data_size": len(data)}
+    behind: list[bytes] = []
+    for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
+        output: dict[str, Any] = {"name": wanted.name, "datatype": datatype, "shape": shape}
+        reply["outputs"].append(output)
+        if not wanted.binary and wanted.region is None:
+            output["data"] = values if isinstance(values, list) else values.ravel().tolist()
+            continue
+        data = tensor_bytes(values)
+        if wanted.region is not None:
+            # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
+            output["parameters"] = {**wanted.region.write(data, wanted.name, memory), "binary_data_size": 0}
+            continue
+        output["parameters"] = {"binary_data_size": len(data)}
+        behind.append(data)
     header = _to_json(reply)
-    return header + data, len(header)
+    return header + b"".join(behind), len(header) if behind else None
 
 
 @lru_cache(_CACHED_HEADERS)

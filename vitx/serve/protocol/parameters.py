@@ -25,7 +25,7 @@ _MAX_VALUES = 16_384
 
 
 class Output(Protocol):
-    """The output of a model: the part of `Contract` that is used here."""
+    """The outputs of a model: the part of `Contract` that is used here."""
 
     @property
     def model(self) -> str: ...
@@ -33,6 +33,7 @@ class Output(Protocol):
     def output_name(self) -> str: ...
     @property
     def classes(self) -> int: ...
+    def widths(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,16 @@ class Region:
             )
         return cls(name, 0 if offset is None else offset, byte_size)
 
-    def check(self, byte_size: int, output: Output, memory: SharedMemory) -> None:
+    def check(self, byte_size: int, output: str, memory: SharedMemory) -> None:
         """Raise RequestError unless an output of `byte_size` bytes can be written here."""
         memory.check(self.name, self.offset, self.byte_size)
         if byte_size > self.byte_size:
             raise RequestError(
-                f"output '{output.output_name}' has {byte_size} bytes: "
+                f"output '{output}' has {byte_size} bytes: "
                 f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
             )
 
-    def write(self, data: bytes, output: Output, memory: SharedMemory) -> dict[str, Any]:
+    def write(self, data: bytes, output: str, memory: SharedMemory) -> dict[str, Any]:
         """Write an output; return the parameters that tell the client where it is."""
         self.check(len(data), output, memory)
         memory.write(self.name, self.offset, data)
@@ -82,8 +83,9 @@ class RequestParameters:
 
 @dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """How the client wants the output; see InferRequest."""
+    """How the client wants an output; see InferRequest."""
 
+    name: str
     binary: bool
     top_k: int = 0
     region: Region | None = None
@@ -137,29 +139,40 @@ def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
     )
 
 
-def requested_output(
+def requested_outputs(
     header: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
-) -> RequestedOutput:
-    """How the client wants the only output; `binary`: the request's default for its outputs."""
+) -> tuple[RequestedOutput, ...]:
+    """How the client wants which outputs: without a list the logits alone. `binary`: the request's default."""
     outputs = header.get("outputs", [])
     if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
         raise RequestError("'outputs' is not a list of objects")
     if not outputs:
-        return RequestedOutput(binary)
-    for output in outputs:
-        if output.get("name") != contract.output_name:
-            raise RequestError(
-                f"unexpected inference output {quoted(output.get('name'))} for model '{contract.model}': "
-                f"its output is '{contract.output_name}'"
-            )
-    if len(outputs) > 1:
-        raise RequestError(f"output '{contract.output_name}' is asked for {len(outputs)} times")
-    parameters = known_parameters(outputs[0], "output", ("binary_data", "classification", *REGION_PARAMETERS))
+        return (RequestedOutput(contract.output_name, binary),)
+    widths = contract.widths()
+    names = [output.get("name") for output in outputs]
+    for name in names:
+        if not isinstance(name, str) or name not in widths:
+            present = f"its output is '{contract.output_name}'"
+            if len(widths) > 1:
+                present = f"its outputs are {', '.join(repr(known) for known in widths)}"
+            raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
+        if names.count(name) > 1:
+            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
+    return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
+
+
+def _requested_output(
+    output: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
+) -> RequestedOutput:
+    name = output["name"]
+    parameters = known_parameters(output, "output", ("binary_data", "classification", *REGION_PARAMETERS))
     top_k = min(_count(parameters, "classification"), contract.classes)
+    if top_k and name != contract.output_name:
+        raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
     region = Region.of(parameters)
     if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
-        region.check(0 if top_k else rows * contract.classes * _FLOAT32_BYTES, contract, memory)
-    return RequestedOutput(_flag(parameters, "binary_data", binary), top_k, region)
+        region.check(0 if top_k else rows * contract.widths()[name] * _FLOAT32_BYTES, name, memory)
+    return RequestedOutput(name, _flag(parameters, "binary_data", binary), top_k, region)
 
 
 def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
