@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from vitx.core.files import (
     replace_folder,
     staged_folder,
     write_bytes,
+    write_bytes_once,
     write_json,
 )
 
@@ -32,6 +34,18 @@ def test_write_replaces_whole(tmp_path: Path) -> None:
     write_bytes(path, b"new")
     assert path.read_bytes() == b"new"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_of_several_writers_one_is_the_first(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    contents = [bytes([number]) * 9 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda content: write_bytes_once(path, content), contents))
+    first = path.read_bytes()
+    assert first in contents
+    write_bytes_once(path, b"later")
+    assert path.read_bytes() == first
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`--shard I/N`: jobs that know nothing of each other do every image of an input once, or are refused by name."""
 
+import errno
 import json
 import os
 import re
@@ -184,16 +185,36 @@ def test_a_damaged_agreement_is_refused(tiny_bundle: Bundle, photos: Path, tmp_p
         run(tiny_bundle, photos, tmp_path, "2/2")
 
 
+def test_a_file_system_without_hard_links_is_refused(
+    tiny_bundle: Bundle, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(
+        InputError, match=r"^--shard needs hard links, which the file system of '.*' lacks: Operation not"
+    ):
+        run(tiny_bundle, photos, tmp_path / "out", "1/2")
+    assert not (tmp_path / "out").exists()
+
+
 def test_leftovers_of_other_jobs_are_left_to_them(tmp_path: Path) -> None:
     for number in (1, 2, 3, 4, 123456789):
         path = part_path(tmp_path, number)
         path.parent.mkdir(exist_ok=True)
         path.with_name(f".{path.name}.worker").touch()
+    (tmp_path / PREDICTIONS / ".part-of-somebody.parquet.x").touch()
     remove_leftovers(tmp_path, share=Share(3, 3))
-    left = [".part-00000001.parquet.worker", ".part-00000002.parquet.worker", ".part-00000004.parquet.worker"]
-    assert sorted(path.name for path in (tmp_path / PREDICTIONS).iterdir()) == left
+    left = [
+        ".part-of-somebody.parquet.x",
+        ".part-00000001.parquet.worker",
+        ".part-00000002.parquet.worker",
+        ".part-00000004.parquet.worker",
+    ]
+    assert sorted(path.name for path in (tmp_path / PREDICTIONS).iterdir()) == sorted(left)
     remove_leftovers(tmp_path)
-    assert not any((tmp_path / PREDICTIONS).iterdir())
+    assert [path.name for path in (tmp_path / PREDICTIONS).iterdir()] == [".part-of-somebody.parquet.x"]
 
 
 def test_a_path_of_any_bytes_can_be_shared(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:

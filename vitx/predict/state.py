@@ -16,7 +16,7 @@ from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS
-from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.summary import SUMMARY
 
 # OUT/.vitx/ holds the list of images and the ledger; with --shard I/N each job has a folder for them in there, beside a
@@ -159,7 +159,14 @@ def open_run(
 def _agree(out: Path, settings: dict[str, Any]) -> None:
     """Write down what all jobs of a --shard must have in common, or compare it with what the first one wrote."""
     path = out / STATE / AGREEMENT
-    write_bytes_once(path, json.dumps(settings).encode())  # ASCII: a path need not be valid Unicode
+    try:
+        write_bytes_once(path, json.dumps(settings).encode())  # ASCII: a path need not be valid Unicode
+    except OSError as error:
+        if is_full(error):
+            raise
+        raise InputError(
+            f"--shard needs hard links, which the file system of '{out}' lacks: {error.strerror}"
+        ) from None
     _refuse_changes(out, _read_agreement(path), settings)
 
 

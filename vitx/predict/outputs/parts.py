@@ -230,8 +230,8 @@ def warm_up() -> None:
 def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None:
     """Remove the temporary files that killed workers left. suffix: a pattern for those of some workers only."""
     for path in (out / PREDICTIONS).glob(f".part-*.parquet.{suffix}"):
-        number = int(path.name.split(".")[1].removeprefix("part-"))
-        if number % share.jobs == share.number % share.jobs:  # other jobs may be writing theirs
+        number = path.name.split(".")[1].removeprefix("part-")
+        if number.isdecimal() and int(number) % share.jobs == share.number % share.jobs:  # others are of other jobs
             path.unlink(missing_ok=True)
 
 
