@@ -213,6 +213,9 @@ def test_a_bundle_for_a_processor_has_an_int8_graph_beside_its_own(
     assert manifest.files["int8/model.onnx"] == manifest.files["model.onnx"]  # a copy, as the lowering stands in
     assert (manifest.precision, manifest.islands) == ("fp32", ())
     assert manifest.lowering == {"int8_candidate": {"target": "cpu"}}
+    conversions.asked.clear()
+    export_bundle(REQUEST, tmp_path / "net.vitx", ExportOptions(for_="cpu"), quiet=True)
+    assert conversions.named("lowering to int8")[0][2]["seconds"] == 600  # not the hour of what was asked for
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ from vitx.export.rewrite.rewrites import ImageClassifier, rewrite_checked, selec
 from vitx.models.source import Source, SourceInfo, SourceRequest, untrained_norms
 
 GRAPH = "model.onnx"
+# For the int8 graph that --for cpu tries: the search is long where much of a network must stay in float32.
+CANDIDATE_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,8 @@ def _with_int8_candidate(
             raise InputError(f"{why}: it is made beside a float32 graph that has a witness set")
         candidate.parent.mkdir()
         shutil.copyfile(graph, candidate)
-        found = _lower_file(candidate, source, options, "int8", "cpu", plan, quiet=quiet).details
+        limited = options.model_copy(update={"seconds": min(options.seconds, CANDIDATE_SECONDS)})
+        found = _lower_file(candidate, source, limited, "int8", "cpu", plan, quiet=quiet).details
     except VitxError as reason:
         shutil.rmtree(candidate.parent, ignore_errors=True)
         log(f"export: no int8 candidate: {reason}", quiet=quiet)
