@@ -45,6 +45,25 @@ def test_a_target_is_a_network_or_a_run(target: str, is_model: bool, network: st
     assert {request: "as a key"}[SourceRequest(target)] == "as a key"
 
 
+@pytest.mark.parametrize(
+    ("which", "metrics", "expected"),
+    [
+        ("best", {"epoch": 3, "top1": 0.9, "raw": {"top1": 0.8}}, {"epoch": 3, "top1": 0.9, "raw": {"top1": 0.8}}),
+        ("best-raw", {"epoch": 3, "top1": 0.9, "cos_sim": [0.1], "raw": {"top1": 0.8}}, {"epoch": 3, "top1": 0.8}),
+        ("last-raw", {"epoch": 3, "top1": 0.9}, {"epoch": 3}),  # a run before both were measured
+    ],
+)
+def test_metrics_are_those_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, which: Any, metrics: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    state = SimpleNamespace(metrics=metrics, sha256={"model.safetensors": "raw", "ema.safetensors": "averaged"})
+    monkeypatch.setattr(source, "load_run_model", lambda *_: (nn.Identity(), state))
+    about = SimpleNamespace(model=None, class_names=(), preprocessing=None, data="digits", recipe=None)
+    run: Any = SimpleNamespace(path="run", info=about)
+    found = source._source_from_run(run, which)
+    assert (found.metrics, found.checkpoint_sha256) == (expected, "averaged" if which == "best" else "raw")
+
+
 def test_an_unknown_name_and_a_folder_that_is_no_run_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     SourceRequest("model:timm/resnet18").require_known()
     with pytest.raises(InputError, match="unknown model 'resnet19'"):

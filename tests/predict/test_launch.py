@@ -106,6 +106,7 @@ class Loaded(NumpySession):
         (4, "CPUExecutionProvider", True, [None, 1], 4),
         (4, "CPU", False, [None, 1, 1, 1, 1], 4),
         (64, "CPU", False, [None, *[8] * 8], 8),
+        (12, "CPU", False, [None, *[2] * 6], 6),
         (4, "CUDAExecutionProvider", True, [None], 1),
     ],
 )
@@ -132,3 +133,11 @@ def test_without_threads_sessions_share_the_cores(
     assert [each.threads for each in made] == threads
     assert session.callers == callers
     assert all(each.closed for each in made), "when the prediction has ended"
+
+
+@pytest.mark.parametrize("cores", [*range(1, 130)])
+def test_sessions_leave_few_cores_idle(cores: int) -> None:
+    sessions = launching.sessions_on(cores)
+    busy = {each: cores // each * each for each in range(1, min(cores, 8) + 1)}
+    assert busy[sessions] >= 0.9 * cores
+    assert all(busy[each] < 0.9 * cores for each in range(sessions + 1, len(busy) + 1)), "the most that do"

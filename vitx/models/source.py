@@ -191,8 +191,16 @@ def _source_from_run(run: RunFolder, which: Checkpoint) -> Source:
         checkpoint=which,
         checkpoint_sha256=state.sha256[weights_file(which, state)],
         recipe=info.recipe,
-        metrics=state.metrics,
+        metrics=_metrics_of(which, state.metrics),
     )
+
+
+def _metrics_of(which: Checkpoint, metrics: dict[str, Any]) -> dict[str, Any]:
+    """What the run measured of these weights; of raw ones it keeps fewer numbers, and older runs kept none."""
+    if not which.endswith("-raw"):
+        return metrics
+    of_any = {name: metrics[name] for name in ("epoch", "step", "lr", "losses", "seconds") if name in metrics}
+    return {**of_any, **metrics.get("raw", {})}
 
 
 def _source_from_model(request: SourceRequest) -> Source:

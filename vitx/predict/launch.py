@@ -53,10 +53,15 @@ def _session(bundle: Bundle, options: PredictOptions, threads: int | None) -> Se
     return load_fastest(bundle, options.runtime, device=options.device, threads=threads, outputs=options.outputs)
 
 
+def sessions_on(cores: int) -> int:
+    """As many sessions of equal threads as leave no more than a tenth of the cores idle, up to MAX_SESSIONS."""
+    return next(n for n in range(min(cores, MAX_SESSIONS), 0, -1) if cores // n * n >= 0.9 * cores)
+
+
 def _on_all_cores(bundle: Bundle, options: PredictOptions) -> Session:
     """On a CPU sessions that share the cores: the threads of a single one would spin while the decoders wait."""
     cores = usable_cores()
-    instances = min(cores, MAX_SESSIONS)
+    instances = sessions_on(cores)
     threads = cores // instances
     first = _session(bundle, options, None)  # with all cores: it may have to be judged
     if cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():

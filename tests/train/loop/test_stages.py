@@ -183,3 +183,6 @@ def test_a_recipe_with_a_warm_up_as_a_share_is_read(tmp_path: Path) -> None:
     (tmp_path / RECIPE_FILE).write_text(text.replace('"attention_maps":"softmax",', ""))
     assert "attention_maps" not in (tmp_path / RECIPE_FILE).read_text()
     assert read_recipe(tmp_path) == recipe
+    (tmp_path / RECIPE_FILE).write_text(text.replace('"warmup":0.125', '"warmup":0.51'))
+    with pytest.raises(InputError, match=r"has a warm-up of 0\.51 of the epochs, and half of them is the most"):
+        read_recipe(tmp_path)

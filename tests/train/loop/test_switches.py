@@ -227,12 +227,21 @@ def test_a_full_disk_keeps_the_last_checkpoint(image_folder: Path, tmp_path: Pat
     [
         (("execution.precision=float16", "optimizer.sam_rho=0.1"), "sam_rho needs unscaled gradients"),
         (("execution.parallel=fsdp", "optimizer.sam_rho=0.1"), r"execution\.parallel=fsdp goes without"),
+        (("losses.attention=0.1", "execution.grad_checkpointing=true"), r"set losses\.attention_maps=softmax"),
         (("model.kwargs.pretrained=true",), r"it follows from model\.initial_checkpoint=timm"),
     ],
 )
 def test_contradictions_are_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(InputError, match=message):
         recipe_of(*overrides)
+
+
+def test_softmax_maps_are_compared_in_blocks_that_are_computed_again(image_folder: Path, tmp_path: Path) -> None:
+    maps = ("losses.attention=0.1", "losses.attention_maps=softmax", "optimizer.name=sgd", "schedule.warmup_epochs=0")
+    expected = weights_after_a_step(small(image_folder, PLAIN, *maps), tmp_path)
+    found = weights_after_a_step(small(image_folder, PLAIN, *maps, "execution.grad_checkpointing=true"), tmp_path)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_weights_and_biases_that_is_not_installed_is_named(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from vitx.core.files import Record
-from vitx.train.recipes.image_and_loss_settings import Decay, Fraction, PositiveFloat, Weight
+from vitx.train.recipes.image_and_loss_settings import Decay, Fraction, Losses, PositiveFloat, Weight
 
 Metric = Literal["top1", "nll", "ece", "brier"]
 # timm's schedulers that follow from the step alone. Its "plateau" has counters that timm cannot save.
@@ -97,8 +97,14 @@ class Selection(Record):
     patience: NonNegativeInt = Field(default=0, description="epochs without a better one before stopping; 0 is never")
 
 
-def refuse_unsupported(optimizer: Optimizer, execution: Execution) -> None:
+def refuse_unsupported(optimizer: Optimizer, execution: Execution, losses: Losses) -> None:
     """Raise ValueError for settings that contradict each other."""
+    if losses.attention and losses.attention_maps == "mixed" and execution.grad_checkpointing:
+        # The maps are looked at in the first pass only: the blocks computed again would keep other tensors.
+        raise ValueError(
+            "execution.grad_checkpointing does not go with losses.attention of mixed maps: set "
+            "losses.attention_maps=softmax, or execution.grad_checkpointing=false"
+        )
     if optimizer.sam_rho and execution.precision == "float16":
         raise ValueError(
             "optimizer.sam_rho needs unscaled gradients, and float16 scales them: set execution.precision=bfloat16"

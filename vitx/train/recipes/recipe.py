@@ -82,7 +82,7 @@ class Recipe(Record):
         for name, source in DERIVED_ARGUMENTS.items():
             if name in self.model.kwargs:
                 raise ValueError(f"model.kwargs.{name} cannot be given: it follows from {source}")
-        refuse_unsupported(self.optimizer, self.execution)
+        refuse_unsupported(self.optimizer, self.execution, self.losses)
         for epochs in (*(stage.until for stage in self.stages), self.epochs):
             refuse_impossible_schedule(self.optimizer.rate(self.batch_size), self.schedule, epochs)
         refuse_impossible_stages(self.stages, self.epochs, self.model.kwargs.get("drop_path_rate", 0.0))
@@ -136,13 +136,17 @@ def setting_names(recipe: Recipe) -> list[str]:
 
 def read_recipe(run: Path) -> Recipe:
     """The `recipe.json` of the run folder `run`; raise InputError when it is missing or not valid."""
-    path = run / RECIPE_FILE
+    path, share = run / RECIPE_FILE, 0.0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         plain = json.loads(path.read_bytes())
         # Until 2026-11-23 the warm-up was a share of the epochs, and losses.attention compared softmax maps.
-        plain["schedule"]["warmup_epochs"] = plain["schedule"].pop("warmup") * plain["epochs"]
+        share = plain["schedule"].pop("warmup")
+        plain["schedule"]["warmup_epochs"] = share * plain["epochs"]
         plain["losses"].setdefault("attention_maps", "softmax")
-        return Recipe.model_validate(plain)
+        if share <= 0.5:
+            return Recipe.model_validate(plain)
+    if share > 0.5:
+        raise InputError(f"{path} has a warm-up of {share:g} of the epochs, and half of them is the most: train anew")
     return read_record(path, Recipe)
 
 
