@@ -491,19 +491,3 @@ def test_folds_are_repeated_until_none_applies() -> None:
         "linears_as_gemm": 1,
     }
     assert [each.op_type for each in model.graph] == ["Reshape", "Gemm", "Reshape", "Neg"]
-
-
-def test_folds_are_applied_until_none_finds_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"first": [2, 0, 0, 0], "second": [1, 1, 1, 0]}
-
-    def fold(name: str) -> Callable[[ir.Graph], int]:
-        def apply(graph: ir.Graph) -> int:
-            return found[name].pop(0)
-
-        apply.__name__ = name
-        return apply
-
-    monkeypatch.setattr("vitx.export.graph.simplify.FOLDS", (fold("first"), fold("second")))
-    model = ir.serde.deserialize_model(graph(["N", 6], [node("Neg", ["x"], ["y"])]))
-    assert simplify(model) == {"first": 2, "second": 3}
-    assert found == {"first": [], "second": []}
