@@ -293,7 +293,7 @@ class App:
 
 def _is_large_json(length: int | None, body: bytes) -> bool:
     """Whether reading the body takes so long that the event loop must go on beside it."""
-    return length is None and len(body) > SMALL_BYTES
+    return (len(body) if length is None else min(length, len(body))) > SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
