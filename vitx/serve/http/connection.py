@@ -74,7 +74,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self.resume_writing()
+        self._stop_unread()
         self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -98,7 +98,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_writing()
 
     def resume_writing(self) -> None:
+        """Called by the transport when little is left to write; one that is closing waits until all of it is taken."""
         super().resume_writing()
+        self._stop_unread()
+        if self.transport.is_closing():
+            self._limit_writing()
+
+    def _stop_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
