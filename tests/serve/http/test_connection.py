@@ -227,6 +227,26 @@ def test_a_client_that_stops_reading_near_the_end_of_the_last_reply_is_cut_off()
     run(test)
 
 
+def test_a_body_counts_until_nobody_reads_it_and_is_given_back_once() -> None:
+    async def test() -> None:
+        server = Server(memory_bytes=1000)
+        for outcome in (None, ValueError("bad")):
+            _, protocol = server.connect()
+            memory = protocol.memory
+            reading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            protocol.reserve(600)
+            protocol.hold(reading)
+            protocol.connection_lost(None)
+            with pytest.raises(ClientGone):  # nobody would give it back
+                protocol.reserve(100)
+            assert memory.used == 600
+            reading.cancel() if outcome is None else reading.set_exception(outcome)
+            await settled()
+            assert memory.used == 0
+
+    run(test)
+
+
 def test_an_idle_connection_is_closed_its_time_after_the_last_reply() -> None:
     async def test() -> None:
         server = Server()

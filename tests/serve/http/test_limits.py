@@ -226,6 +226,49 @@ def test_bodies_are_bounded_in_sum(tmp_path: Path) -> None:
         assert server.metric('vitx_rejections_total{reason="memory"}') >= 3
 
 
+LARGE_JSON_WAITS = """
+import os, time
+from vitx.serve.http import app
+read = app.decode_infer_request
+def held(body, *given):
+    while len(body) > app.SMALL_BYTES and os.path.exists(gate):
+        open(gate + ".seen", "w").close()
+        time.sleep(0.005)
+    return read(body, *given)
+app.decode_infer_request = held
+from vitx.cli import main
+main()
+"""
+
+
+def test_a_body_that_a_thread_reads_counts_after_its_client_hung_up(tmp_path: Path) -> None:
+    """Fourteen clients that hung up after 48 MiB of JSON cost 3 GB."""
+    gate, seen, size = tmp_path / "gate", tmp_path / "gate.seen", 3 * 2**19
+    bundle = write_bundle(tmp_path / "tiny.vitx")
+    gone = 'vitx_rejections_total{reason="disconnected"}'
+    head = b"POST " + INFER.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    program = f"gate = {str(gate)!r}" + LARGE_JSON_WAITS
+    with running_server(bundle.path, "--allow-uncertified", "--max-memory-mib", "2", program=program) as server:
+
+        def status() -> int:
+            return post(server, bytes(size), "/v1/classify")[0]
+
+        for number, known in enumerate((False, True), 1):
+            gate.touch()
+            if known:
+                with closing(raw(server)) as connection:
+                    connection.sendall(head % len(INFER_BODY) + INFER_BODY)
+                    assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+            with closing(raw(server)) as connection:
+                connection.sendall(head % size + b"{".ljust(size))
+                wait_until(seen.exists)
+            wait_until(lambda: server.metric(gone) == number)
+            assert status() == 503
+            gate.unlink()
+            wait_until(lambda: status() == 400)
+            seen.unlink()
+
+
 def test_a_compressed_body_counts_as_what_it_becomes(tmp_path: Path) -> None:
     """Pixels that hardly shrink may not be refused for what other bytes could become; a bomb stops at the bound."""
     bundle = write_bundle(tmp_path / "tiny.vitx")
