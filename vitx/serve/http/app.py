@@ -284,6 +284,7 @@ class App:
             error = RequestError("internal error: see the server's log", status=500)
         else:
             self._metrics.reject(error.reason, record.model or "")
+            error.__traceback__ = None  # a circle with its frames, which have the body, is freed late
         return error_reply(error)
 
     def _counted(self, scope: Scope, send: Send) -> Send:

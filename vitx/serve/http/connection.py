@@ -110,8 +110,8 @@ class HttpProtocol(HttpToolsProtocol):
             reading.add_done_callback(partial(self._give_back, size))
 
     def _give_back(self, size: int, reading: "asyncio.Future[Any]") -> None:
-        if not reading.cancelled():
-            reading.exception()  # nobody else asks for it
+        if not reading.cancelled() and (failure := reading.exception()) is not None:
+            failure.__traceback__ = None  # a circle with its frames, which have the body, is freed late
         self.memory.give(size)
 
     def pause_writing(self) -> None:
