@@ -15,6 +15,7 @@ import pytest
 
 from bundle_fixture import write_bundle
 from server_process import INFER_BODY, ServerProcess, running_server, wait_until
+from vitx.serve.options import ServeOptions
 
 INFER = "/v2/models/tiny/infer"
 COMPRESSED_JSON = {"Content_Type": "application/json", "Content_Encoding": "gzip"}
@@ -271,6 +272,16 @@ def test_a_body_that_a_thread_reads_counts_after_its_client_hung_up(tmp_path: Pa
             gate.unlink()
             wait_until(lambda: status() == 400)
             seen.unlink()
+
+
+def test_workers_share_the_memory_of_all_bodies_and_have_room_for_one_each() -> None:
+    """Each had all of it."""
+
+    def of_each(workers: int, memory: float, body: float = 64) -> float:
+        return ServeOptions(workers=workers, max_memory_mib=memory, max_body_mib=body).limits.memory_bytes / 2**20
+
+    assert [of_each(workers, 1024) for workers in (1, 4, 100)] == [1024, 256, 64]
+    assert [of_each(workers, 2) for workers in (1, 3)] == [2, 2]
 
 
 def test_a_refused_body_is_freed_at_once(tmp_path: Path) -> None:

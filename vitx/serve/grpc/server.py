@@ -246,9 +246,7 @@ class GrpcServer:
                 size, request = self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
-                reply.add_done_callback(
-                    partial(self._give_back, size)
-                )  # also if it never starts
+                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
                 del request, reply
         finally:
             replies.put_nowait(None)
