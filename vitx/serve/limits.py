@@ -20,7 +20,7 @@ class Limits:
     header_seconds: float  # from a request's first byte, or the connection, to the end of its headers
     body_seconds: float  # for the body, and a second more for every `body_rate` bytes of it
     write_seconds: float  # for a client to take its reply, and a second more for every `body_rate` bytes of it
-    memory_bytes: int  # of the bodies of all requests together, beside `UNCOUNTED_BYTES` of each connection
+    memory_bytes: int  # of the bodies of all requests of a process, beside `UNCOUNTED_BYTES` of each connection
     message_seconds: float  # for the message of a gRPC call; how far it has come is not seen
     body_rate: int = 16 * 2**10
     drain_seconds: float = 30.0  # what requests in flight get after the first signal
@@ -43,7 +43,7 @@ class Batching:
 
 
 class MemoryBudget:
-    """The bytes of all bodies that are being received or answered. Not thread-safe: use it on the event loop."""
+    """The bytes of all bodies that are being received, read or answered. Not thread-safe: use it on the event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

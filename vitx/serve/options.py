@@ -51,7 +51,7 @@ class ServeOptions(Options):
     header_timeout: float = option(10, "Seconds for a request's headers.", ge=0.1)
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
-    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together.", ge=1)
+    max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
     watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")
@@ -94,7 +94,8 @@ class ServeOptions(Options):
 
     @property
     def limits(self) -> Limits:
-        """What requests and connections may use, in bytes and seconds."""
+        """What requests and connections of one process may use, in bytes and seconds."""
+        memory = self.max_memory_mib
         return Limits(
             body_bytes=int(self.max_body_mib * 2**20),
             images=min(self.max_images, self.queue),  # more could never be queued
@@ -105,6 +106,6 @@ class ServeOptions(Options):
             header_seconds=self.header_timeout,
             body_seconds=self.body_timeout,
             write_seconds=self.write_timeout,
-            memory_bytes=int(self.max_memory_mib * 2**20),
+            memory_bytes=int(max(memory / self.workers, min(memory, self.max_body_mib)) * 2**20),
             message_seconds=self.message_timeout,
         )

@@ -277,6 +277,9 @@ class _Connection:
     def reserve(self, size: int) -> None:
         """Ray's proxies have read the whole body before."""
 
+    def hold(self, reading: Any) -> None:
+        """Nor is it counted for longer."""
+
 
 class _Application:
     """The routes as Ray calls them: below a prefix perhaps, cancelled when the client hangs up, and with an end."""

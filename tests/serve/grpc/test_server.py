@@ -28,6 +28,7 @@ from server_process import (
     wait_until,
 )
 from vitx.core.bundle import Bundle
+from vitx.serve.grpc.messages import message_class
 
 NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; main()"  # importing it now raises
 # The model waits while the gate is there, but for the zeros of the warm-up.
@@ -267,3 +268,89 @@ def test_messages_in_flight_are_bounded_in_sum(tiny_bundle: Bundle) -> None:
         with pytest.raises(InferenceServerException, match="requests in flight have 0 of 1048576 bytes"):
             infer(1600)  # of 768 bytes each
         assert [infer(1300) for _ in range(2)] == [(1300, 4)] * 2
+
+
+def test_a_message_counts_before_it_is_parsed_and_until_it_is_answered(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    limits = ("--max-memory-mib", "1", "--max-images", "2000", "--queue", "3000", "--max-batch", "1000")
+    rows = np.full((800, IMAGE_SIZE, IMAGE_SIZE, 3), 7, np.uint8)  # 600 KiB
+    many = triton.InferInput("images", list(rows.shape), "UINT8")
+    many.set_data_from_numpy(rows)
+    with slow_server(tiny_bundle, *limits, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+        with grpc.insecure_channel(grpc_address(server)) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for junk, code in ((2**19, grpc.StatusCode.INVALID_ARGUMENT), (2**20 + 1, grpc.StatusCode.UNAVAILABLE)):
+                with pytest.raises(grpc.RpcError) as error:
+                    infer(b"\xff" * junk)
+                assert error.value.code() == code
+        gate.touch()
+        answers = queue.Queue[str]()
+        streaming = triton.InferenceServerClient(grpc_address(server))
+        streaming.start_stream(lambda result, error: answers.put(str(error)))
+        streaming.async_stream_infer("tiny", [many])
+        wait_until(lambda: waiting(server) == 800)
+        with pytest.raises(InferenceServerException, match=r"requests in flight have 6[0-9]{5} of 1048576 bytes"):
+            client.infer("tiny", [many])
+        streaming.stop_stream(cancel_requests=True)
+        wait_until(lambda: server.metric(DISCONNECTED) == 1)
+        gate.unlink()
+        assert client.infer("tiny", [many]).as_numpy("logits").shape == (800, 4)
+        streaming.start_stream(lambda result, error: answers.put(str(error)))
+        gate.touch()
+        for _ in range(2):
+            streaming.async_stream_infer("tiny", [many])
+        wait_until(lambda: server.metric('vitx_rejections_total{reason="memory"}') == 3)
+        gate.unlink()
+        streaming.stop_stream()
+        found = [answers.get(timeout=20) for _ in range(answers.qsize())]
+        assert found[-2] == "None"
+        assert "requests in flight have" in found[-1]
+
+
+# Numbers that come one by one are read in a thread, which waits for the gate.
+HELD_NUMBERS = """
+import os, time
+from vitx.serve.grpc import service
+read = service.decode_infer_request
+def held(request, *given):
+    while len(request.inputs[0].contents.uint_contents) and os.path.exists(gate):
+        time.sleep(0.005)
+        open(gate + ".seen", "w").close()
+    return read(request, *given)
+service.decode_infer_request = held
+from vitx.cli import main
+main()
+"""
+
+
+def test_a_message_counts_while_a_thread_reads_it_after_its_call_was_cancelled(
+    tmp_path: Path, tiny_bundle: Bundle
+) -> None:
+    gate, seen = tmp_path / "gate", tmp_path / "gate.seen"
+    request = message_class("ModelInferRequest")(model_name="tiny")
+    image = request.inputs.add(name="images", datatype="UINT8", shape=[800, IMAGE_SIZE, IMAGE_SIZE, 3])
+    image.contents.uint_contents.extend([7] * (800 * IMAGE_SIZE * IMAGE_SIZE * 3))
+    message = request.SerializeToString()
+    options = ("--grpc-port", "0", "--max-memory-mib", "1", "--max-images", "800")
+    program = f"gate = {str(gate)!r}" + HELD_NUMBERS
+    with (
+        running_server(tiny_bundle.path, *options, program=program) as server,
+        grpc.insecure_channel(grpc_address(server)) as channel,
+    ):
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        gate.touch()
+        call = infer.future(message)
+        wait_until(seen.exists)
+        call.cancel()
+        assert failure_of(infer, message) == grpc.StatusCode.UNAVAILABLE
+        gate.unlink()
+        wait_until(lambda: server.metric(DISCONNECTED) == 1)
+        assert failure_of(infer, message) is None
+
+
+def failure_of(infer: Any, message: bytes) -> grpc.StatusCode | None:
+    try:
+        infer(message, timeout=20)
+    except grpc.RpcError as error:
+        return error.code()
+    return None

@@ -200,6 +200,53 @@ def test_a_slow_body_after_the_reply_has_started_gets_no_second_reply() -> None:
     run(test)
 
 
+def test_a_client_that_stops_reading_near_the_end_of_the_last_reply_is_cut_off() -> None:
+    """What was left was below the mark where the transport asks for more, and the connection stayed for ever."""
+
+    async def test() -> None:
+        server = Server(write_seconds=2, body_rate=10)
+        transport, protocol = server.connect()
+        unread = vars(transport)
+        unread["get_write_buffer_size"] = lambda: 30
+        protocol.data_received(request(BODY, b"Connection: close"))
+        await settled()
+        protocol.pause_writing()
+        assert transport.closed
+        await asyncio.sleep(4)
+        unread["get_write_buffer_size"] = lambda: 10  # the client has read a part, and reads no more
+        protocol.resume_writing()
+        await asyncio.sleep(2.9)
+        assert server.refused == []
+        await asyncio.sleep(0.2)
+        assert server.refused == ["slow_client"]
+        protocol.pause_writing()
+        protocol.connection_lost(None)
+        await asyncio.sleep(10)
+        assert server.refused == ["slow_client"]  # no timer is left
+
+    run(test)
+
+
+def test_a_body_counts_until_nobody_reads_it_and_is_given_back_once() -> None:
+    async def test() -> None:
+        server = Server(memory_bytes=1000)
+        for outcome in (None, ValueError("bad")):
+            _, protocol = server.connect()
+            memory = protocol.memory
+            reading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            protocol.reserve(600)
+            protocol.hold(reading)
+            protocol.connection_lost(None)
+            with pytest.raises(ClientGone):  # nobody would give it back
+                protocol.reserve(100)
+            assert memory.used == 600
+            reading.cancel() if outcome is None else reading.set_exception(outcome)
+            await settled()
+            assert memory.used == 0
+
+    run(test)
+
+
 def test_an_idle_connection_is_closed_its_time_after_the_last_reply() -> None:
     async def test() -> None:
         server = Server()

@@ -101,6 +101,53 @@ def test_a_small_image_waits_for_no_large_one_and_large_ones_leave_no_thread_idl
     run(test, threads=2)
 
 
+def test_a_small_image_that_comes_while_no_thread_may_take_it_runs_beside_a_large_one() -> None:
+    """The thread that was woken for it had nothing it might take; the one that took the large image woke nobody."""
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        small: Any = Held()
+        large: Any = Held()
+        decoder.enqueue(grey(10), small, lambda pixels: None, client="a")
+        await small.seen(1)
+        decoder.enqueue(grey(11) + bytes(5 * 2**20), large, lambda pixels: None, client="b")
+        last = asyncio.ensure_future(decoder.decode([grey(12)], held, client="b"))
+        await asyncio.sleep(0.05)  # the other thread finds that it may take neither
+        held.go.set()
+        small.go.set()
+        await large.seen(1)
+        await asyncio.wait_for(last, 10)  # the large one is held for twice as long
+        large.go.set()
+
+    run(test, threads=1)
+
+
+def test_a_large_image_that_waited_gives_no_client_more_than_its_turns() -> None:
+    """Virtual time went back to when the large image came: others were served before the client that waited longest."""
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        first, second, gate, free = Held(), Held(), Held(), Held()
+        free.go.set()
+
+        def push(side: int, client: str, size: int = 10**6, by: Any = held) -> Awaitable[Any]:
+            return asyncio.ensure_future(decoder.decode([grey(side) + bytes(size)], by, client=client))
+
+        work = [push(10 + number, "large", 5 * 2**20, by) for number, by in enumerate((first, second))]
+        await first.seen(1)
+        await asyncio.gather(*(push(12, "old", by=free) for _ in range(12)))  # beside the large one
+        first.go.set()
+        await second.seen(1)
+        work.append(push(13, "gate", by=gate))
+        await gate.seen(1)
+        work += [push(side, client) for side, client in [(20, "new")] * 6 + [(30, "old")] * 6]
+        await asyncio.sleep(0)  # each has its place
+        for released in (second, gate, held):
+            released.go.set()
+        await asyncio.gather(*work)
+        assert held.sides[:8].count(30) >= 3
+
+    run(test, threads=1)
+
+
 def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> None:
     async def test(decoder: Decoder, held: Any) -> None:
         first = asyncio.ensure_future(decoder.decode([grey(10)], held))

@@ -10,6 +10,7 @@ from bundle_fixture import write_bundle
 from server_process import INFER_BODY, INFER_PATH, ServerProcess, running_server
 from vitx.core.errors import InputError
 from vitx.serve.errors import RequestError
+from vitx.serve.models.served_model import _without_folders
 from vitx.serve.options import ServeOptions
 from vitx.serve.security import AllowedHosts, Tokens
 
@@ -19,7 +20,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """It has shared memory and no token."""
-    bundle = write_bundle(tmp_path_factory.mktemp("served") / "tiny.vitx", data="/home/alice/secret/photos")
+    bundle = write_bundle(tmp_path_factory.mktemp("served") / "tiny.vitx", data="../home/alice/secret/photos")
     allowed = ("--allow-host", "vitx.example")
     with running_server(bundle.path, "--allow-uncertified", "--shared-memory", *allowed) as started:
         yield started
@@ -123,3 +124,25 @@ def test_with_names_given_a_public_address_has_those_and_addresses() -> None:
     for other in ("other.example", "vitx.example.other", None):
         with pytest.raises(RequestError, match="is not a name of this server"):
             hosts.check(other, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/alice/runs/a", "a"),
+        ("../alice/runs/a", "a"),
+        ("runs\\alice\\a", "a"),
+        ("s3://bucket/alice/a", "a"),
+        ("file:///home/alice/a", "a"),
+        ("digits", "digits"),
+        ("model:deit-tiny", "model:deit-tiny"),
+        ("/", "/"),
+    ],
+)
+def test_metadata_shows_the_last_part_of_paths_of_any_kind(path: str, shown: str) -> None:
+    made = {"data": path, "provenance": {"source": path, "recipe": None}, "flips": [1.5, "a/b"]}
+    assert _without_folders(made) == {
+        "data": shown,
+        "provenance": {"source": shown, "recipe": None},
+        "flips": [1.5, "a/b"],
+    }

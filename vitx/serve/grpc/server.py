@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -127,16 +128,18 @@ class GrpcServer:
         timed = name == "ModelInfer"
 
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
-            data = await self._message(route, context)
+            size, request = self._reserved(parse, await self._message(route, context))
             self._enter()
             try:
-                response = await self._counted(route, call, _parsed(parse, data), context, timed=timed)
+                response = await self._counted(route, call, request, context, timed=timed)
                 encoded: bytes = response.SerializeToString()
                 return encoded
             except RequestError as error:
+                error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
             finally:
+                self.budget.give(size)
                 self._leave()
 
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
@@ -157,20 +160,28 @@ class GrpcServer:
         await _abort(context, error)
         raise error  # not reached: abort raises
 
+    def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
+        """Count a message, then parse it: the bytes to give back, and the request or the RequestError that refuses it.
+
+        The caller keeps no `data`: parsed and unparsed it would be held twice.
+        """
+        try:
+            self.budget.take(len(data))
+        except RequestError as error:
+            return 0, error
+        return len(data), _parsed(parse, data)
+
     async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
         started = time.perf_counter()
         generation = self._models.enter()
         status = CLIENT_GONE
         record = self._record(context)
-        reserved = 0
         try:
             if self._tokens is not None:
                 _check_token(self._tokens, route, context)
             if isinstance(request, RequestError):
                 raise request
-            self.budget.take(size := request.ByteSize())
-            reserved = size
             response = await call(request, context)
         except RequestError as error:
             failure, status = error, error.status
@@ -190,7 +201,6 @@ class GrpcServer:
                 record.sent = response.ByteSize()
             return response
         finally:
-            self.budget.give(reserved)
             generation.leave()
             for observer in self._observers:
                 observer.write(record, "gRPC", route, status, time.perf_counter() - started)
@@ -233,12 +243,18 @@ class GrpcServer:
         try:
             async for data in requests:
                 await window.acquire()
-                replies.put_nowait(asyncio.create_task(self._stream_reply(data, context)))
+                size, request = self._reserved(_InferRequest.FromString, data)
+                del data
+                replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
+                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
+                del request, reply
         finally:
             replies.put_nowait(None)
 
-    async def _stream_reply(self, data: bytes, context: Any) -> bytes:
-        request = _parsed(_InferRequest.FromString, data)
+    def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
+        self.budget.give(size)
+
+    async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
         try:
             infer = self._service.model_infer
@@ -247,6 +263,7 @@ class GrpcServer:
             # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True
         except RequestError as error:
+            error.__traceback__ = None
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         encoded: bytes = response.SerializeToString()

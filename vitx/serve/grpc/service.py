@@ -14,7 +14,7 @@ from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import NOT_OFFERED, Repository, repository_parameters
 from vitx.serve.models.served_model import ModelSet, ServedModel
-from vitx.serve.protocol.infer import EXTENSIONS
+from vitx.serve.protocol.infer import EXTENSIONS, InferRequest
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
@@ -65,7 +65,7 @@ class GrpcService:
         model = self._named(request.model_name, request.model_version)
         asked = (request, model.contract, self._limits, self._memory)
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
-        decoded = await asyncio.to_thread(decode_infer_request, *asked) if large else decode_infer_request(*asked)
+        decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
         deadline = _deadline(context.time_remaining(), decoded.timeout)
         batcher = model.batcher_of(decoded.outputs)
         rows = await batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
@@ -146,6 +146,16 @@ class GrpcService:
 
     def _named(self, name: str, version: str) -> ServedModel:
         return self._models.get(name, version or None)
+
+
+async def _in_thread(*asked: Any) -> InferRequest:
+    """`decode_infer_request` beside the event loop. A call that is cancelled ends, and its bytes count, until then."""
+    decoding = asyncio.ensure_future(asyncio.to_thread(decode_infer_request, *asked))
+    try:
+        return await asyncio.shield(decoding)
+    except asyncio.CancelledError:
+        await asyncio.gather(decoding, return_exceptions=True)
+        raise
 
 
 def _deadline(remaining: float | None, timeout: float | None) -> float | None:

@@ -20,6 +20,7 @@ from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
     ClientGone,
+    Hold,
     OnReply,
     Reply,
     StartRequest,
@@ -119,14 +120,19 @@ class App:
         self._models.get(name, version)  # refuse an unknown model before its body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
         length = header_length(header(scope, HEADER_LENGTH.encode()))
-        reply = await await_unless_gone(scope, self._answer(name, version, length, body, started))
+        answer = self._answer(name, version, length, body, started, scope[CONNECTION].hold)
+        reply = await await_unless_gone(scope, answer)
         self._cache("infer", scope, partial(self._start_infer, name, version, length))
         return reply
 
-    async def _answer(self, name: str, version: str | None, length: int | None, body: bytes, started: float) -> Reply:
+    async def _answer(
+        self, name: str, version: str | None, length: int | None, body: bytes, started: float, hold: Hold
+    ) -> Reply:
         """The reply to an infer request. `length`: bytes of JSON before the tensor; None: all."""
         if _is_large_json(length, body):
-            model, request, deadline = await asyncio.to_thread(self._decode, name, version, length, body, started)
+            reading = asyncio.ensure_future(asyncio.to_thread(self._decode, name, version, length, body, started))
+            hold(reading)
+            model, request, deadline = await asyncio.shield(reading)
         else:
             model, request, deadline = self._decode(name, version, length, body, started)
         batcher = model.batcher_of(request.outputs)
@@ -158,10 +164,11 @@ class App:
         record: RequestRecord,
         started: float,
         on_reply: OnReply,
+        hold: Hold,
     ) -> Callable[[], object]:
         """`_answer` with a callback instead of a task; see `StartRequest`."""
         if _is_large_json(length, body):
-            answer = _recorded(record, self._answer(name, version, length, body, started))
+            answer = _recorded(record, self._answer(name, version, length, body, started, hold))
             return self._start_task(answer, on_reply).cancel
         record.model = name  # it was served, or its head would not be known
         model, request, deadline = self._decode(name, version, length, body, started)
@@ -228,7 +235,7 @@ class App:
                 observer.write(record, "POST", head.path, status, time.monotonic() - started)
 
         try:
-            cancel_work = start(body, record, started, on_reply)
+            cancel_work = start(body, record, started, on_reply, connection.hold)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
             on_reply(failure)
             return None
@@ -277,6 +284,7 @@ class App:
             error = RequestError("internal error: see the server's log", status=500)
         else:
             self._metrics.reject(error.reason, record.model or "")
+            error.__traceback__ = None  # a circle with its frames, which have the body, is freed late
         return error_reply(error)
 
     def _counted(self, scope: Scope, send: Send) -> Send:
@@ -293,7 +301,7 @@ class App:
 
 def _is_large_json(length: int | None, body: bytes) -> bool:
     """Whether reading the body takes so long that the event loop must go on beside it."""
-    return length is None and len(body) > SMALL_BYTES
+    return (len(body) if length is None else min(length, len(body))) > SMALL_BYTES
 
 
 @dataclass(frozen=True, slots=True)

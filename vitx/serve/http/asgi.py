@@ -35,9 +35,11 @@ class Reply:
 
 # Called with the reply to a request, or with the exception that it ended with.
 OnReply = Callable[[Reply | Exception], None]
-# (body, record to fill in, time.monotonic() of its arrival, callback): starts to answer a request without an asyncio
-# task, and returns a function that cancels it. May raise instead of calling back.
-StartRequest = Callable[[bytes, RequestRecord, float, OnReply], Callable[[], object]]
+# Told what goes on reading a request's body even when its client hangs up; `HttpProtocol.hold`.
+Hold = Callable[["asyncio.Future[Any]"], None]
+# (body, record to fill in, time.monotonic() of its arrival, callback, hold): starts to answer a request without an
+# asyncio task, and returns a function that cancels it. May raise instead of calling back.
+StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
 
 
 def reply_with(make: Callable[[T], Reply], on_reply: OnReply) -> Callable[[T | Exception], None]:
@@ -137,7 +139,9 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     encoding = header(scope, b"content-encoding")
     if encoding in (None, "identity"):
         return body
-    return await decoded(body, str(encoding).strip().lower(), limit, reserve)
+    inflating = asyncio.ensure_future(decoded(body, str(encoding).strip().lower(), limit, reserve))
+    scope[CONNECTION].hold(inflating)
+    return await inflating
 
 
 def _body_too_large(limit: int) -> RequestError:

@@ -19,6 +19,7 @@ from vitx.serve.batching.batcher import Submission, record_times
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.http.asgi import (
+    Hold,
     OnReply,
     Reply,
     StartRequest,
@@ -126,6 +127,7 @@ class Classifier:
         record: RequestRecord,
         started: float,
         on_reply: OnReply,
+        _: Hold,
     ) -> Callable[[], object]:
         """Classify one image with callbacks instead of a task; see `StartRequest`."""
         options = self._options(query, timeout, started)

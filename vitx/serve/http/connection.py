@@ -13,6 +13,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
@@ -24,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.http.asgi import CONNECTION, error_reply, send_reply
+from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, send_reply
 from vitx.serve.http.cycle import SingleWriteCycle
 from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.options import ServeOptions
@@ -65,6 +66,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._replied = 0.0  # when the last reply was written, time.monotonic()
         self._unread: asyncio.TimerHandle | None = None  # runs while the client does not take what was written
         self._reserved = 0  # bytes of the budget
+        self._reading: asyncio.Future[Any] | None = None  # has the body until it is done
 
     # The stubs allow any kind of transport; here it is always TCP's.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -74,7 +76,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self.resume_writing()
+        self._stop_unread()
         self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -84,13 +86,33 @@ class HttpProtocol(HttpToolsProtocol):
             self.on_lost()
 
     def reserve(self, size: int) -> None:
-        """Count bytes of the request's body until it is answered; raise RequestError 503 if there are too many."""
+        """Count bytes of the request's body until it is answered.
+
+        Raises RequestError 503 if there are too many, ClientGone after the client hung up, when none would be given
+        back.
+        """
+        if self.lost:
+            raise ClientGone
         self.memory.take(size)
         self._reserved += size
 
+    def hold(self, reading: "asyncio.Future[Any]") -> None:
+        """Count the request's body until `reading` is done, even if the client hangs up: a thread cannot be stopped."""
+        self._reading = reading
+
     def _release(self) -> None:
-        self.memory.give(self._reserved)
-        self._reserved = 0
+        """Give back what was reserved, at once or when the body is no longer read."""
+        size, reading = self._reserved, self._reading
+        self._reserved, self._reading = 0, None
+        if reading is None or reading.done():
+            self.memory.give(size)
+        else:
+            reading.add_done_callback(partial(self._give_back, size))
+
+    def _give_back(self, size: int, reading: "asyncio.Future[Any]") -> None:
+        if not reading.cancelled() and (failure := reading.exception()) is not None:
+            failure.__traceback__ = None  # a circle with its frames, which have the body, is freed late
+        self.memory.give(size)
 
     def pause_writing(self) -> None:
         """Called by the transport when the client takes too little: give it its time, then cut the connection."""
@@ -98,7 +120,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_writing()
 
     def resume_writing(self) -> None:
+        """Called by the transport when little is left to write; one that is closing waits until all of it is taken."""
         super().resume_writing()
+        self._stop_unread()
+        if self.transport.is_closing():
+            self._limit_writing()
+
+    def _stop_unread(self) -> None:
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None

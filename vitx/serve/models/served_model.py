@@ -26,6 +26,9 @@ from vitx.serve.protocol.infer import Contract
 if TYPE_CHECKING:
     from vitx.serve.models.offer import WarmModel
 
+# Keys of a certificate and of provenance whose value may be a path that is not absolute, or an address.
+_PATHS = {"source", "data", "reference", "candidate"}
+
 
 class ServedModel:
     """One model that answers requests. Create it on a running event loop. `fault`: what its canary found, or None."""
@@ -348,14 +351,22 @@ class ModelSet:
 
 
 def _without_folders(value: Any) -> Any:
-    """A JSON value in which every text that is an absolute path is its last part."""
+    """A JSON value in which every text that is an absolute path, or a path of any kind by its key, is its last part."""
     if isinstance(value, dict):
-        return {name: _without_folders(entry) for name, entry in value.items()}
+        return {
+            name: _last_part(entry) if name in _PATHS and isinstance(entry, str) else _without_folders(entry)
+            for name, entry in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_without_folders(entry) for entry in value]
     if isinstance(value, str) and (PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()):
-        return PureWindowsPath(value).name  # which takes both kinds of slashes
+        return _last_part(value)
     return value
+
+
+def _last_part(path: str) -> str:
+    """Of a path or an address with either kind of slashes; itself if it has no name."""
+    return PureWindowsPath(path).name or path
 
 
 def _summary(certificate: Certificate) -> dict[str, Any]:
