@@ -55,7 +55,7 @@ def test_a_session_here(
     assert launch(tiny_bundle.path, "images", Path("out"), options, quiet=True) == "the summary"  # type: ignore[comparison-overlap]
     (made, settings), ((bundle, *rest), called) = asked
     assert (made[0].path, made[1]) == (tiny_bundle.path, "openvino")
-    assert settings == {"device": "cpu", "threads": 3, "outputs": outputs}
+    assert settings == {"device": "cpu", "threads": 3, "outputs": outputs, "quiet": True}
     assert (bundle.path, rest, called) == (
         tiny_bundle.path,
         ["a session", "images", Path("out"), options],
@@ -128,10 +128,13 @@ def test_without_threads_sessions_share_the_cores(
 
     monkeypatch.setattr(launching, "load_fastest", load)
     monkeypatch.setattr(launching, "usable_cores", lambda: cores)
+    judged: list[Any] = []
+    monkeypatch.setattr(launching, "is_certified", lambda _, session, *__, **___: judged.append(session.threads))
     launch(tiny_bundle.path, "images", Path("out"), PredictOptions())
     ((_, session, *_), _), *_ = asked
     assert [each.threads for each in made] == threads
     assert session.callers == callers
+    assert judged == [None] * (len(threads) > 1), "by the session that has all cores"
     assert all(each.closed for each in made), "when the prediction has ended"
 
 

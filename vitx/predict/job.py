@@ -61,7 +61,7 @@ def predict(
         raise missing_package("pyarrow", "serve")
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
-    certified = _is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
+    certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
         raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
     where = _absolute(str(source))
@@ -131,7 +131,7 @@ def predict(
         return summary
 
 
-def _is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
+def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
     """Whether the bundle is certified, and what runs it; actors elsewhere check that when they load it."""
     try:
         bundle.require_certificate()

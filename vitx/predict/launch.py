@@ -8,7 +8,7 @@ from vitx.core.errors import InputError
 from vitx.core.machine import usable_cores
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.signature import require_signature
-from vitx.predict.job import predict
+from vitx.predict.job import is_certified, predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.executor import Executor
 from vitx.predict.summary import PredictionSummary
@@ -24,11 +24,11 @@ def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet
     if options.require_signature is not None:
         require_signature(path, options.require_signature)
     bundle = Bundle.open(path)
-    with _executor(bundle, options) as executor:
+    with _executor(bundle, options, quiet=quiet) as executor:
         return predict(bundle, executor, source, out, options, quiet=quiet)
 
 
-def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager[Session | Executor]:
+def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> AbstractContextManager[Session | Executor]:
     if options.ray is not None:
         if options.shard is not None:
             raise InputError("--ray shares the work among its nodes: pass --shard without it, or leave --shard out")
@@ -46,11 +46,15 @@ def _executor(bundle: Bundle, options: PredictOptions) -> AbstractContextManager
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
-    return _on_all_cores(bundle, options) if options.threads is None else _session(bundle, options, options.threads)
+    if options.threads is None:
+        return _on_all_cores(bundle, options, quiet=quiet)
+    return _session(bundle, options, options.threads, quiet=quiet)
 
 
-def _session(bundle: Bundle, options: PredictOptions, threads: int | None) -> Session:
-    return load_fastest(bundle, options.runtime, device=options.device, threads=threads, outputs=options.outputs)
+def _session(bundle: Bundle, options: PredictOptions, threads: int | None, *, quiet: bool) -> Session:
+    return load_fastest(
+        *(bundle, options.runtime), device=options.device, threads=threads, outputs=options.outputs, quiet=quiet
+    )
 
 
 def sessions_on(cores: int) -> int:
@@ -58,13 +62,14 @@ def sessions_on(cores: int) -> int:
     return next(n for n in range(min(cores, MAX_SESSIONS), 0, -1) if cores // n * n >= 0.9 * cores)
 
 
-def _on_all_cores(bundle: Bundle, options: PredictOptions) -> Session:
+def _on_all_cores(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Session:
     """On a CPU sessions that share the cores: the threads of a single one would spin while the decoders wait."""
     cores = usable_cores()
     instances = sessions_on(cores)
     threads = cores // instances
-    first = _session(bundle, options, None)  # with all cores: it may have to be judged
+    first = _session(bundle, options, None, quiet=quiet)
     if cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():
         return first
-    first.close()
-    return load_instances(lambda: _session(bundle, options, threads), instances, threads)
+    with first:  # judged here if it has to be: one thread would take a core's time for it
+        is_certified(bundle, first, options.allow_uncertified, quiet=quiet)
+    return load_instances(lambda: _session(bundle, options, threads, quiet=True), instances, threads)

@@ -70,7 +70,13 @@ def runtimes_by_speed(
 
 
 def load_fastest(
-    bundle: Bundle, runtime: str, *, device: str = "auto", threads: int | None = None, outputs: Sequence[str] = ()
+    bundle: Bundle,
+    runtime: str,
+    *,
+    device: str = "auto",
+    threads: int | None = None,
+    outputs: Sequence[str] = (),
+    quiet: bool = False,
 ) -> Session:
     """`load_session`, where "auto" is the fastest runtime certified here.
 
@@ -81,7 +87,7 @@ def load_fastest(
         name = _DEFAULT if runtime == AUTO else runtime
         return load_unlisted_embedding(bundle, name, device=chosen, threads=threads)
     bundle.require_outputs(outputs)
-    name = runtimes_by_speed(bundle, runtime, device=chosen, threads=threads, outputs=outputs)[0]
+    name = runtimes_by_speed(bundle, runtime, device=chosen, threads=threads, outputs=outputs, quiet=quiet)[0]
     return load_session(bundle, name, device=chosen, threads=threads, outputs=outputs)
 
 
