@@ -259,9 +259,14 @@ def test_what_is_loaded_in_the_end(everything: Bundle, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(choice, "runtimes_by_speed", by_speed)
     load_fastest(everything, "auto", device="cpu", threads=2)
-    load_fastest(everything, "openvino")
+    load_fastest(everything, "openvino", quiet=True)
     cpu, auto = {"device": "cpu", "threads": 2, "outputs": ()}, {"device": "auto", "threads": None, "outputs": ()}
-    assert asked == [("auto", cpu), ((everything, "fast"), cpu), ("openvino", auto), ((everything, "fast"), auto)]
+    assert asked == [
+        ("auto", {**cpu, "quiet": False}),
+        ((everything, "fast"), cpu),
+        ("openvino", {**auto, "quiet": True}),
+        ((everything, "fast"), auto),
+    ]
     asked.clear()
     # A bundle without outputs gives an embedding all the same, and no other.
     monkeypatch.setattr(choice, "load_unlisted_embedding", lambda *a, **o: asked.append((a, o)))
