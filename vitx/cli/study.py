@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def command(
     kind: Annotated[
-        Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "alternet"],
+        Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "precision", "alternet"],
         typer.Argument(
-            metavar="ablation|losses|depth|talking-heads|finetune|kernel-size|alternet",
+            metavar="ablation|losses|depth|talking-heads|finetune|kernel-size|precision|alternet",
             help="The patch losses on and off; with depth; depth × kind of attention; talking heads × losses; larger "
-            "images; attention in neighbourhoods; AlterNet's build-up rule.",
+            "images; attention in neighbourhoods; float32 and halves; AlterNet's build-up rule.",
         ),
     ],
     recipe: Annotated[

@@ -56,6 +56,8 @@ def scores(rng: np.random.Generator, blocks: int, seeds: int = 3) -> list[Score]
             nll=rng.uniform(),
             cos_sim=tuple(rng.uniform(size=blocks)),
             attention_std=tuple(rng.uniform(size=blocks)),
+            loss_by_epoch=(1.5, 1.25)[: 1 + seed],
+            top1_by_epoch=(0.5, 0.75)[: 1 + seed],
             seconds=1.5,
         )
         for seed in range(seeds)
@@ -139,7 +141,7 @@ def test_published_numbers_are_those_of_the_recipes() -> None:
         assert all(number in text for number in numbers), (kind, numbers)
 
 
-@pytest.mark.parametrize("kind", ["losses", "talking-heads", "finetune", "kernel-size"])
+@pytest.mark.parametrize("kind", ["losses", "talking-heads", "finetune", "kernel-size", "precision"])
 def test_every_study_trains_at_minimal_size(
     kind: str, vitx: Vitx, tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +228,8 @@ def test_a_study_that_is_killed_goes_on(tmp_path: Path, image_folder: Path) -> N
     assert (score.top1, score.nll) == (history[-1]["top1"], history[-1]["nll"])
     assert score.best_top1 == max(row["top1"] for row in history)
     assert list(score.cos_sim) == history[-1]["cos_sim"]
+    assert list(score.loss_by_epoch) == [row["losses"]["total"] for row in history]
+    assert list(score.top1_by_epoch) == [row["top1"] for row in history]
 
 
 def test_finished_runs_are_kept_and_other_ones_refused(vitx: Vitx, tmp_path: Path, image_folder: Path) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 from vitx.core.files import Record
 from vitx.train.loop.checkpoint import Metrics, best_row
 
-Kind = Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "alternet"]
+Kind = Literal["ablation", "losses", "depth", "talking-heads", "finetune", "kernel-size", "precision", "alternet"]
 # "Last layers" are the last 1/4 of the blocks.
 LAST_LAYERS_DIVISOR = 4
 
@@ -37,6 +37,8 @@ class Score(Record):
     nll: float
     cos_sim: tuple[float, ...] = Field(description="of the patches after each block; empty without blocks")
     attention_std: tuple[float, ...] = Field(description="of each block's softmax maps over the keys")
+    loss_by_epoch: tuple[float, ...] = Field(default=(), description="the total, mean of an epoch's steps")
+    top1_by_epoch: tuple[float, ...] = ()
     seconds: float
 
     @classmethod
@@ -48,6 +50,8 @@ class Score(Record):
             seed=seed,
             epochs=len(history),
             best_top1=best_row(history)["top1"],
+            loss_by_epoch=tuple(row["losses"]["total"] for row in history),
+            top1_by_epoch=tuple(row["top1"] for row in history),
             seconds=round(math.fsum(row["seconds"] for row in history), 1),
             **{name: last[name] for name in ("top1", "nll", "cos_sim", "attention_std")},
         )

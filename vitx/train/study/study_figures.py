@@ -14,7 +14,7 @@ from vitx.train.study.result import Row, Score, StudyResult, last_layers
 
 def draw_study(result: StudyResult) -> Figure:
     """The figure of a study with at least one finished run."""
-    return {"depth": _depth, "alternet": _staircase}.get(result.study, _rows)(result)
+    return {"depth": _depth, "precision": _curves, "alternet": _staircase}.get(result.study, _rows)(result)
 
 
 def _rows(result: StudyResult) -> Figure:
@@ -77,6 +77,27 @@ def _depth(result: StudyResult) -> Figure:
     right.set(xlabel="blocks", ylabel="CosSim of patches, last block")
     for axes in (left, right):
         axes.set_xticks(sorted({row.factors["depth"] for row in result.rows}))
+    left.legend(fontsize="small")
+    return figure
+
+
+def _curves(result: StudyResult) -> Figure:
+    """Loss and top-1 of every epoch: a row's mean over its seeds as a line, every run a thin one."""
+    figure, (left, right) = panels(2)
+    for row, style in zip(result.rows, LINES, strict=False):
+        runs = _runs(result, row)
+        for axes, curves in (
+            (left, [run.loss_by_epoch for run in runs]),
+            (right, [[100 * top1 for top1 in run.top1_by_epoch] for run in runs]),
+        ):
+            epochs = range(1, 1 + min(map(len, curves)))
+            together = np.array([curve[: len(epochs)] for curve in curves])
+            axes.plot(epochs, together.T, color=style["color"], linewidth=0.4)
+            axes.plot(epochs, together.mean(axis=0), label=row.name, markersize=3, linewidth=1.2, **style)
+    left.set(xlabel="epoch", ylabel="loss of training")
+    right.set(xlabel="epoch", ylabel="top-1 (%)")
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.legend(fontsize="small")
     return figure
 

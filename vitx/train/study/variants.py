@@ -140,6 +140,15 @@ def kernel_size_variants(_recipe: Recipe) -> list[Variant]:
     return [*local, Variant("all", (pooled, "model.kwargs.attention=plain"), {"neighbourhood": "all"})]
 
 
+def precision_variants(_recipe: Recipe) -> list[Variant]:
+    """Re-Attention in 16 blocks, as in DeepViT-16B, in float32 and with autocast to each of the halves."""
+    network = ("model.kwargs.depth=16", "model.kwargs.attention=re-attention")
+    return [
+        Variant(name, (*network, f"execution.precision={name}"), {"precision": name})
+        for name in ("float32", "bfloat16", "float16")
+    ]
+
+
 STUDIES: dict[Kind, Published] = {
     "ablation": Published(
         "digits-deit",
@@ -170,6 +179,7 @@ STUDIES: dict[Kind, Published] = {
     "kernel-size": Published(
         "digits-deit", kernel_size_variants, "Park & Kim draw accuracies of a ViT on CIFAR-100 and print no numbers"
     ),
+    "precision": Published("digits-deit", precision_variants, "DeepViT's configurations train in float32"),
     "alternet": Published(
         "digits-alternet", lambda recipe: [], "Park & Kim draw the build-up on CIFAR-100 and print no numbers"
     ),
