@@ -227,7 +227,6 @@ def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
         batch_size=8,
         top_k=1,
         logits=False,
-        image_column=None,
         strict=False,
         read_threads=1,
         decode_threads=1,

@@ -4,7 +4,9 @@ import importlib.util
 import os
 import re
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
+from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import part_path, remove_leftovers
+from vitx.predict.outputs.parts import output_columns, part_path, remove_leftovers
 from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, LocalExecutor
@@ -69,24 +72,28 @@ def predict(
         "input": where,
         "bundle": bundle_digest(bundle.path),
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
-        **options.model_dump(include={"shard_size", "image_column"}),
+        **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns"}),
     }
+    lists = [*(["logits"] if options.logits else []), *options.outputs]
+    columns = TableColumns(options.image_column, options.key, options.columns, tuple(output_columns(lists)))
+
+    def take(listing: Path) -> Inventory:
+        return take_inventory(where, listing, options.shard_size, columns, options.share)
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
         if not options.draft or not inventory.shards:
             return {}
-        column, size = options.image_column, options.batch_size
         with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
-            checked = check_draft(bundle, model, inventory, listing, column, batch_size=size)
+            checked = check_draft(bundle, model, inventory, listing, columns, batch_size=options.batch_size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
 
     backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        run = open_run(ledger, out, settings, backoff, measure, options.share)
+        run = open_run(ledger, out, settings, backoff, take, measure, options.share)
         if not _has_work(ledger, out, summary_path, options, quiet=quiet):
-            _refuse_other_listing(ledger, where, run.listing, options, backoff)
+            _refuse_other_listing(ledger, where, run.listing, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = Job(
             out=out,
@@ -99,7 +106,7 @@ def predict(
             logits=options.logits,
             outputs=options.outputs,
             draft=options.draft,
-            image_column=options.image_column,
+            columns=replace(columns, schema=run.schema),
             strict=options.strict,
             certified=certified,
             read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
@@ -172,13 +179,12 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
 
 
 def _refuse_other_listing(
-    ledger: Ledger, source: str, listing: Path, options: PredictOptions, backoff: DiskFullBackoff
+    ledger: Ledger, source: str, listing: Path, take: Callable[[Path], Inventory], backoff: DiskFullBackoff
 ) -> None:
     """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
     temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
-    size, column = options.shard_size, options.image_column
     try:
-        digest = backoff.retry(lambda: take_inventory(source, temporary, size, column, options.share).digest)
+        digest = backoff.retry(lambda: take(temporary).digest)
     finally:
         temporary.unlink(missing_ok=True)
     if digest != ledger.listing_digest():

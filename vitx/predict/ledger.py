@@ -31,7 +31,7 @@ Row = tuple[Any, ...]
 # for without limit.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 2
+FORMAT = 3
 
 # lease: when it ends, in seconds since 1970. Paths are bytes, because a file name need not be valid Unicode and TEXT
 # must be. The index holds unfinished shards only, in the order in which `claim` takes them.

@@ -116,7 +116,6 @@ class Bench:
             "batch_size": 3,
             "top_k": 2,
             "logits": False,
-            "image_column": None,
             "strict": False,
             "read_threads": 2,
             "decode_threads": 2,

@@ -29,6 +29,7 @@ from vitx.predict.inputs.stores import (
     read_bytes,
     walk_images,
 )
+from vitx.predict.inputs.tables import TableColumns, Tables, read_rows
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.options import WHOLE, Share
@@ -37,10 +38,6 @@ ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
-# If several columns of a Parquet file may hold images, the first of these names is taken.
-IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
-# Rows of a Parquet file that are in memory at once.
-PARQUET_BATCH_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -59,10 +56,14 @@ class Shard:
 
 
 class Item(NamedTuple):
-    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read."""
+    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read.
+
+    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output.
+    """
 
     key: str
     source: str | bytes | ImageError
+    copied: Any = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class Inventory:
     """The shards of an input, or of one share of it.
 
     base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
-    names the single images. skipped: names beside them; counted in the first share.
+    names the single images. skipped: names beside them; counted in the first share. schema: a `pyarrow.Schema` of the
+    columns of Parquet files that go on to the output, None if there are none.
     """
 
     base: str
@@ -79,6 +81,7 @@ class Inventory:
     share: Share = WHOLE
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
+    schema: Any = None
 
     def numbered(self) -> Iterator[tuple[int, Shard]]:
         """The shards with their numbers, from 1; different ones in every share."""
@@ -86,32 +89,36 @@ class Inventory:
 
 
 def take_inventory(
-    source: str, listing: Path, shard_size: int, image_column: str | None = None, share: Share = WHOLE
+    source: str, listing: Path, shard_size: int, columns: TableColumns = TableColumns(), share: Share = WHOLE
 ) -> Inventory:
     """List `source`, and write the paths of its single images to the file `listing`, sorted; those of `share` only.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, or
-    no Parquet file whose images are in `image_column`, or in one that can be told without it.
+    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, no
+    Parquet file whose `columns` of images and keys are clear, one whose columns cannot go on to the output, or two
+    rows of one key.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
     skipped = SkippedNames()
     base, containers, images = _list_input(source, listing.parent, skipped)
     written = write_list(listing, images, shard_size, share)
-    refused: list[InputError] = []
-    units = [unit for name in containers for unit in _container_shards(base, name, image_column, refused)]
-    if refused and len(refused) == len(units) and not written.total:
-        raise refused[0]
+    tables = Tables(columns)
+    units = [unit for name in containers for unit in _container_shards(base, name, tables)]
+    if tables.refused and len(tables.refused) == len(units) and not written.total:
+        raise tables.refused[0]
     if not units and not written.total:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if is_folder(source) else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+    if columns.key is not None and (written.total or any(unit.kind != "parquet" for unit in units)):
+        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
+    tables.refuse_equal_keys(base, listing.parent)
     digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
     ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
     units = units[share.number - 1 :: share.jobs]
     beside = skipped if share.number == 1 else SkippedNames()
-    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside)
+    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside, tables.schema())
 
 
 def _source(source: str) -> Source:
@@ -183,30 +190,18 @@ def _lines(source: str) -> Iterator[str]:
                 yield path
 
 
-def _container_shards(base: str, name: str, image_column: str | None, refused: list[InputError]) -> list[Shard]:
-    """The shards of a tar or Parquet file. One whose column of images is not clear is one shard, and is `refused`."""
+def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
     if not name.lower().endswith(".parquet"):
         return [Shard("tar", name)]
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with open_stream(join(base, name)) as file:
-            parquet = pq.ParquetFile(file)
-            metadata = parquet.metadata
-            _image_column(parquet.schema_arrow, image_column, name)
-            rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    except (OSError, pa.ArrowException):
-        return [Shard("parquet", name)]  # reading it gives a row with the reason
-    except InputError as error:
-        refused.append(error)
-        return [Shard("parquet", name)]
-    starts = itertools.accumulate(rows, initial=0)
-    return [Shard("parquet", name, start, count) for start, count in zip(starts, rows, strict=False)]
+    return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
 
 
 def read_shard(
-    shard: Shard, base: str, listing: Path, image_column: str | None, skipped: SkippedNames | None = None
+    shard: Shard,
+    base: str,
+    listing: Path,
+    columns: TableColumns = TableColumns(),
+    skipped: SkippedNames | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
@@ -220,7 +215,7 @@ def read_shard(
         case "tar":
             yield from _tar_items(shard, base, skipped)
         case "parquet":
-            yield from _parquet_items(shard, base, image_column)
+            yield from _parquet_items(shard, base, columns)
 
 
 def read_item(item: Item) -> Item:
@@ -228,9 +223,9 @@ def read_item(item: Item) -> Item:
     if not isinstance(item.source, str):
         return item
     try:
-        return Item(item.key, read_bytes(item.source))
+        return item._replace(source=read_bytes(item.source))
     except ImageError as error:
-        return Item(item.key, error)
+        return item._replace(source=error)
 
 
 def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterator[Item]:
@@ -243,13 +238,13 @@ def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterato
         yield Item(shard.location, ImageError(reason))
 
 
-def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterator[Item]:
+def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Iterator[Item]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
-        for value in _parquet_values(shard, base, image_column):
-            yield Item(f"{shard.location}/{row:07d}", value)
+        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns):
+            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
             row += 1
         return
     except InputError as error:  # about its columns
@@ -260,49 +255,3 @@ def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterato
         yield Item(shard.location, reason)
     for lost in range(row, end):
         yield Item(f"{shard.location}/{lost:07d}", reason)
-
-
-def _parquet_values(shard: Shard, base: str, image_column: str | None) -> Iterator[str | bytes | ImageError]:
-    import pyarrow.parquet as pq
-
-    folder = join(base, shard.location).rpartition("/")[0]
-    with open_stream(join(base, shard.location)) as file:
-        parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
-        rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
-        column = _image_column(parquet.schema_arrow, image_column, shard.location)
-        groups = list(range(len(rows)))
-        if shard.count is not None:
-            found = zip(itertools.accumulate(rows, initial=0), rows, strict=False)
-            groups = [index for index, group in enumerate(found) if group == (shard.start, shard.count)]
-            if not groups:
-                raise OSError(f"no row group of {shard.count} rows begins there, as when the file was listed")
-        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=groups, columns=[column]):
-            yield from (_parquet_value(value, folder) for value in batch.column(0).to_pylist())
-
-
-def _parquet_value(value: Any, folder: str) -> str | bytes | ImageError:
-    """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
-    if isinstance(value, dict):
-        path = value.get("path")
-        value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
-    return value or ImageError("not an image: empty")
-
-
-def _image_column(schema: Any, given: str | None, location: str) -> str:
-    import pyarrow.types as types
-
-    def may_hold_images(kind: Any) -> bool:
-        plain = types.is_binary(kind) or types.is_large_binary(kind)
-        return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
-
-    found = [field.name for field in schema if may_hold_images(field.type)]
-    if given is not None and given in found:
-        return given
-    preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found][:1]
-    if given is not None or not preferred:
-        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
-        raise InputError(
-            f"{location} has the columns {', '.join(schema.names)}, of which {', '.join(found) or 'none'} may hold "
-            f"images: expected {wanted}; name it with --image-column"
-        )
-    return preferred[0]

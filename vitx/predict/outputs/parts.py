@@ -3,8 +3,8 @@
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and on request logits, embeddings and attention (lists of float32:
-Spark 3.5 opens no file with a column of float16).
+top_k_scores (list of float32), error (string), on request logits, embeddings and attention (lists of float32: Spark 3.5
+opens no file with a column of float16), and those of the input that are copied.
 
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,8 @@ from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import WHOLE, Share
 
 PREDICTIONS = "predictions.parquet"
-# Rows that are collected before they are written as one row group.
-ROW_GROUP = 8192
+# Rows that are collected before they are written as one row group; fewer, where copied columns are larger than this.
+ROW_GROUP, COPIED_BYTES = 8192, 64 << 20
 # The columns of lists, by the output of a session that they hold.
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
 
@@ -58,7 +58,7 @@ class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
     indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
-    image may be left out.
+    image may be left out. copied: of N, see `Item`; may be left out where no column is copied.
     """
 
     keys: Sequence[str]
@@ -66,6 +66,7 @@ class Rows:
     indices: Int32Array
     scores: Float32Array
     lists: Mapping[str, Float32Array] = field(default_factory=dict)
+    copied: Sequence[Any] = ()
 
 
 def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
@@ -141,10 +142,27 @@ class KeptRows:
         return len(merged), errors, {one["values"]: one["counts"] for one in counts}
 
 
+def output_columns(lists: Sequence[str] = ()) -> dict[str, Any]:
+    """The types of our own columns, by name. lists: those of LIST_COLUMNS that are asked for."""
+    import pyarrow as pa
+
+    columns = {
+        "path": pa.string(),
+        "class": pa.string(),
+        "class_index": pa.int32(),
+        "score": pa.float32(),
+        "top_k_classes": pa.list_(pa.string()),
+        "top_k_scores": pa.list_(pa.float32()),
+        "error": pa.string(),
+    }
+    return columns | {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+
+
 class PartWriter:
     """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    lists: those of LIST_COLUMNS that the file gets. footer: key-value metadata.
+    lists: those of LIST_COLUMNS that the file gets. copied: a `pyarrow.Schema` of columns of the input that it gets.
+    footer: key-value metadata.
     """
 
     def __init__(
@@ -155,6 +173,7 @@ class PartWriter:
         labels: Sequence[str],
         *,
         lists: Sequence[str] = (),
+        copied: Any = None,
         footer: Mapping[str, str] | None = None,
     ) -> None:
         import pyarrow as pa
@@ -164,19 +183,10 @@ class PartWriter:
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{suffix}")
         self._labels = pa.array(labels, pa.string())
-        columns = {
-            "path": pa.string(),
-            "class": pa.string(),
-            "class_index": pa.int32(),
-            "score": pa.float32(),
-            "top_k_classes": pa.list_(pa.string()),
-            "top_k_scores": pa.list_(pa.float32()),
-            "error": pa.string(),
-        }
-        columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
-        self._schema = pa.schema(columns, metadata=footer)
+        self._copied = pa.schema([]) if copied is None else copied
+        self._schema = pa.schema([*output_columns(lists).items(), *self._copied], metadata=footer)
         self._waiting: list[Rows] = []
-        self._row_count = 0
+        self._row_count = self._copied_bytes = 0
         self.images = self.errors = 0
         # Rows of the shard's last file that are to be among the new ones.
         self.kept: KeptRows | None = None
@@ -188,7 +198,8 @@ class PartWriter:
     def add(self, rows: Rows) -> None:
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
-        if self._row_count >= ROW_GROUP:
+        self._copied_bytes += sum(_bytes(one) for one in rows.copied if one is not None)
+        if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
     def finish(self) -> Part:
@@ -211,12 +222,13 @@ class PartWriter:
             return
         rows = _concatenated(self._waiting)
         self._waiting.clear()
-        self._row_count = 0
+        self._row_count = self._copied_bytes = 0
         self.images += len(rows.keys)
         self.errors += len(rows.keys) - len(rows.indices)
         for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
             self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
-        self._writer.write_batch(_record_batch(rows, self._labels, self._schema), row_group_size=len(rows.keys))
+        table = _table(rows, self._labels, self._schema, self._copied)
+        self._writer.write_table(table, row_group_size=len(rows.keys))
 
 
 def warm_up() -> None:
@@ -235,6 +247,13 @@ def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None
             path.unlink(missing_ok=True)
 
 
+def _bytes(row: Any) -> int:
+    """Of a slice of an array with a dictionary, pyarrow counts all of the dictionary."""
+    import pyarrow.types as types
+
+    return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
+
+
 def _concatenated(batches: Sequence[Rows]) -> Rows:
     names = {name: None for rows in batches for name in rows.lists}  # in order
     return Rows(
@@ -243,10 +262,11 @@ def _concatenated(batches: Sequence[Rows]) -> Rows:
         indices=np.concatenate([rows.indices for rows in batches]),
         scores=np.concatenate([rows.scores for rows in batches]),
         lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
+        copied=[one for rows in batches for one in rows.copied],
     )
 
 
-def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
+def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
     import pyarrow as pa
 
     # (N,) from (M,): rows without a prediction are null in all columns but path and error.
@@ -275,4 +295,15 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
         if column in schema.names:
             found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    return pa.table([*columns, *_copied_columns(rows, copied)], schema=schema)
+
+
+def _copied_columns(rows: Rows, schema: Any) -> Sequence[Any]:
+    """The columns of N rows; null in those rows that have none, such as images that are not of a Parquet file."""
+    import pyarrow as pa
+
+    if not schema:
+        return ()
+    nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
+    batches = [nulls if one is None else one for one in rows.copied]
+    return cast("Sequence[Any]", pa.Table.from_batches(batches, schema).combine_chunks().columns)
