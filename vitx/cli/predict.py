@@ -57,6 +57,7 @@ def _print(summary: "PredictionSummary", out: Path) -> None:
             "written to": out / PREDICTIONS,
             "unreadable": summary.errors,
             "skipped": _skipped(summary),
+            **({} if summary.increment is None else {"compared with the output": str(summary.increment)}),
             "done by this process": summary.images_here,
             "seconds": summary.seconds,
             "images/s": summary.images_per_second,

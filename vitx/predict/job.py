@@ -17,6 +17,7 @@ from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
+from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
 from vitx.predict.inputs.tables import TableColumns
@@ -28,8 +29,8 @@ from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, LocalExecutor
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import PredictionSummary, bundle_digest, summarize, summary_name
+from vitx.predict.state import SharedRun, open_ledger, open_run
+from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
@@ -65,17 +66,17 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
-        raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
+    _refuse_options(out, options)
     where = _absolute(str(source))
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
-        **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns"}),
+        **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
     lists = [*(["logits"] if options.logits else []), *options.outputs]
-    columns = TableColumns(options.image_column, options.key, options.columns, tuple(output_columns(lists)))
+    taken = tuple(output_columns(lists, versions=options.incremental))
+    columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
     def take(listing: Path) -> Inventory:
         return take_inventory(where, listing, options.shard_size, columns, options.share)
@@ -92,28 +93,18 @@ def predict(
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
         run = open_run(ledger, out, settings, backoff, take, measure, options.share)
-        if not _has_work(ledger, out, summary_path, options, quiet=quiet):
+        has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
+        copied = replace(columns, schema=run.schema)
+        increment: Increment | None = None
+        if options.incremental:
+            increment = _extend(ledger, run, where, copied, options, backoff, summary_path)
+            log(f"predict: {increment}", quiet=quiet)
+            run = open_run(ledger, out, settings, backoff, take)
+        elif not has_work:
             _refuse_other_listing(ledger, where, run.listing, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
-        job = Job(
-            out=out,
-            listing=run.listing,
-            base=run.base,
-            labels=bundle.manifest.labels,
-            preprocessing=bundle.manifest.preprocessing,
-            batch_size=options.batch_size,
-            top_k=options.top_k,
-            logits=options.logits,
-            outputs=options.outputs,
-            draft=options.draft,
-            columns=replace(columns, schema=run.schema),
-            strict=options.strict,
-            certified=certified,
-            read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
-            decode_threads=options.decode_threads or usable_cores(),
-            has_single_files=ledger.has_single_files(),
-            footer=_footer(bundle),
-        )
+        job = _job(bundle, out, run, where, copied, options)
+        job = replace(job, certified=certified, has_single_files=ledger.has_single_files())
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -124,18 +115,79 @@ def predict(
         remove_leftovers(out, share=options.share)
         # This process did nothing: the summary that is there tells of one that did.
         if not performance.images and summary_path.exists():
-            return read_record(summary_path, PredictionSummary)
-        summary = summarize(
-            *(ledger, bundle, where, performance),
-            certified=certified,
-            draft=run.measured.get("draft"),
-            source=run.source,
-            beside=run.skipped,
-            shard=options.shard,
-        )
+            summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
+        else:
+            summary = summarize(
+                *(ledger, bundle, where, performance),
+                certified=certified,
+                draft=run.measured.get("draft"),
+                source=run.source,
+                beside=run.skipped,
+                shard=options.shard,
+                increment=increment,
+            )
         # A new one: `backoff` was stopped when the work ended.
-        DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(summary_path, summary))
+        DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))
         return summary
+
+
+def _refuse_options(out: Path, options: PredictOptions) -> None:
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
+        raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
+    if options.incremental and options.shard is not None:
+        raise InputError(
+            "--incremental with --shard: what is new would change which job has which image; leave out one of the two"
+        )
+    if options.incremental and options.draft:
+        raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
+
+
+def _extend(
+    ledger: Ledger,
+    run: SharedRun,
+    source: str,
+    columns: TableColumns,
+    options: PredictOptions,
+    backoff: DiskFullBackoff,
+    summary: Path,
+) -> Increment:
+    """Add to the run what is new or changed since it was last listed; its summary is removed then."""
+    if run.created:
+        return Increment(new=ledger.names())
+
+    def remove_summary() -> None:
+        summary.unlink(missing_ok=True)
+
+    given = (ledger, summary.parent, run, source, columns, options.shard_size, remove_summary)
+    return backoff.retry(lambda: extend_run(*given))
+
+
+def _write_summary(path: Path, summary: PredictionSummary) -> None:
+    if not path.exists() or read_record(path, PredictionSummary) != summary:
+        write_json(path, summary)
+
+
+def _job(
+    bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableColumns, options: PredictOptions
+) -> Job:
+    return Job(
+        out=out,
+        listing=run.listing,
+        base=run.base,
+        labels=bundle.manifest.labels,
+        preprocessing=bundle.manifest.preprocessing,
+        batch_size=options.batch_size,
+        top_k=options.top_k,
+        logits=options.logits,
+        outputs=options.outputs,
+        draft=options.draft,
+        columns=columns,
+        versions=options.incremental,
+        strict=options.strict,
+        read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
+        decode_threads=options.decode_threads or usable_cores(),
+        footer=_footer(bundle),
+    )
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:

@@ -15,7 +15,7 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,17 +36,19 @@ FORMAT = 3
 # lease: when it ends, in seconds since 1970. Paths are bytes, because a file name need not be valid Unicode and TEXT
 # must be. The index holds unfinished shards only, in the order in which `claim` takes them.
 _SCHEMA = f"""
-CREATE TABLE run (description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT NULL);
+CREATE TABLE run (
+    description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT NULL, extended INTEGER NOT NULL DEFAULT 0
+);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT,
-    kept TEXT
+    kept TEXT, again TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
 """
-_CLAIMED = "id, kept, kind, location, start, count"
+_SHARD = "kind, location, start, count"
 _SET_FREE = "digest = NULL, owner = NULL, lease = 0"
 
 
@@ -76,11 +78,29 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A shard that this worker has claimed. kept: the sha256 of its file, of which rows without an error are kept."""
+    """A shard that this worker has claimed.
+
+    kept: the sha256 of its file, of which rows without an error are kept, but not those in the places `again`.
+    """
 
     id: int
     shard: Shard
     kept: str | None = None
+    again: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What `--incremental` changes in a run.
+
+    description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
+    (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
+    """
+
+    description: str
+    again: Iterable[tuple[int, str, list[int]]]
+    replaced: Iterable[tuple[int, Shard]]
+    added: Iterable[Shard]
 
 
 class Ledger:
@@ -134,19 +154,66 @@ class Ledger:
             if row is not None:
                 return str(row[0]), _decoded(row[1])
             description, inventory = create()
-            self._connection.executemany(
-                "INSERT INTO shard (id, kind, location, start, count) VALUES (?, ?, ?, ?, ?)",
-                (
-                    (number, shard.kind, _encoded(shard.location), shard.start, shard.count)
-                    for number, shard in inventory.numbered()
-                ),
-            )
+            self._insert(inventory.numbered())
             self._connection.execute(
-                "INSERT INTO run VALUES (?, ?, ?)", (description, _encoded(inventory.base), inventory.digest)
+                "INSERT INTO run (description, base, digest) VALUES (?, ?, ?)",
+                (description, _encoded(inventory.base), inventory.digest),
             )
             return description, inventory.base
 
         return self._write(work, no_limit=True)
+
+    def description(self) -> str:
+        return str(self._one("SELECT description FROM run")[0])
+
+    def names(self) -> int:
+        """Single images, and tar and Parquet files, of all shards."""
+        return int(
+            self._one(
+                "SELECT coalesce(sum(CASE WHEN kind = 'images' THEN count END), 0) + "
+                "count(DISTINCT CASE WHEN kind <> 'images' THEN location END) FROM shard"
+            )[0]
+        )
+
+    def extensions(self) -> int:
+        """How often the run was extended."""
+        return int(self._one("SELECT extended FROM run")[0])
+
+    def extend(self, extension: Extension, extended: int) -> bool:
+        """Add work to the run; return False, and change nothing, if another process has since `extended` times."""
+
+        def work() -> bool:
+            if self.extensions() != extended:
+                return False
+            run = self._connection.execute
+            for number, digest, places in extension.again:
+                # Not if it was made again meanwhile.
+                run(
+                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} "
+                    "WHERE id = ? AND coalesce(digest, kept) = ?",
+                    (json.dumps(places), number, digest),
+                )
+            for number, shard in extension.replaced:
+                run(
+                    f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
+                    "WHERE id = ?",
+                    (shard.start, shard.count, number),
+                )
+            (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
+            self._insert(enumerate(extension.added, last + 1))
+            run("UPDATE run SET description = ?, extended = extended + 1", (extension.description,))
+            return True
+
+        return self._write(work)
+
+    def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
+        """Yield each shard, and the sha256 of its last finished file, or None."""
+        for row in self._pages(f"id, coalesce(digest, kept), {_SHARD}", "TRUE"):
+            yield row[0], _shard(row[2:]), row[1]
+
+    def lists(self) -> list[str]:
+        """The files beside the first one that hold names of single images."""
+        return [_decoded(row[0]) for row in self._rows("SELECT DISTINCT location FROM shard WHERE kind = 'images'")]
 
     def claim(self) -> Claim | None:
         """Claim a free shard: those whose lease is 0 in order, then the one whose lease ended longest ago.
@@ -157,11 +224,13 @@ class Ledger:
             lambda: self._connection.execute(
                 f"UPDATE shard SET owner = ?, lease = {self._now} + ?, attempts = attempts + 1 WHERE id = (SELECT id "
                 f"FROM shard WHERE digest IS NULL AND lease < {self._now} ORDER BY lease, id LIMIT 1) "
-                f"RETURNING {_CLAIMED}",
+                f"RETURNING id, kept, again, {_SHARD}",
                 (self.worker, self.lease_seconds),
             ).fetchall()
         )
-        return next((Claim(row[0], Shard(row[2], _decoded(row[3]), *row[4:]), row[1]) for row in found), None)
+        return next(
+            (Claim(row[0], _shard(row[3:]), row[1], frozenset(json.loads(row[2] or "[]"))) for row in found), None
+        )
 
     def renew(self) -> None:
         """Extend the leases of all shards that this worker holds."""
@@ -196,7 +265,7 @@ class Ledger:
             publish()
             self._connection.execute(
                 "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
-                "skipped_names = ?, kept = NULL WHERE id = ?",
+                "skipped_names = ?, kept = NULL, again = NULL WHERE id = ?",
                 (
                     *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
                     *(record.skipped.count, json.dumps(asdict(record.skipped)), claim.id),
@@ -267,16 +336,26 @@ class Ledger:
         return None if first is None else int(first)
 
     def _finished(self, column: str) -> Iterator[tuple[int, str]]:
-        """Yield (id, column) of the finished shards.
+        """Yield (id, column) of the finished shards."""
+        yield from ((row[0], row[1]) for row in self._pages(f"id, {column}", "digest IS NOT NULL"))
+
+    def _pages(self, columns: str, which: str) -> Iterator[Row]:
+        """Yield columns, of which `id` is the first.
 
         Page by page: memory stays flat, and no SELECT is open when the caller writes between two rows.
         """
         last = 0
         while page := self._rows(
-            f"SELECT id, {column} FROM shard WHERE digest IS NOT NULL AND id > ? ORDER BY id LIMIT 1000", last
+            f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last
         ):
-            yield from ((row[0], row[1]) for row in page)
+            yield from page
             last = page[-1][0]
+
+    def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
+        self._connection.executemany(
+            f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
+            ((number, one.kind, _encoded(one.location), one.start, one.count) for number, one in shards),
+        )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         return self._connection.execute(query, values).fetchall()
@@ -339,6 +418,10 @@ class Ledger:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
+
+
+def _shard(row: Row) -> Shard:
+    return Shard(row[0], _decoded(row[1]), row[2], row[3])
 
 
 def _decoded(data: bytes) -> str:

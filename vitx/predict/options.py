@@ -82,6 +82,7 @@ class PredictOptions(Options):
         metavar="I/N",
         text=True,
     )
+    incremental: bool = option(False, "Note what is read, and add what is new or changed when it is run again.")
     overwrite: bool = option(False, "Remove the predictions that --out holds, and begin anew.")
     allow_uncertified: AllowUncertified = False
     require_signature: RequireSignature = None

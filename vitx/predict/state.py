@@ -98,6 +98,7 @@ class SharedRun(NamedTuple):
 
     base: the folder or URL that the paths of the list are relative to. listing: the file with the list. measured: what
     the first process measured: see `open_run`. source, skipped and schema: see `Inventory`.
+    created: by this process, now.
     """
 
     base: str
@@ -106,6 +107,7 @@ class SharedRun(NamedTuple):
     source: str
     skipped: SkippedNames
     schema: Any
+    created: bool
 
 
 def open_run(
@@ -150,14 +152,15 @@ def open_run(
     if created["listing"] != listing.name:  # another process was first
         listing.unlink(missing_ok=True)
     joined = state / created["listing"]
-    if not joined.is_file():
+    lost = [name for name in (joined.name, *ledger.lists()) if name and not (state / name).is_file()]
+    if lost:
         raise InputError(
-            f"the run in '{out}' has lost its list of images ({joined.name} in {state}): choose another folder, or "
-            "pass --overwrite"
+            f"the run in '{out}' has lost its list of images ({lost[0]} in {state}): choose another folder, or pass "
+            "--overwrite"
         )
     skipped = SkippedNames(**created["skipped"])
     schema = schema_from_text(created["schema"])
-    return SharedRun(base, joined, created["measured"], created["source"], skipped, schema)
+    return SharedRun(base, joined, created["measured"], created["source"], skipped, schema, joined == listing)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:

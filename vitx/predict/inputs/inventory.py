@@ -9,6 +9,8 @@ import io
 import itertools
 import os
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,9 +29,11 @@ from vitx.predict.inputs.stores import (
     join,
     open_stream,
     read_bytes,
+    version_of,
     walk_images,
+    with_version,
 )
-from vitx.predict.inputs.tables import TableColumns, Tables, read_rows
+from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.options import WHOLE, Share
@@ -38,15 +42,17 @@ ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
+# Versions that are asked for at once.
+VERSION_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Shard:
     """The unit of work, by kind.
 
-    images: `count` records of the list, from byte `start` on; location is empty. tar: the file at `location`. parquet:
-    the row group of the file at `location` that begins with row `start`, or all of a file without a `count`. count:
-    the number of images, None if only reading the shard can tell.
+    images: `count` records of the list, from byte `start` on; location names the list, empty for the run's first. tar:
+    the file at `location`. parquet: the row group of the file at `location` that begins with row `start`, or all of a
+    file without a `count`. count: the number of images, None if only reading the shard can tell.
     """
 
     kind: ShardKind
@@ -58,12 +64,14 @@ class Shard:
 class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read.
 
-    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output.
+    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
+    read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
     """
 
     key: str
     source: str | bytes | ImageError
     copied: Any = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,22 +111,48 @@ def take_inventory(
     skipped = SkippedNames()
     base, containers, images = _list_input(source, listing.parent, skipped)
     written = write_list(listing, images, shard_size, share)
-    tables = Tables(columns)
-    units = [unit for name in containers for unit in _container_shards(base, name, tables)]
-    if tables.refused and len(tables.refused) == len(units) and not written.total:
-        raise tables.refused[0]
+    units, tables = _container_shards(source, base, containers, columns, others=written.total)
     if not units and not written.total:
-        known = ", ".join(sorted(EXTENSIONS))
-        kind = "holds" if is_folder(source) else "names"
-        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    if columns.key is not None and (written.total or any(unit.kind != "parquet" for unit in units)):
-        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    tables.refuse_equal_keys(base, listing.parent)
+        raise _no_image(source)
+    if columns.key is not None:
+        refuse_equal_keys(columns.key, key_records(base, tables.readable, columns.key), listing.parent)
     digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
     ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
     units = units[share.number - 1 :: share.jobs]
     beside = skipped if share.number == 1 else SkippedNames()
     return Inventory(base, (*ranges, *units), digest, share, _source(source), beside, tables.schema())
+
+
+class Contents(NamedTuple):
+    """What an input has now.
+
+    images: of each single image its name, MARK and its version, to be read once. readable: names of Parquet files.
+    """
+
+    base: str
+    images: Iterator[str]
+    units: list[Shard]
+    readable: list[str]
+    skipped: SkippedNames
+
+
+def list_again(source: str, scratch: Path, columns: TableColumns) -> Contents:
+    """List an input that was listed before; see `take_inventory`. columns: with the schema that was found then."""
+    source = source if is_url(source) else source.rstrip("/") or "/"
+    skipped = SkippedNames()
+    base, containers, names = _list_input(source, scratch, skipped, versions=True)
+    images = iter(names)
+    first = list(itertools.islice(images, 1))
+    units, tables = _container_shards(source, base, containers, columns, others=len(first), again=True)
+    if not units and not first:
+        raise _no_image(source)
+    return Contents(base, itertools.chain(first, images), units, tables.readable, skipped)
+
+
+def _no_image(source: str) -> InputError:
+    known = ", ".join(sorted(EXTENSIONS))
+    kind = "holds" if is_folder(source) else "names"
+    return InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
 
 
 def _source(source: str) -> Source:
@@ -129,10 +163,19 @@ def _source(source: str) -> Source:
     return "list" if source.lower().endswith(LIST_NAMES) else "image"
 
 
-def _list_input(source: str, scratch: Path, skipped: SkippedNames) -> tuple[str, list[str], Iterable[str]]:
-    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base."""
+def _list_input(
+    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool = False
+) -> tuple[str, list[str], Iterable[str]]:
+    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base.
+
+    versions: each image is followed by MARK and its version.
+    """
+
+    def marked(base: str, names: Iterable[str]) -> Iterable[str]:
+        return _with_versions(base, names) if versions else names
+
     if is_folder(source):
-        images = sort_paths(walk_images(source, skipped), scratch)
+        images = sort_paths(walk_images(source, skipped, versions=versions), scratch)
         first = next(images, None)
         if first is not None:
             return source, [], itertools.chain([first], images)
@@ -147,18 +190,18 @@ def _list_input(source: str, scratch: Path, skipped: SkippedNames) -> tuple[str,
         if glob.has_magic(source):
             # Two passes over the matches, so that the images need not be kept in memory.
             containers = sorted(path for path in expand(source) if _is_container(path))
-            return "", containers, sort_paths(_matched_images(source, skipped), scratch)
+            return "", containers, marked("", sort_paths(_matched_images(source, skipped), scratch))
         raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
-        return base, [], _lines(source)
+        return base, [], marked(base, _lines(source))
     if _is_container(name):
         return base, [name], ()
     if is_image_name(name):
-        return base, [], [name]
+        return base, [], marked(base, [name])
     raise InputError(
         f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
@@ -190,10 +233,29 @@ def _lines(source: str) -> Iterator[str]:
                 yield path
 
 
-def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
-    if not name.lower().endswith(".parquet"):
-        return [Shard("tar", name)]
-    return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
+def _with_versions(base: str, names: Iterable[str]) -> Iterator[str]:
+    remaining = iter(names)
+    with ThreadPoolExecutor(VERSION_THREADS) as pool:
+        while block := list(itertools.islice(remaining, 1024)):
+            yield from pool.map(lambda name: with_version(name, join(base, name)), block)
+
+
+def _container_shards(
+    source: str, base: str, names: list[str], columns: TableColumns, *, others: int, again: bool = False
+) -> tuple[list[Shard], Tables]:
+    """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
+    tables = Tables(columns, again=again)
+    units = []
+    for name in names:
+        if name.lower().endswith(".parquet"):
+            units += [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
+        else:
+            units.append(Shard("tar", name))
+    if tables.refused and len(tables.refused) == len(units) and not others:
+        raise tables.refused[0]
+    if columns.key is not None and (others or any(unit.kind != "parquet" for unit in units)):
+        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
+    return units, tables
 
 
 def read_shard(
@@ -202,33 +264,48 @@ def read_shard(
     listing: Path,
     columns: TableColumns = TableColumns(),
     skipped: SkippedNames | None = None,
+    *,
+    versions: bool = False,
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
+
+    versions: those of tar and Parquet files are told with their images; of single images, `read_item` tells them.
 
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
+    version = version_of(join(base, shard.location)) if versions and shard.kind != "images" else None
     match shard.kind:
         case "images":
-            part = RecordRange(shard.start, shard.count or 0)
-            yield from (Item(name, join(base, name)) for name in read_range(listing, part))
+            names = read_range(listing_of(shard, listing), RecordRange(shard.start, shard.count or 0))
+            items = (Item(name, join(base, name)) for name in names)
         case "tar":
-            yield from _tar_items(shard, base, skipped)
+            items = _tar_items(shard, base, skipped)
         case "parquet":
-            yield from _parquet_items(shard, base, columns)
+            items = _parquet_items(shard, base, columns)
+    with closing(items):
+        for item in items:
+            yield item if version is None else item._replace(version=version)
 
 
-def read_item(item: Item) -> Item:
+def listing_of(shard: Shard, listing: Path) -> Path:
+    """The file with the names of a shard of single images. listing: the run's first."""
+    return listing.with_name(shard.location) if shard.location else listing
+
+
+def read_item(item: Item, *, versions: bool = False) -> Item:
     """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
+    if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
+        item = item._replace(version=version_of(item.source))
     try:
         return item._replace(source=read_bytes(item.source))
     except ImageError as error:
         return item._replace(source=error)
 
 
-def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterator[Item]:
+def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generator[Item, None, None]:
     try:
         with open_stream(join(base, shard.location)) as file:
             for name, content in tar_images(file, skipped):
@@ -238,7 +315,7 @@ def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterato
         yield Item(shard.location, ImageError(reason))
 
 
-def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Iterator[Item]:
+def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)

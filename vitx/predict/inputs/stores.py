@@ -27,6 +27,10 @@ T = TypeVar("T")
 MAX_IMAGE_BYTES = 4 * MAX_PIXELS
 # Seconds to wait before the second and the third attempt at a remote object.
 REMOTE_WAITS = (0.2, 1.0)
+# What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
+_TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
+# Between a name and its version; a version has none.
+MARK = "\x01"
 
 
 def is_url(location: str) -> bool:
@@ -65,14 +69,40 @@ def open_stream(location: str) -> BinaryIO:
     return cast(BinaryIO, system.open(path, "rb"))
 
 
-def walk_images(root: str, skipped: SkippedNames | None = None) -> Iterator[str]:
+def walk_images(root: str, skipped: SkippedNames | None = None, *, versions: bool = False) -> Iterator[str]:
     """Yield the paths of the images below a folder, relative to it and unsorted; other names are added to `skipped`.
+
+    versions: each path is followed by MARK and its version, empty if that cannot be told.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     skip = SkippedNames().add if skipped is None else skipped.add
-    return _walk_remote(root, skip) if is_url(root) else _walk_local(root, skip)
+    if is_url(root):
+        return _walk_remote(root, skip, versions=versions)
+    names = _walk_local(root, skip)
+    return (with_version(name, join(root, name)) for name in names) if versions else names
+
+
+def with_version(name: str, location: str) -> str:
+    return f"{name}{MARK}{version_of(location) or ''}"
+
+
+def version_of(location: str) -> str | None:
+    """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
+    try:
+        if not is_url(location):
+            found = os.stat(location)
+            return f"{found.st_size}-{found.st_mtime_ns}"
+        system, path = remote_filesystem(location)
+        return _entry_version(_attempts(lambda: system.info(path), "it gives no answer"))
+    except (OSError, ImageError, VitxError):
+        return None
+
+
+def _entry_version(entry: dict[str, Any]) -> str | None:
+    tag = next((str(entry[name]).replace('"', "") for name in _TAGS if entry.get(name)), None)
+    return tag and f"{entry.get('size')}-{tag}"
 
 
 def expand(pattern: str) -> Iterator[str]:
@@ -209,10 +239,18 @@ def _folder_problem(location: str) -> str:
         return f"cannot list the folder: {error.strerror}"
 
 
-def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
+def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[str]:
     """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
+    system.invalidate_cache()
     top = top.rstrip("/")
+
+    def named(name: str, entry: dict[str, Any]) -> str:
+        if not versions:
+            return name
+        version = _entry_version(entry)
+        return with_version(name, join(root, name)) if version is None else f"{name}{MARK}{version}"
+
     todo = [""]
     while todo:
         prefix = todo.pop()
@@ -223,7 +261,7 @@ def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
         except (ImageError, OSError) as error:
             if not prefix:
                 raise InputError(f"cannot list the folder '{root}': {error}") from None
-            yield prefix
+            yield named(prefix, {})
             continue
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
@@ -233,10 +271,10 @@ def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
             if not hidden and entry["type"] == "directory":
                 todo.append(f"{prefix}{name}/")
             elif not hidden and is_image_name(name):
-                yield prefix + name
+                yield named(prefix + name, entry)
             else:
                 skip(prefix + name)
-        yield from below_empty_names
+        yield from (named(name, {}) for name in below_empty_names)
 
 
 def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None]) -> list[str]:

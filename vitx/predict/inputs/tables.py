@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.listing import sort_paths
-from vitx.predict.inputs.stores import join, open_stream
+from vitx.predict.inputs.stores import MARK, join, open_stream
 
 # If several columns may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
@@ -46,15 +46,18 @@ class TableRow(NamedTuple):
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
-    refused: an error for each file whose columns of images or keys are not clear.
+    readable: names of files. refused: an error for each file whose columns of images or keys are not clear. again: the
+    input was listed before, and no other columns than then can go on to the output.
     """
 
-    def __init__(self, columns: TableColumns) -> None:
-        self._columns = columns
+    def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
+        self._columns, self._again = columns, again
+        self.readable: list[str] = []
         self.refused: list[InputError] = []
-        self._readable: list[str] = []
         # By name: the type, and the file where it was found first.
         self._copied: dict[str, tuple[Any, str]] = {}
+        for field in columns.schema or ():
+            self._copied[field.name] = (field.type, "the output")
 
     def row_groups(self, base: str, name: str) -> list[tuple[int, int | None]]:
         """The first row and the number of rows of each row group; (0, None) for a file that cannot be read.
@@ -77,7 +80,7 @@ class Tables:
             self.refused.append(error)
             return [(0, None)]
         self._copy(schema, name)
-        self._readable.append(name)
+        self.readable.append(name)
         return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
     def schema(self) -> Any:
@@ -89,20 +92,6 @@ class Tables:
             raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
         fields = [pa.field(name, kind) for name, (kind, _) in self._copied.items()]
         return pa.schema(fields) if fields else None
-
-    def refuse_equal_keys(self, base: str, scratch: Path) -> None:
-        """Raise InputError for a key that two rows have, or that is missing. Temporary files are made in `scratch`."""
-        if self._columns.key is None:
-            return
-        last = last_place = ""
-        for record in sort_paths(_keys(base, self._readable, self._columns.key), scratch):
-            key, _, place = record.partition("\x01")
-            if key == last:
-                raise InputError(
-                    f"--key {self._columns.key}: {key} is in {last_place} and in {place}: expected a column whose "
-                    "values are all different"
-                )
-            last, last_place = key, place
 
     def _copy(self, schema: Any, name: str) -> None:
         """Add the columns of a file to those that go on."""
@@ -120,6 +109,11 @@ class Tables:
                 raise InputError(
                     f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
                     f"such as --columns '{','.join(clear)}'"
+                )
+            if self._again and field.name not in self._copied:
+                raise InputError(
+                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or name "
+                    "the columns to copy with --columns from the first run on"
                 )
             kind, where = self._copied.setdefault(field.name, (field.type, name))
             if types.is_null(kind):
@@ -174,8 +168,25 @@ def read_rows(base: str, name: str, start: int, count: int | None, columns: Tabl
                 )
 
 
-def _keys(base: str, names: Iterable[str], column: str) -> Iterator[str]:
-    """Yield for each row its key as JSON, which has no control characters, one of those, and where it is."""
+def refuse_equal_keys(column: str, records: Iterable[str], scratch: Path) -> None:
+    """Raise InputError for a key that two rows have. records: of `key_record`; temporary files are made in `scratch`."""
+    last = last_place = ""
+    for record in sort_paths(records, scratch):
+        key, _, place = record.partition(MARK)
+        if key == last:
+            raise InputError(
+                f"--key {column}: {key} is in {last_place} and in {place}: expected a column whose values are all different"
+            )
+        last, last_place = key, place
+
+
+def key_record(key: str, place: str) -> str:
+    """JSON has no control characters: the first MARK ends the key."""
+    return f"{json.dumps(key, ensure_ascii=False)}{MARK}{place}"
+
+
+def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
+    """Of all rows of Parquet files. Raises InputError for a row without a key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -187,7 +198,7 @@ def _keys(base: str, names: Iterable[str], column: str) -> Iterator[str]:
                     for value in batch.column(column).to_pylist():
                         if value is None:
                             raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
-                        yield f"{json.dumps(str(value), ensure_ascii=False)}\x01row {row} of {name}"
+                        yield key_record(str(value), f"row {row} of {name}")
                         row += 1
         except (OSError, pa.ArrowException):
             continue  # the rows that cannot be read have no key

@@ -30,6 +30,8 @@ PREDICTIONS = "predictions.parquet"
 ROW_GROUP, COPIED_BYTES = 8192, 64 << 20
 # The columns of lists, by the output of a session that they hold.
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
+# The column of what was read, see `version_of`.
+VERSION = "source_version"
 
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
@@ -58,7 +60,7 @@ class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
     indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
-    image may be left out. copied: of N, see `Item`; may be left out where no column is copied.
+    image may be left out. copied and versions: of N, see `Item`; may be left out where the file has no such columns.
     """
 
     keys: Sequence[str]
@@ -67,6 +69,7 @@ class Rows:
     scores: Float32Array
     lists: Mapping[str, Float32Array] = field(default_factory=dict)
     copied: Sequence[Any] = ()
+    versions: Sequence[str | None] = ()
 
 
 def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
@@ -101,28 +104,31 @@ class Part:
 
 
 class KeptRows:
-    """The rows of a finished file, of which `--retry-errors` keeps those without an error. It is read into memory."""
+    """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
 
-    def __init__(self, path: Path) -> None:
+    The file is read into memory.
+    """
+
+    def __init__(self, path: Path, again: frozenset[int] = frozenset()) -> None:
         import pyarrow.parquet as pq
 
         with path.open("rb") as file:
             self._table = pq.ParquetFile(file).read()
         self._keys = self._table["path"].to_pylist()
-        self._failed = self._table["error"].is_valid().to_pylist()
+        self._again = again.union(np.flatnonzero(self._table["error"].is_valid().to_numpy()).tolist())
         # The row of the old file at each place of the new one, None for a new row.
         self._order: list[int | None] = []
 
     @classmethod
-    def of(cls, path: Path, digest: str | None) -> "KeptRows | None":
-        """The rows of the file at `path` if it is the one with this sha256."""
+    def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
+        """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
         found = digest is not None and path.is_file() and sha256_file(path) == digest
-        return cls(path) if found else None
+        return cls(path, again) if found else None
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
         row = len(self._order)
-        kept = row < len(self._keys) and not self._failed[row] and self._keys[row] == escape_invalid_utf8(key)
+        kept = row < len(self._keys) and row not in self._again and self._keys[row] == escape_invalid_utf8(key)
         self._order.append(row if kept else None)
         return kept
 
@@ -142,7 +148,7 @@ class KeptRows:
         return len(merged), errors, {one["values"]: one["counts"] for one in counts}
 
 
-def output_columns(lists: Sequence[str] = ()) -> dict[str, Any]:
+def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
     """The types of our own columns, by name. lists: those of LIST_COLUMNS that are asked for."""
     import pyarrow as pa
 
@@ -155,14 +161,15 @@ def output_columns(lists: Sequence[str] = ()) -> dict[str, Any]:
         "top_k_scores": pa.list_(pa.float32()),
         "error": pa.string(),
     }
-    return columns | {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+    columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+    return columns | ({VERSION: pa.string()} if versions else {})
 
 
 class PartWriter:
     """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    lists: those of LIST_COLUMNS that the file gets. copied: a `pyarrow.Schema` of columns of the input that it gets.
-    footer: key-value metadata.
+    lists: those of LIST_COLUMNS that the file gets. versions: whether it gets the column VERSION. copied: a
+    `pyarrow.Schema` of columns of the input that it gets. footer: key-value metadata.
     """
 
     def __init__(
@@ -173,6 +180,7 @@ class PartWriter:
         labels: Sequence[str],
         *,
         lists: Sequence[str] = (),
+        versions: bool = False,
         copied: Any = None,
         footer: Mapping[str, str] | None = None,
     ) -> None:
@@ -184,7 +192,7 @@ class PartWriter:
         self._temporary = self.path.with_name(f".{self.path.name}.{suffix}")
         self._labels = pa.array(labels, pa.string())
         self._copied = pa.schema([]) if copied is None else copied
-        self._schema = pa.schema([*output_columns(lists).items(), *self._copied], metadata=footer)
+        self._schema = pa.schema([*output_columns(lists, versions=versions).items(), *self._copied], metadata=footer)
         self._waiting: list[Rows] = []
         self._row_count = self._copied_bytes = 0
         self.images = self.errors = 0
@@ -263,6 +271,7 @@ def _concatenated(batches: Sequence[Rows]) -> Rows:
         scores=np.concatenate([rows.scores for rows in batches]),
         lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
         copied=[one for rows in batches for one in rows.copied],
+        versions=[one for rows in batches for one in rows.versions],
     )
 
 
@@ -291,10 +300,13 @@ def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
         lists(pa.array(rows.scores.reshape(-1)), width),
         pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
     ]
+    ours = schema.names[: len(schema) - len(copied)]
     for name, column in LIST_COLUMNS.items():
-        if column in schema.names:
+        if column in ours:
             found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
+    if VERSION in ours:
+        columns.append(pa.array(rows.versions, pa.string()))
     return pa.table([*columns, *_copied_columns(rows, copied)], schema=schema)
 
 

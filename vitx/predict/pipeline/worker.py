@@ -52,6 +52,8 @@ class Job:
     strict: bool
     read_threads: int
     decode_threads: int
+    # Whether the files of the output tell what was read: a column of versions.
+    versions: bool = False
     # Of Parquet files.
     columns: TableColumns = field(default_factory=TableColumns)
     # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
@@ -195,9 +197,11 @@ class Worker:
 
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
+        job = self.job
         for claim in self.shards.claims():
-            reading = Reading(SkippedNames(), KeptRows.of(part_path(self.job.out, claim.id), claim.kept))
-            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.columns, reading.skipped)
+            reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
+            given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
+            items = read_shard(*given, versions=job.versions)
             remaining = reading.remaining(items)
             with closing(items):
                 while True:
@@ -211,7 +215,7 @@ class Worker:
 
     def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("read"):
-            return images[0], [read_item(item) for item in images[1]]
+            return images[0], [read_item(item, versions=self.job.versions) for item in images[1]]
 
     def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
         with self.timer.busy("decode"):
@@ -286,7 +290,8 @@ class Worker:
             further = {name: values[finite] for name, values in further.items()}
         indices, scores = rank(logits, self.job.top_k)
         lists = ({"logits": logits} if self.job.logits else {}) | further
-        return Rows([item.key for item in items], errors, indices, scores, lists, [item.copied for item in items])
+        keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
+        return Rows(keys, errors, indices, scores, lists, copied, versions)
 
     def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
         """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
@@ -317,7 +322,11 @@ class Worker:
             job, suffix = self.job, self.shards.temporary_suffix()
             lists = [*(["logits"] if job.logits else []), *job.outputs]
             self._writer = PartWriter(
-                *(job.out, claim.id, suffix, job.labels), lists=lists, copied=job.columns.schema, footer=job.footer
+                *(job.out, claim.id, suffix, job.labels),
+                lists=lists,
+                versions=job.versions,
+                copied=job.columns.schema,
+                footer=job.footer,
             )
         if rows is not None:
             self._writer.add(rows)
