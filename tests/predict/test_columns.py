@@ -39,7 +39,7 @@ def output(out: Path) -> Any:
 
 def test_columns_go_on_with_their_types(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested ones too, over several row groups of the input and of the output."""
-    when = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.timezone.utc)
+    when = datetime.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=datetime.UTC)
     columns = {
         "label": pa.array([0, 1, None, 3, 4, 5], pa.int16()),
         "who": pa.array([{"name": "ö", "tags": ["a", None]}, None, *[{"name": None, "tags": []}] * 4]),
@@ -70,7 +70,9 @@ def test_a_row_that_cannot_be_read_keeps_its_columns(tiny_bundle: Bundle, tmp_pa
     assert [row["label"] for row in found if row["error"]] == [3]
 
 
-def test_bytes_go_on_only_if_they_are_named(tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_go_on_only_if_they_are_named(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pq.write_table(table(mask=IMAGES[::-1], label=list(range(6))), tmp_path / "a.parquet")
     for given, expected in {None: ["label"], "": [], "label": ["label"], "mask, image": ["image", "mask"]}.items():
         out = tmp_path / f"out-{given}"

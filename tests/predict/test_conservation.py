@@ -143,9 +143,7 @@ def test_a_table_that_changes_after_it_was_listed_loses_no_row(
         pq.write_table(pa.table({"image": IMAGES}), table, row_group_size=3)
     else:
         pq.write_table(pa.table({"label": [1, 2, 3, 4]}), table, row_group_size=2)
-    items = [
-        item for shard in taken.shards for item in inventory.read_shard(shard, taken.base, tmp_path / "list")
-    ]
+    items = [item for shard in taken.shards for item in inventory.read_shard(shard, taken.base, tmp_path / "list")]
     assert [item.key for item in items] == [f"a.parquet/{row:07d}" for row in range(4)]
     good = sum(isinstance(item.source, bytes) for item in items)
     assert good == (2 if change == "shorter" else 0)

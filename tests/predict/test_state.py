@@ -110,7 +110,7 @@ def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, 
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
     run = opened_run(ledger, out, settings_of(images))
     (row,) = ledger._rows("SELECT description FROM run")
-    beside = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
+    beside: dict[str, Any] = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
     assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}} | beside
 
 

@@ -1,7 +1,7 @@
 """`--incremental`: what an input has now, compared with what a run has read of it.
 
-New names become further shards. Where an image changed, its shard is set free and keeps its other rows; a tar or Parquet
-file that changed is done anew. Either way a part takes the place of the old one in one step, so a key has one row.
+New names become further shards. Where an image changed, its shard is set free and keeps its other rows; a tar or
+Parquet file that changed is done anew. Either way a part takes the place of the old one in one step: a key has one row.
 """
 
 import itertools

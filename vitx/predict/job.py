@@ -167,9 +167,7 @@ def _write_summary(path: Path, summary: PredictionSummary) -> None:
         write_json(path, summary)
 
 
-def _job(
-    bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableColumns, options: PredictOptions
-) -> Job:
+def _job(bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableColumns, options: PredictOptions) -> Job:
     return Job(
         out=out,
         listing=run.listing,

@@ -345,9 +345,7 @@ class Ledger:
         Page by page: memory stays flat, and no SELECT is open when the caller writes between two rows.
         """
         last = 0
-        while page := self._rows(
-            f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last
-        ):
+        while page := self._rows(f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last):
             yield from page
             last = page[-1][0]
 

@@ -122,7 +122,7 @@ def open_run(
     """Create the run, or join it if it was created with the same settings.
 
     settings: everything that the rows depend on. take: lists the input to a new file. measure: called with the new
-    listing by the process that creates the run; what it returns is kept in the run, and if it raises, no run is created.
+    listing by the process that creates the run; what it returns is kept in the run; if it raises, no run is created.
     Raises InputError when the run has other settings or has lost its list, and when the jobs of a --shard have other
     settings, or found another input.
     """

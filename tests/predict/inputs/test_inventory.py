@@ -29,7 +29,8 @@ def inventory(source: object, folder: Path, shard_size: int = 100, column: str |
 
 
 def items(given: Inventory, folder: Path, column: str | None = None) -> list[Item]:
-    return [item for shard in given.shards for item in read_shard(shard, given.base, folder / "list", TableColumns(column))]
+    listing, columns = folder / "list", TableColumns(column)
+    return [item for shard in given.shards for item in read_shard(shard, given.base, listing, columns)]
 
 
 def sources(found: list[Item]) -> list[tuple[str, Any]]:

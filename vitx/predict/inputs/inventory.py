@@ -297,10 +297,11 @@ def read_item(item: Item, *, versions: bool = False) -> Item:
     """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
+    source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
-        item = item._replace(version=version_of(item.source))
+        item = item._replace(version=version_of(source))
     try:
-        return item._replace(source=read_bytes(item.source))
+        return item._replace(source=read_bytes(source))
     except ImageError as error:
         return item._replace(source=error)
 

@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -101,8 +102,10 @@ def version_of(location: str) -> str | None:
 
 
 def _entry_version(entry: dict[str, Any]) -> str | None:
-    tag = next((str(entry[name]).replace('"', "") for name in _TAGS if entry.get(name)), None)
-    return tag and f"{entry.get('size')}-{tag}"
+    tag = next((entry[name] for name in _TAGS if entry.get(name)), None)
+    if isinstance(tag, datetime):  # a listing may give a number where a header gives this
+        tag = tag.timestamp()
+    return None if tag is None else f"{entry.get('size')}-{tag}".replace('"', "")
 
 
 def expand(pattern: str) -> Iterator[str]:

@@ -112,8 +112,8 @@ class Tables:
                 )
             if self._again and field.name not in self._copied:
                 raise InputError(
-                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or name "
-                    "the columns to copy with --columns from the first run on"
+                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
+                    "name the columns to copy with --columns from the first run on"
                 )
             kind, where = self._copied.setdefault(field.name, (field.type, name))
             if types.is_null(kind):
@@ -169,13 +169,14 @@ def read_rows(base: str, name: str, start: int, count: int | None, columns: Tabl
 
 
 def refuse_equal_keys(column: str, records: Iterable[str], scratch: Path) -> None:
-    """Raise InputError for a key that two rows have. records: of `key_record`; temporary files are made in `scratch`."""
+    """Raise InputError for a key that two rows have. records: of `key_record`. scratch: for temporary files."""
     last = last_place = ""
     for record in sort_paths(records, scratch):
         key, _, place = record.partition(MARK)
         if key == last:
             raise InputError(
-                f"--key {column}: {key} is in {last_place} and in {place}: expected a column whose values are all different"
+                f"--key {column}: {key} is in {last_place} and in {place}: expected a column whose values are all "
+                "different"
             )
         last, last_place = key, place
 

@@ -196,9 +196,7 @@ class PredictionActor:
 
 def claim_to_text(claim: Claim) -> str:
     shard = claim.shard
-    return json.dumps(
-        [claim.id, claim.kept, sorted(claim.again), shard.kind, shard.location, shard.start, shard.count]
-    )
+    return json.dumps([claim.id, claim.kept, sorted(claim.again), shard.kind, shard.location, shard.start, shard.count])
 
 
 def claim_from_text(text: str) -> Claim:
