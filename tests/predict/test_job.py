@@ -116,6 +116,7 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "image_column": None,
         "key": None,
         "columns": None,
+        "incremental": False,
         "embeddings": False,
         "attention": False,
         "draft": False,

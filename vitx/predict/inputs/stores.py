@@ -245,7 +245,7 @@ def _folder_problem(location: str) -> str:
 def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[str]:
     """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
-    system.invalidate_cache()
+    system.invalidate_cache()  # of an earlier listing in this process
     top = top.rstrip("/")
 
     def named(name: str, entry: dict[str, Any]) -> str:
