@@ -1,5 +1,6 @@
 """`vitx predict`: create or join the run, verify what is done, work until all is done, summarise."""
 
+import hashlib
 import importlib.util
 import os
 import re
@@ -17,12 +18,14 @@ from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
+from vitx.parity.executables.verdict_cache import cache_folder
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
+from vitx.predict.outputs.mirror import Mirror
 from vitx.predict.outputs.parts import output_columns, part_path, remove_leftovers
 from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
 from vitx.predict.pipeline.draft import check_draft
@@ -42,13 +45,15 @@ def predict(
     bundle: Bundle,
     session: Session | Executor,
     source: str | Path,
-    out: Path,
+    out: str | Path,
     options: PredictOptions | None = None,
     *,
     patience_seconds: float = PATIENCE_SECONDS,
     quiet: bool = False,
 ) -> PredictionSummary:
-    """Classify every image of `source` (see `take_inventory`); write `out`/predictions.parquet/ and `out`/summary.json.
+    """Classify every image of `source` (see `take_inventory`); write predictions.parquet/ and summary.json to `out`.
+
+    out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`.
 
     Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
@@ -66,7 +71,9 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
-    _refuse_options(out, options)
+    _refuse_options(options)
+    url, out = _output(out, options)
+    mirror = None if url is None else Mirror(url, out, options.share)
     where = _absolute(str(source))
     settings: dict[str, Any] = {
         "input": where,
@@ -109,7 +116,10 @@ def predict(
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
         executor = session if isinstance(session, Executor) else LocalExecutor(session)
-        with progress("predict", total, quiet=quiet) as bar:
+        if mirror is not None:
+            mirror.begin(ledger, run.listing.name, summary_path, overwrite=options.overwrite)
+        following = nullcontext() if mirror is None else mirror.following(ledger)
+        with following, progress("predict", total, quiet=quiet) as bar:
             performance = executor.execute(job, ledger, backoff, bar)
         _refuse_errors(ledger, out, strict=options.strict)
         remove_leftovers(out, share=options.share)
@@ -128,12 +138,24 @@ def predict(
             )
         # A new one: `backoff` was stopped when the work ended.
         DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))
+        if mirror is not None:
+            mirror.finish(ledger, summary_path)
         return summary
 
 
-def _refuse_options(out: Path, options: PredictOptions) -> None:
+def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]:
+    """The URL of an object store, or None, and the local folder."""
+    if isinstance(out, str) and is_url(out):
+        named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return out, options.state or cache_folder() / "predict" / named
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
-        raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
+        raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
+    if options.state is not None:
+        raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
+    return None, Path(out)
+
+
+def _refuse_options(options: PredictOptions) -> None:
     if options.incremental and options.shard is not None:
         raise InputError(
             "--incremental with --shard: what is new would change which job has which image; leave out one of the two"

@@ -6,6 +6,8 @@ The states of a shard, by its columns:
     held    digest NULL, lease in the future, owner set
     done    digest set: the sha256 of the output file
 
+stored: the sha256 of the file that was put into an object store last, see `Mirror`.
+
 A worker renews its leases while it lives. When a worker dies its leases run out, and other workers claim its shards.
 A finished file is renamed into place and recorded in one transaction that first checks the owner, so a worker that
 slept past its lease cannot replace what another worker finished.
@@ -43,7 +45,7 @@ CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT,
-    kept TEXT, again TEXT
+    kept TEXT, again TEXT, stored TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
@@ -292,6 +294,18 @@ class Ledger:
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
         return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0", ())
+
+    def unstored(self) -> list[tuple[int, str]]:
+        """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
+        found = self._rows("SELECT id, digest FROM shard WHERE digest IS NOT NULL AND stored IS NOT digest ORDER BY id")
+        return [(row[0], row[1]) for row in found]
+
+    def stored(self) -> list[int]:
+        """Finished shards whose file has been put into the store."""
+        return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
+
+    def set_stored(self, shard: int, digest: str | None) -> None:
+        self._change("SET stored = ? WHERE id = ?", (digest, shard))
 
     def totals(self) -> Totals:
         shards, done, images, errors, expected, unknown = self._one(

@@ -1,5 +1,6 @@
 """What `vitx predict` may be told. Every number has its default here, and nowhere else."""
 
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
@@ -83,6 +84,7 @@ class PredictOptions(Options):
         text=True,
     )
     incremental: bool = option(False, "Note what is read, and add what is new or changed when it is run again.")
+    state: Path | None = option(None, "Local folder for the ledger and copies of the output, if --out is a URL.")
     overwrite: bool = option(False, "Remove the predictions that --out holds, and begin anew.")
     allow_uncertified: AllowUncertified = False
     require_signature: RequireSignature = None

@@ -96,7 +96,7 @@ def version_of(location: str) -> str | None:
             found = os.stat(location)
             return f"{found.st_size}-{found.st_mtime_ns}"
         system, path = remote_filesystem(location)
-        return _entry_version(_attempts(lambda: system.info(path), "it gives no answer"))
+        return _entry_version(attempts(lambda: system.info(path), "it gives no answer"))
     except (OSError, ImageError, VitxError):
         return None
 
@@ -132,7 +132,7 @@ def exists(location: str) -> bool:
 def _ask(location: str, question: str) -> bool:
     system, path = remote_filesystem(location)
     try:
-        return bool(_attempts(lambda: getattr(system, question)(path), "it gives no answer"))
+        return bool(attempts(lambda: getattr(system, question)(path), "it gives no answer"))
     except (OSError, ImageError) as error:
         raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
@@ -176,10 +176,10 @@ def _read_remote(location: str) -> bytes:
             check_size(system.info(path).get("size"))
         return bytes(system.cat_file(path))
 
-    return _attempts(read, "cannot read the object")
+    return attempts(read, "cannot read the object")
 
 
-def _attempts(function: Callable[[], T], problem: str) -> T:
+def attempts(function: Callable[[], T], problem: str) -> T:
     """The value of `function`, which is called again unless its error will not change; at last raise ImageError."""
     for wait in (*REMOTE_WAITS, None):
         try:
@@ -285,7 +285,7 @@ def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None
     find = getattr(system, "_find", None) or system.find
     if "prefix" not in inspect.signature(find).parameters:  # of fsspec's object stores: s3fs, gcsfs, adlfs
         return []
-    found = _attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
+    found = attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
     images = []
     for path in found:
         name = path[len(folder) :]
@@ -298,5 +298,5 @@ def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
     """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries: list[dict[str, Any]] = _attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
+    entries: list[dict[str, Any]] = attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
     return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
