@@ -210,6 +210,16 @@ def test_tars_are_done_anew_as_a_whole(tiny_bundle: Bundle, tmp_path: Path) -> N
     assert counts(run(tiny_bundle, pattern, out)[0]) == (0, 0, 3, 1)
 
 
+def test_a_tar_that_had_no_image_is_read_again(tiny_bundle: Bundle, tmp_path: Path) -> None:
+    """No row tells which version of it was read."""
+    tar(tmp_path / "a.tar", {})
+    tar(tmp_path / "b.tar", {"0.png": IMAGES[0]})
+    assert run(tiny_bundle, tmp_path / "*.tar", tmp_path / "out")[0].images == 1
+    tar(tmp_path / "a.tar", {"1.png": IMAGES[1]})
+    summary, predicted = run(tiny_bundle, tmp_path / "*.tar", tmp_path / "out")
+    assert (counts(summary), predicted, summary.images) == ((0, 1, 1, 0), 1, 2)
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [((6, 2), (10, 2)), ((10, 2), (3, 2)), ((8, 2), (8, 8)), ((8, 8), (8, 2))]
 )
