@@ -452,8 +452,15 @@ def test_an_extension_does_not_touch_what_was_made_again_meanwhile(tmp_path: Pat
         assert not ledger.extend(Extension("2", [(1, "old", [2])], [], [shard]), 0)
         assert (ledger.description(), ledger.totals().shards) == ("1", 1)
         assert ledger.extend(Extension("2", [(1, "old", [0, 2])], [], [shard]), 1)
-        assert [ledger.claim(), ledger.claim()] == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
+        first, second = ledger.claim(), ledger.claim()
+        assert first is not None
+        assert second is not None
+        assert [first, second] == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
         # What is held is taken away: its worker has begun with what was there before.
         assert ledger.extend(Extension("3", [(1, "old", [1])], [(2, Shard("tar", "", 0, None))], []), 2)
-        assert not ledger.commit(Claim(2, shard), ShardRecord("new", 3, 0, {}), lambda: None)
-        assert ledger.claim() == Claim(1, shard, "old", frozenset({1}))
+        assert not ledger.commit(second, ShardRecord("new", 3, 0, {}), lambda: None)
+        third = ledger.claim()
+        assert third == Claim(1, shard, "old", frozenset({1}))
+        # Nor when the same worker has it again.
+        assert not ledger.commit(first, ShardRecord("new", 3, 0, {}), lambda: None)
+        assert ledger.commit(third, ShardRecord("new", 3, 0, {}), lambda: None)

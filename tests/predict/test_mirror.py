@@ -90,11 +90,9 @@ def test_the_store_has_what_the_folder_has(tiny_bundle: Bundle, folder: Path, ur
     assert keys(url) == [f"{index:02d}.png" for index in range(10)]
     mark = json.loads(found[".vitx.json"])
     assert (mark["state"], mark["host"]) == (str(state), socket.gethostname())
-    assert run(tiny_bundle, folder, f"{url}/", state) == summary
-    assert objects(url) == found
 
 
-def test_the_summary_is_put_last(
+def test_parts_are_put_once_and_the_summary_last(
     tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
@@ -105,9 +103,14 @@ def test_the_summary_is_put_last(
         put(self, path, name, **more)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
-    run(tiny_bundle, folder, url, state)
+    summary = run(tiny_bundle, folder, url, state)
     assert sorted(order[:-1]) == [f"part-{number:08d}.parquet" for number in (1, 2, 3)]
-    assert order[-1] == SUMMARY
+    assert order.pop() == SUMMARY
+    found = objects(url)
+    order.clear()
+    assert run(tiny_bundle, folder, f"{url}/", state) == summary
+    assert order == [SUMMARY]
+    assert objects(url) == found
 
 
 def test_a_run_that_was_stopped_goes_on(tiny_bundle: Bundle, folder: Path, url: str, state: Path) -> None:

@@ -17,8 +17,8 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,6 +89,8 @@ class Claim:
     shard: Shard
     kept: str | None = None
     again: frozenset[int] = frozenset()
+    # Counts the claims of the shard: who claims again what was taken away must not commit the first.
+    attempt: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -226,12 +228,16 @@ class Ledger:
             lambda: self._connection.execute(
                 f"UPDATE shard SET owner = ?, lease = {self._now} + ?, attempts = attempts + 1 WHERE id = (SELECT id "
                 f"FROM shard WHERE digest IS NULL AND lease < {self._now} ORDER BY lease, id LIMIT 1) "
-                f"RETURNING id, kept, again, {_SHARD}",
+                f"RETURNING id, kept, again, attempts, {_SHARD}",
                 (self.worker, self.lease_seconds),
             ).fetchall()
         )
         return next(
-            (Claim(row[0], _shard(row[3:]), row[1], frozenset(json.loads(row[2] or "[]"))) for row in found), None
+            (
+                Claim(number, _shard(shard), kept, frozenset(json.loads(again or "[]")), attempt)
+                for number, kept, again, attempt, *shard in found
+            ),
+            None,
         )
 
     def renew(self) -> None:
@@ -259,8 +265,8 @@ class Ledger:
         def work() -> bool:
             # The file is locked until the end: nobody can claim or commit the shard between this check and the record.
             # The owner counts, not the lease: a worker that is late may still commit if nobody has taken its shard.
-            held = "SELECT 1 FROM shard WHERE id = ? AND owner = ? AND digest IS NULL"
-            if not self._rows(held, claim.id, self.worker):
+            held = "SELECT 1 FROM shard WHERE id = ? AND owner = ? AND attempts = ? AND digest IS NULL"
+            if not self._rows(held, claim.id, self.worker, claim.attempt):
                 return False
             # The file first, then the record: a crash between the two leaves a file that is not recorded, which is
             # made again and replaced. The other order would leave a record without a file.
@@ -432,7 +438,7 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _shard(row: Row) -> Shard:
+def _shard(row: Sequence[Any]) -> Shard:
     return Shard(row[0], _decoded(row[1]), row[2], row[3])
 
 

@@ -150,8 +150,8 @@ class Worker:
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
-        # By shard, from when it was read until it is recorded.
-        self._readings: dict[int, Reading] = {}
+        # By shard and claim, from when it was read until it is recorded.
+        self._readings: dict[tuple[int, int], Reading] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -208,7 +208,7 @@ class Worker:
                     with self.timer.busy("read"):
                         images = list(islice(remaining, self._slice_size))
                     if not images:
-                        self._readings[claim.id] = reading
+                        self._readings[claim.id, claim.attempt] = reading
                     yield claim, images
                     if not images:
                         break
@@ -331,7 +331,7 @@ class Worker:
         if rows is not None:
             self._writer.add(rows)
             return
-        reading = self._readings.pop(claim.id)
+        reading = self._readings.pop((claim.id, claim.attempt))
         self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
         try:
             part = self._writer.finish()
