@@ -464,3 +464,18 @@ def test_an_extension_does_not_touch_what_was_made_again_meanwhile(tmp_path: Pat
         # Nor when the same worker has it again.
         assert not ledger.commit(first, ShardRecord("new", 3, 0, {}), lambda: None)
         assert ledger.commit(third, ShardRecord("new", 3, 0, {}), lambda: None)
+
+
+@pytest.mark.parametrize("most", [0, 2, 4])
+def test_a_parquet_file_that_changes_before_it_was_read(tiny_bundle: Bundle, tmp_path: Path, most: int) -> None:
+    """Its shards are of row groups that it no longer has."""
+    source, out = tmp_path / "?.parquet", tmp_path / "out"
+    table(tmp_path / "a.parquet", IMAGES[:2], 2)
+    table(tmp_path / "b.parquet", IMAGES[:8], 2)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, source, out, Counting(most))
+    table(tmp_path / "b.parquet", IMAGES[:9], 3)
+    summary, _ = run(tiny_bundle, source, out)
+    assert (summary.images, summary.errors, summary.complete) == (11, 0, True)
+    run(tiny_bundle, source, tmp_path / "whole")
+    assert rows(out) == rows(tmp_path / "whole")

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -52,7 +52,7 @@ def extend_run(
             if columns.key is not None:
                 comparison.refuse_equal_keys(columns.key)
             found = comparison.increment
-            if not comparison.names and not comparison.added and not found.changed:
+            if not comparison.has_work:
                 return found
             before()
             if comparison.extend(shard_size, extended):
@@ -70,7 +70,7 @@ class _Comparison:
         self._replaced: list[tuple[int, Shard]] = []
         # The sha256 of the finished file of each shard, and the shards of each tar or Parquet file.
         self._digests: dict[int, str] = {}
-        self._containers: dict[str, list[int]] = {}
+        self._containers: dict[str, list[tuple[int, Shard]]] = {}
         try:
             self._read()
             images = self._images()
@@ -80,6 +80,11 @@ class _Comparison:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the run has to be extended; what it has not done yet aside."""
+        return bool(self.names or self.added or self._replaced or self.increment.changed)
 
     def close(self) -> None:
         self._database.close()
@@ -105,7 +110,7 @@ class _Comparison:
             if digest is not None and done:
                 self._digests[number] = digest
             if shard.kind != "images":
-                self._containers.setdefault(shard.location, []).append(number)
+                self._containers.setdefault(shard.location, []).append((number, shard))
                 continue
             names = read_range(listing_of(shard, self._run.listing), RecordRange(shard.start, shard.count or 0))
             versions = itertools.chain(self._versions(number) if done else (), itertools.repeat(None))
@@ -132,20 +137,18 @@ class _Comparison:
 
     def _compare_containers(self) -> dict[str, int]:
         found = dict.fromkeys(("new", "changed", "unchanged", "gone"), 0)
-        for location, units in itertools.groupby(self._contents.units, lambda unit: unit.location):
-            shards = self._containers.pop(location, [])
-            if not shards:
-                self.added += units
-                found["new"] += 1
-                continue
-            done = [number for number in shards if number in self._digests]
+        for location, group in itertools.groupby(self._contents.units, lambda unit: unit.location):
+            units, shards = list(group), self._containers.pop(location, [])
+            done = [number for number, _ in shards if number in self._digests]
             versions = {version for number in done for version in self._versions(number)}
-            # Of a file whose parts have no row nothing is known.
-            if versions - {version_of(join(self._run.base, location))} or (not versions and done == shards):
-                self._replace(shards, list(units))
-                found["changed"] += 1
-            else:
-                found["unchanged" if done == shards else "new"] += 1
+            # Of a file whose parts have no row nothing is known. One may have changed before it was read.
+            unread = not versions and len(done) == len(shards)
+            same_rows = _rows(shard for _, shard in shards) == _rows(units)
+            changed = versions - {version_of(join(self._run.base, location))} or unread or not same_rows
+            if changed:
+                self._replace([number for number, _ in shards], units)
+            whole = bool(shards) and len(done) == len(shards)
+            found["changed" if changed and done else "unchanged" if whole else "new"] += 1
         return found | {"gone": len(self._containers)}
 
     def _replace(self, shards: list[int], units: list[Shard]) -> None:
@@ -162,7 +165,7 @@ class _Comparison:
         gone = (
             key_record(key, f"row {row} of {part_path(self._out, number).name} in the output, whose {location} is gone")
             for location, shards in self._containers.items()
-            for number in shards
+            for number, _ in shards
             if number in self._digests
             for row, key in enumerate(self._versions(number, "path"))
             if key is not None
@@ -191,3 +194,7 @@ class _Comparison:
             if not added or not shards:
                 listing.unlink(missing_ok=True)
         return added
+
+
+def _rows(shards: Iterable[Shard]) -> list[tuple[int, int | None]]:
+    return [(shard.start, shard.count) for shard in shards if shard.count != 0]
