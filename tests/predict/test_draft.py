@@ -20,6 +20,7 @@ from vitx.parity.statistics import clopper_pearson_upper
 from vitx.predict import PREDICTIONS, SUMMARY, predict
 from vitx.predict.inputs.inventory import Inventory, Item, Shard
 from vitx.predict.inputs.listing import write_list
+from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline import draft
 from vitx.predict.pipeline.draft import SAMPLE_IMAGES, check_draft
@@ -197,7 +198,7 @@ def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) ->
     shards = tuple(Shard("images", "", part.start, part.count) for part in ranges)
     if not known:
         shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
-    found = draft._sample(Inventory("", shards, ""), folder / "list", None)
+    found = draft._sample(Inventory("", shards, ""), folder / "list", TableColumns())
     return [int(item.key) for item in found]
 
 
@@ -262,7 +263,7 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
     ranges, *_ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
     inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0].start, 5),), "")
     for batch_size in (1, 2, 3):
-        found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=batch_size)
+        found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=batch_size)
         assert found.model_dump() == {
             "images": 3,
             "drafted": 2,
@@ -274,10 +275,10 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
         }
     bound = found.flip_rate_bound
     monkeypatch.setattr(draft, "MAX_FLIP_RATE", bound)
-    check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)
+    check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=4)
     monkeypatch.setattr(draft, "MAX_FLIP_RATE", bound - 1e-9)
     with pytest.raises(CheckFailed, match=r"--draft changes the class of 1 of 3 images"):
-        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)
+        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=4)
 
 
 def test_an_input_without_a_readable_image_proves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -285,4 +286,4 @@ def test_an_input_without_a_readable_image_proves_nothing(tiny_bundle: Bundle, t
     write_list(tmp_path / "list", ["bad"], 5)
     inventory = Inventory(str(tmp_path), (Shard("images", "", 0, 1),), "")
     with pytest.raises(CheckFailed, match=r"the class of 0 of 0 images of the input: flip rate at most 1\.0000"):
-        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", None, batch_size=4)
+        check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=4)

@@ -248,7 +248,7 @@ def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path, mon
 
     monkeypatch.setattr(os, "scandir", guarded)
     inventory = take_inventory(str(folder), tmp_path / "list", 100)
-    items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list", None)]
+    items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list")]
     assert {item.key: str(item.source) for item in items if not isinstance(item.source, bytes)} == {
         "locked/": "cannot list the folder: Permission denied"
     }
@@ -397,7 +397,7 @@ def test_other_refusals(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> No
     with pytest.raises(ValidationError, match="decode_threads\n  Input should be greater than or equal to 1"):
         run(tiny_bundle, folder, tmp_path / "out", decode_threads=0)
     assert not (tmp_path / "out").exists()
-    assert list(read_shard(Shard("images", "", 0, 0), "", folder / "00.png", None)) == []
+    assert list(read_shard(Shard("images", "", 0, 0), "", folder / "00.png")) == []
 
 
 def test_command_on_a_list_with_logits(tiny_bundle: Bundle, folder: Path, tmp_path: Path, vitx: Vitx) -> None:

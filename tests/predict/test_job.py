@@ -20,6 +20,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
@@ -60,14 +61,15 @@ def test_every_option_reaches_the_job(tiny_bundle: Bundle, images: Path, tmp_pat
         "batch_size": 7,
         "top_k": 3,
         "logits": True,
-        "image_column": "c",
         "strict": True,
         "read_threads": 5,
         "decode_threads": 6,
     }
-    run(tiny_bundle, spy, images, out, embeddings=True, **asked)
+    run(tiny_bundle, spy, images, out, embeddings=True, image_column="c", **asked)
     (job,) = spy.jobs
     assert job.outputs == ("embedding",)
+    taken = ("path", "class", "class_index", "score", "top_k_classes", "top_k_scores", "error", "logits", "embeddings")
+    assert job.columns == TableColumns("c", None, None, taken)
     assert {name: getattr(job, name) for name in asked} == asked
     assert (job.out, job.base, job.draft, job.has_single_files) == (out, str(images), False, True)
     assert (job.labels, job.preprocessing) == (tiny_bundle.manifest.labels, tiny_bundle.manifest.preprocessing)
@@ -112,12 +114,16 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "logits": True,
         "shard_size": 2,
         "image_column": None,
+        "key": None,
+        "columns": None,
+        "incremental": False,
         "embeddings": False,
         "attention": False,
         "draft": False,
         "measured": {},
         "source": "folder",
         "skipped": {"by_suffix": {}, "first": []},
+        "schema": None,
     }
 
 

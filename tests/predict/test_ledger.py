@@ -120,10 +120,12 @@ def test_a_worker_that_slept_cannot_replace_what_another_finished(store: Store, 
         second.claim()
     store.pass_time(11)
     second.renew()
-    assert second.claim() == claim
+    again = second.claim()
+    assert again == claim
+    assert again is not None
     published: list[str] = []
     assert not ledger.commit(claim, DONE, lambda: published.append("sleeper"))
-    assert second.commit(claim, DONE, lambda: published.append("second"))
+    assert second.commit(again, DONE, lambda: published.append("second"))
     assert not second.commit(claim, DONE, lambda: published.append("again"))
     ledger.release()
     assert published == ["second"]

@@ -102,6 +102,7 @@ class LedgerMachine(RuleBasedStateMachine):
         number = min(free)[1]
         entry = self.model[number]
         assert found == Claim(number, entry.shard)
+        assert found.attempt == entry.attempts + 1
         entry.owner, entry.lease = self.workers[index].worker, self.clock.now + LEASE
         entry.attempts += 1
         self.known[index].append(found)
@@ -143,7 +144,7 @@ class LedgerMachine(RuleBasedStateMachine):
         claim = self.known[index][number % len(self.known[index])]
         content = b"%d %d %d %d" % (index, images, errors, self.clock.now)
         record = ShardRecord(sha256_bytes(content), images, errors, {index: images, 7: errors})
-        held = self._held(self.model[claim.id], index)
+        held = self._held(self.model[claim.id], index) and claim.attempt == self.model[claim.id].attempts
         calls = 0
 
         def publish() -> None:

@@ -227,7 +227,6 @@ def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
         batch_size=8,
         top_k=1,
         logits=False,
-        image_column=None,
         strict=False,
         read_threads=1,
         decode_threads=1,
@@ -278,7 +277,9 @@ def test_shard_that_kills_its_actors_is_given_up(certified_original: Bundle, tmp
 
 def test_claims_survive_the_conversion_to_text() -> None:
     claim = Claim(3, Shard("tar", "a \udcff\n.tar", 0, None), "the sha256 of its file")
-    assert claim_from_text(claim_to_text(claim)) == claim
+    for one in (claim, Claim(3, claim.shard, None, frozenset({7, 2}), 5)):
+        again = claim_from_text(claim_to_text(one))
+        assert (again, again.attempt) == (one, one.attempt)
 
 
 def test_missing_ray_names_the_extra(

@@ -163,7 +163,6 @@ def job(folder: Path, base: str) -> Job:
         batch_size=1,
         top_k=1,
         logits=False,
-        image_column=None,
         strict=False,
         read_threads=1,
         decode_threads=1,

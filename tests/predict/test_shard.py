@@ -96,7 +96,7 @@ def test_containers_are_shared_out_in_turn(tmp_path: Path, kind: str) -> None:
     else:
         table = pa.table({"image": [b"x"] * 70})
         pq.write_table(table, tmp_path / "all.parquet", row_group_size=10)
-    shares = [take_inventory(str(tmp_path), tmp_path / "list", 9, None, Share(index, 3)) for index in (1, 2, 3)]
+    shares = [take_inventory(str(tmp_path), tmp_path / "list", 9, share=Share(index, 3)) for index in (1, 2, 3)]
     assert [len(share.shards) for share in shares] == [3, 2, 2]
     whole = take_inventory(str(tmp_path), tmp_path / "list", 9)
     assert {unit for share in shares for unit in share.numbered()} == set(whole.numbered())

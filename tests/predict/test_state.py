@@ -10,11 +10,11 @@ import pytest
 
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY
-from vitx.predict.inputs.inventory import Inventory
+from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.state import LEDGER, STATE, open_ledger, open_run
+from vitx.predict.state import LEDGER, STATE, SharedRun, open_ledger, open_run
 
 
 @pytest.fixture
@@ -39,7 +39,14 @@ def ledger(out: Path) -> Iterator[Ledger]:
 
 
 def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
-    return {"input": str(images), "shard_size": 2, "image_column": None, "top_k": 5} | changes
+    return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
+
+
+def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], *more: Any) -> SharedRun:
+    def take(listing: Path) -> Inventory:
+        return take_inventory(settings["input"], listing, settings["shard_size"])
+
+    return open_run(ledger, out, settings, DiskFullBackoff(out), take, *more)
 
 
 def lists(out: Path) -> list[str]:
@@ -53,14 +60,14 @@ def test_the_first_process_creates_the_run_and_the_others_join_it(ledger: Ledger
         measured.append((inventory, listing.read_bytes()))
         return {"draft": {"flips": 1}}
 
-    backoff = DiskFullBackoff(out)
-    first = open_run(ledger, out, settings_of(images), backoff, measure)
+    first = opened_run(ledger, out, settings_of(images), measure)
     assert (first.base, first.measured) == (str(images), {"draft": {"flips": 1}})
     assert first.listing.read_bytes() == b"a.png\0b.png\0c.png\0"
     assert [(part.start, part.count) for part in measured[0][0].shards] == [(0, 2), (12, 1)]
     assert measured[0][1] == first.listing.read_bytes()
     assert (out / PREDICTIONS).is_dir()
-    assert open_run(ledger, out, settings_of(images), backoff, measure) == first
+    assert first.created
+    assert opened_run(ledger, out, settings_of(images), measure) == first._replace(created=False)
     assert len(measured) == 1
     assert lists(out) == [first.listing.name]
 
@@ -70,17 +77,17 @@ def test_a_run_of_other_settings_is_not_joined(
     ledger: Ledger, out: Path, images: Path, name: str, value: object
 ) -> None:
     settings = settings_of(images)
-    open_run(ledger, out, settings, DiskFullBackoff(out))
+    opened_run(ledger, out, settings)
     expected = (
         f"another run: {name} was {settings.get(name, False)}, is {value} now; choose another folder, or pass --o"
     )
     with pytest.raises(InputError, match=expected):
-        open_run(ledger, out, settings | {name: value}, DiskFullBackoff(out))
+        opened_run(ledger, out, settings | {name: value})
 
 
 def test_an_option_that_is_newer_than_the_run_was_off(ledger: Ledger, out: Path, images: Path) -> None:
-    first = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
-    assert open_run(ledger, out, settings_of(images) | {"new": False}, DiskFullBackoff(out)) == first
+    first = opened_run(ledger, out, settings_of(images))
+    assert opened_run(ledger, out, settings_of(images) | {"new": False}) == first._replace(created=False)
 
 
 def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, out: Path, images: Path) -> None:
@@ -88,23 +95,23 @@ def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, ou
         raise ValueError("classes change")
 
     with pytest.raises(ValueError, match="classes change"):
-        open_run(ledger, out, settings_of(images), DiskFullBackoff(out), measure)
+        opened_run(ledger, out, settings_of(images), measure)
     assert lists(out) == []
     assert not ledger._rows("SELECT 1 FROM run")
     assert not (out / PREDICTIONS).exists()
 
 
 def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, images: Path) -> None:
-    run = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+    run = opened_run(ledger, out, settings_of(images))
     run.listing.unlink()
     with pytest.raises(InputError, match=rf"has lost its list of images \({run.listing.name} in .* --overwrite$"):
-        open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+        opened_run(ledger, out, settings_of(images))
 
 
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
-    run = open_run(ledger, out, settings_of(images), DiskFullBackoff(out))
+    run = opened_run(ledger, out, settings_of(images))
     (row,) = ledger._rows("SELECT description FROM run")
-    beside = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}}
+    beside: dict[str, Any] = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
     assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}} | beside
 
 

@@ -48,7 +48,7 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
     found = summary.model_dump(mode="json")
     assert found.pop("created").startswith("20")
     assert found == {
-        "format_version": 3,
+        "format_version": 4,
         "complete": True,
         "sources": {"list": {"listed": 17, "predicted": 8, "unreadable": 6, "skipped": 3}},
         "skipped_names": {"by_suffix": {".txt": 2, "(hidden)": 1}, "first": ["a.txt", "b\\xff.txt", ".c"]},
@@ -57,6 +57,7 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "certified": True,
         "input": "/in/\\xff",
         "shard": None,
+        "increment": None,
         "images": 14,
         "errors": 6,
         "shards": 3,

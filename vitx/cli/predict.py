@@ -1,6 +1,5 @@
 """`vitx predict`: any number of images into Parquet."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +17,7 @@ INPUT_HELP = "A folder of images, a pattern, a list of paths (.txt), a .tar or .
 def command(
     bundle: BundleArgument,
     source: Annotated[str, typer.Argument(metavar="INPUT", help=INPUT_HELP)],
-    out: Annotated[Path, typer.Option("--out", help="Folder for predictions.parquet/ and summary.json.")],
+    out: Annotated[str, typer.Option("--out", help="Folder, or URL of an object store, for predictions.parquet/.")],
     options: PredictOptions,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -45,7 +44,7 @@ def _skipped(summary: "PredictionSummary") -> str:
     return f"{count} names that are no images, such as {', '.join(skipped.first)}" if count else "0"
 
 
-def _print(summary: "PredictionSummary", out: Path) -> None:
+def _print(summary: "PredictionSummary", out: str) -> None:
     from vitx.core.console import print_fields
     from vitx.predict import PREDICTIONS
 
@@ -54,9 +53,10 @@ def _print(summary: "PredictionSummary", out: Path) -> None:
     print_fields(
         f"{summary.images} images of {summary.input}",
         {
-            "written to": out / PREDICTIONS,
+            "written to": f"{out.rstrip('/')}/{PREDICTIONS}",
             "unreadable": summary.errors,
             "skipped": _skipped(summary),
+            **({} if summary.increment is None else {"compared with the output": str(summary.increment)}),
             "done by this process": summary.images_here,
             "seconds": summary.seconds,
             "images/s": summary.images_per_second,

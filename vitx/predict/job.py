@@ -1,10 +1,13 @@
 """`vitx predict`: create or join the run, verify what is done, work until all is done, summarise."""
 
+import hashlib
 import importlib.util
 import os
 import re
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +18,22 @@ from vitx.core.files import read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
+from vitx.parity.executables.verdict_cache import cache_folder
+from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
+from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import part_path, remove_leftovers
+from vitx.predict.outputs.mirror import Mirror
+from vitx.predict.outputs.parts import output_columns, part_path, remove_leftovers
 from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, LocalExecutor
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import PredictionSummary, bundle_digest, summarize, summary_name
+from vitx.predict.state import SharedRun, open_ledger, open_run
+from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
 
@@ -38,13 +45,15 @@ def predict(
     bundle: Bundle,
     session: Session | Executor,
     source: str | Path,
-    out: Path,
+    out: str | Path,
     options: PredictOptions | None = None,
     *,
     patience_seconds: float = PATIENCE_SECONDS,
     quiet: bool = False,
 ) -> PredictionSummary:
-    """Classify every image of `source` (see `take_inventory`); write `out`/predictions.parquet/ and `out`/summary.json.
+    """Classify every image of `source` (see `take_inventory`); write predictions.parquet/ and summary.json to `out`.
+
+    out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`.
 
     Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
     The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
@@ -62,73 +71,143 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
-        raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
+    _refuse_options(options)
+    url, out = _output(out, options)
+    mirror = None if url is None else Mirror(url, out, options.share)
     where = _absolute(str(source))
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
-        **options.model_dump(include={"shard_size", "image_column"}),
+        **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
+    lists = [*(["logits"] if options.logits else []), *options.outputs]
+    taken = tuple(output_columns(lists, versions=options.incremental))
+    columns = TableColumns(options.image_column, options.key, options.columns, taken)
+
+    def take(listing: Path) -> Inventory:
+        return take_inventory(where, listing, options.shard_size, columns, options.share)
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
         if not options.draft or not inventory.shards:
             return {}
-        column, size = options.image_column, options.batch_size
         with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
-            checked = check_draft(bundle, model, inventory, listing, column, batch_size=size)
+            checked = check_draft(bundle, model, inventory, listing, columns, batch_size=options.batch_size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
 
     backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        run = open_run(ledger, out, settings, backoff, measure, options.share)
-        if not _has_work(ledger, out, summary_path, options, quiet=quiet):
-            _refuse_other_listing(ledger, where, run.listing, options, backoff)
+        run = open_run(ledger, out, settings, backoff, take, measure, options.share)
+        has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
+        copied = replace(columns, schema=run.schema)
+        increment: Increment | None = None
+        if options.incremental:
+            increment = _extend(ledger, run, where, copied, options, backoff, summary_path)
+            log(f"predict: {increment}", quiet=quiet)
+            run = open_run(ledger, out, settings, backoff, take)
+        elif not has_work:
+            _refuse_other_listing(ledger, where, run.listing, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
-        job = Job(
-            out=out,
-            listing=run.listing,
-            base=run.base,
-            labels=bundle.manifest.labels,
-            preprocessing=bundle.manifest.preprocessing,
-            batch_size=options.batch_size,
-            top_k=options.top_k,
-            logits=options.logits,
-            outputs=options.outputs,
-            draft=options.draft,
-            image_column=options.image_column,
-            strict=options.strict,
-            certified=certified,
-            read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
-            decode_threads=options.decode_threads or usable_cores(),
-            has_single_files=ledger.has_single_files(),
-            footer=_footer(bundle),
-        )
+        job = _job(bundle, out, run, where, copied, options)
+        job = replace(job, certified=certified, has_single_files=ledger.has_single_files())
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
         executor = session if isinstance(session, Executor) else LocalExecutor(session)
-        with progress("predict", total, quiet=quiet) as bar:
+        if mirror is not None:
+            mirror.begin(ledger, run.listing.name, summary_path, overwrite=options.overwrite)
+        following = nullcontext() if mirror is None else mirror.following(ledger)
+        with following, progress("predict", total, quiet=quiet) as bar:
             performance = executor.execute(job, ledger, backoff, bar)
         _refuse_errors(ledger, out, strict=options.strict)
         remove_leftovers(out, share=options.share)
         # This process did nothing: the summary that is there tells of one that did.
         if not performance.images and summary_path.exists():
-            return read_record(summary_path, PredictionSummary)
-        summary = summarize(
-            *(ledger, bundle, where, performance),
-            certified=certified,
-            draft=run.measured.get("draft"),
-            source=run.source,
-            beside=run.skipped,
-            shard=options.shard,
-        )
+            summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
+        else:
+            summary = summarize(
+                *(ledger, bundle, where, performance),
+                certified=certified,
+                draft=run.measured.get("draft"),
+                source=run.source,
+                beside=run.skipped,
+                shard=options.shard,
+                increment=increment,
+            )
         # A new one: `backoff` was stopped when the work ended.
-        DiskFullBackoff(out, patience_seconds).retry(lambda: write_json(summary_path, summary))
+        DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))
+        if mirror is not None:
+            mirror.finish(ledger, summary_path)
         return summary
+
+
+def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]:
+    """The URL of an object store, or None, and the local folder."""
+    if isinstance(out, str) and is_url(out):
+        named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
+        return out, options.state or cache_folder() / "predict" / named
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
+        raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
+    if options.state is not None:
+        raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
+    return None, Path(out)
+
+
+def _refuse_options(options: PredictOptions) -> None:
+    if options.incremental and options.shard is not None:
+        raise InputError(
+            "--incremental with --shard: what is new would change which job has which image; leave out one of the two"
+        )
+    if options.incremental and options.draft:
+        raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
+
+
+def _extend(
+    ledger: Ledger,
+    run: SharedRun,
+    source: str,
+    columns: TableColumns,
+    options: PredictOptions,
+    backoff: DiskFullBackoff,
+    summary: Path,
+) -> Increment:
+    """Add to the run what is new or changed since it was last listed; its summary is removed then."""
+    if run.created:
+        return Increment(new=ledger.names())
+
+    def remove_summary() -> None:
+        summary.unlink(missing_ok=True)
+
+    given = (ledger, summary.parent, run, source, columns, options.shard_size, remove_summary)
+    return backoff.retry(lambda: extend_run(*given))
+
+
+def _write_summary(path: Path, summary: PredictionSummary) -> None:
+    if not path.exists() or read_record(path, PredictionSummary) != summary:
+        write_json(path, summary)
+
+
+def _job(bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableColumns, options: PredictOptions) -> Job:
+    return Job(
+        out=out,
+        listing=run.listing,
+        base=run.base,
+        labels=bundle.manifest.labels,
+        preprocessing=bundle.manifest.preprocessing,
+        batch_size=options.batch_size,
+        top_k=options.top_k,
+        logits=options.logits,
+        outputs=options.outputs,
+        draft=options.draft,
+        columns=columns,
+        versions=options.incremental,
+        strict=options.strict,
+        read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
+        decode_threads=options.decode_threads or usable_cores(),
+        footer=_footer(bundle),
+    )
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
@@ -172,13 +251,12 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
 
 
 def _refuse_other_listing(
-    ledger: Ledger, source: str, listing: Path, options: PredictOptions, backoff: DiskFullBackoff
+    ledger: Ledger, source: str, listing: Path, take: Callable[[Path], Inventory], backoff: DiskFullBackoff
 ) -> None:
     """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
     temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
-    size, column = options.shard_size, options.image_column
     try:
-        digest = backoff.retry(lambda: take_inventory(source, temporary, size, column, options.share).digest)
+        digest = backoff.retry(lambda: take(temporary).digest)
     finally:
         temporary.unlink(missing_ok=True)
     if digest != ledger.listing_digest():

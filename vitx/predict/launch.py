@@ -19,7 +19,9 @@ from vitx.runtimes.session import Session
 MAX_SESSIONS = 8
 
 
-def launch(path: Path, source: str, out: Path, options: PredictOptions, *, quiet: bool = False) -> PredictionSummary:
+def launch(
+    path: Path, source: str, out: str | Path, options: PredictOptions, *, quiet: bool = False
+) -> PredictionSummary:
     """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
     if options.require_signature is not None:
         require_signature(path, options.require_signature)

@@ -6,6 +6,8 @@ The states of a shard, by its columns:
     held    digest NULL, lease in the future, owner set
     done    digest set: the sha256 of the output file
 
+stored: the sha256 of the file that was put into an object store last, see `Mirror`.
+
 A worker renews its leases while it lives. When a worker dies its leases run out, and other workers claim its shards.
 A finished file is renamed into place and recorded in one transaction that first checks the owner, so a worker that
 slept past its lease cannot replace what another worker finished.
@@ -15,8 +17,8 @@ import json
 import sqlite3
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,22 +33,24 @@ Row = tuple[Any, ...]
 # for without limit.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 2
+FORMAT = 3
 
 # lease: when it ends, in seconds since 1970. Paths are bytes, because a file name need not be valid Unicode and TEXT
 # must be. The index holds unfinished shards only, in the order in which `claim` takes them.
 _SCHEMA = f"""
-CREATE TABLE run (description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT NULL);
+CREATE TABLE run (
+    description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT NULL, extended INTEGER NOT NULL DEFAULT 0
+);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT,
-    kept TEXT
+    kept TEXT, again TEXT, stored TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
 """
-_CLAIMED = "id, kept, kind, location, start, count"
+_SHARD = "kind, location, start, count"
 _SET_FREE = "digest = NULL, owner = NULL, lease = 0"
 
 
@@ -76,11 +80,31 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A shard that this worker has claimed. kept: the sha256 of its file, of which rows without an error are kept."""
+    """A shard that this worker has claimed.
+
+    kept: the sha256 of its file, of which rows without an error are kept, but not those in the places `again`.
+    """
 
     id: int
     shard: Shard
     kept: str | None = None
+    again: frozenset[int] = frozenset()
+    # Counts the claims of the shard: who claims again what was taken away must not commit the first.
+    attempt: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """What `--incremental` changes in a run.
+
+    description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
+    (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
+    """
+
+    description: str
+    again: Iterable[tuple[int, str, list[int]]]
+    replaced: Iterable[tuple[int, Shard]]
+    added: Iterable[Shard]
 
 
 class Ledger:
@@ -134,19 +158,66 @@ class Ledger:
             if row is not None:
                 return str(row[0]), _decoded(row[1])
             description, inventory = create()
-            self._connection.executemany(
-                "INSERT INTO shard (id, kind, location, start, count) VALUES (?, ?, ?, ?, ?)",
-                (
-                    (number, shard.kind, _encoded(shard.location), shard.start, shard.count)
-                    for number, shard in inventory.numbered()
-                ),
-            )
+            self._insert(inventory.numbered())
             self._connection.execute(
-                "INSERT INTO run VALUES (?, ?, ?)", (description, _encoded(inventory.base), inventory.digest)
+                "INSERT INTO run (description, base, digest) VALUES (?, ?, ?)",
+                (description, _encoded(inventory.base), inventory.digest),
             )
             return description, inventory.base
 
         return self._write(work, no_limit=True)
+
+    def description(self) -> str:
+        return str(self._one("SELECT description FROM run")[0])
+
+    def names(self) -> int:
+        """Single images, and tar and Parquet files, of all shards."""
+        return int(
+            self._one(
+                "SELECT coalesce(sum(CASE WHEN kind = 'images' THEN count END), 0) + "
+                "count(DISTINCT CASE WHEN kind <> 'images' THEN location END) FROM shard"
+            )[0]
+        )
+
+    def extensions(self) -> int:
+        """How often the run was extended."""
+        return int(self._one("SELECT extended FROM run")[0])
+
+    def extend(self, extension: Extension, extended: int) -> bool:
+        """Add work to the run; return False, and change nothing, if another process has since `extended` times."""
+
+        def work() -> bool:
+            if self.extensions() != extended:
+                return False
+            run = self._connection.execute
+            for number, digest, places in extension.again:
+                # Not if it was made again meanwhile.
+                run(
+                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} "
+                    "WHERE id = ? AND coalesce(digest, kept) = ?",
+                    (json.dumps(places), number, digest),
+                )
+            for number, shard in extension.replaced:
+                run(
+                    f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
+                    "WHERE id = ?",
+                    (shard.start, shard.count, number),
+                )
+            (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
+            self._insert(enumerate(extension.added, last + 1))
+            run("UPDATE run SET description = ?, extended = extended + 1", (extension.description,))
+            return True
+
+        return self._write(work)
+
+    def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
+        """Yield each shard, and the sha256 of its last finished file, or None."""
+        for row in self._pages(f"id, coalesce(digest, kept), {_SHARD}", "TRUE"):
+            yield row[0], _shard(row[2:]), row[1]
+
+    def lists(self) -> list[str]:
+        """The files beside the first one that hold names of single images."""
+        return [_decoded(row[0]) for row in self._rows("SELECT DISTINCT location FROM shard WHERE kind = 'images'")]
 
     def claim(self) -> Claim | None:
         """Claim a free shard: those whose lease is 0 in order, then the one whose lease ended longest ago.
@@ -157,11 +228,17 @@ class Ledger:
             lambda: self._connection.execute(
                 f"UPDATE shard SET owner = ?, lease = {self._now} + ?, attempts = attempts + 1 WHERE id = (SELECT id "
                 f"FROM shard WHERE digest IS NULL AND lease < {self._now} ORDER BY lease, id LIMIT 1) "
-                f"RETURNING {_CLAIMED}",
+                f"RETURNING id, kept, again, attempts, {_SHARD}",
                 (self.worker, self.lease_seconds),
             ).fetchall()
         )
-        return next((Claim(row[0], Shard(row[2], _decoded(row[3]), *row[4:]), row[1]) for row in found), None)
+        return next(
+            (
+                Claim(number, _shard(shard), kept, frozenset(json.loads(again or "[]")), attempt)
+                for number, kept, again, attempt, *shard in found
+            ),
+            None,
+        )
 
     def renew(self) -> None:
         """Extend the leases of all shards that this worker holds."""
@@ -188,15 +265,15 @@ class Ledger:
         def work() -> bool:
             # The file is locked until the end: nobody can claim or commit the shard between this check and the record.
             # The owner counts, not the lease: a worker that is late may still commit if nobody has taken its shard.
-            held = "SELECT 1 FROM shard WHERE id = ? AND owner = ? AND digest IS NULL"
-            if not self._rows(held, claim.id, self.worker):
+            held = "SELECT 1 FROM shard WHERE id = ? AND owner = ? AND attempts = ? AND digest IS NULL"
+            if not self._rows(held, claim.id, self.worker, claim.attempt):
                 return False
             # The file first, then the record: a crash between the two leaves a file that is not recorded, which is
             # made again and replaced. The other order would leave a record without a file.
             publish()
             self._connection.execute(
                 "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
-                "skipped_names = ?, kept = NULL WHERE id = ?",
+                "skipped_names = ?, kept = NULL, again = NULL WHERE id = ?",
                 (
                     *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
                     *(record.skipped.count, json.dumps(asdict(record.skipped)), claim.id),
@@ -223,6 +300,18 @@ class Ledger:
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
         return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0", ())
+
+    def unstored(self) -> list[tuple[int, str]]:
+        """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
+        found = self._rows("SELECT id, digest FROM shard WHERE digest IS NOT NULL AND stored IS NOT digest ORDER BY id")
+        return [(row[0], row[1]) for row in found]
+
+    def stored(self) -> list[int]:
+        """Finished shards whose file has been put into the store."""
+        return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
+
+    def set_stored(self, shard: int, digest: str | None) -> None:
+        self._change("SET stored = ? WHERE id = ?", (digest, shard))
 
     def totals(self) -> Totals:
         shards, done, images, errors, expected, unknown = self._one(
@@ -267,16 +356,24 @@ class Ledger:
         return None if first is None else int(first)
 
     def _finished(self, column: str) -> Iterator[tuple[int, str]]:
-        """Yield (id, column) of the finished shards.
+        """Yield (id, column) of the finished shards."""
+        yield from ((row[0], row[1]) for row in self._pages(f"id, {column}", "digest IS NOT NULL"))
+
+    def _pages(self, columns: str, which: str) -> Iterator[Row]:
+        """Yield columns, of which `id` is the first.
 
         Page by page: memory stays flat, and no SELECT is open when the caller writes between two rows.
         """
         last = 0
-        while page := self._rows(
-            f"SELECT id, {column} FROM shard WHERE digest IS NOT NULL AND id > ? ORDER BY id LIMIT 1000", last
-        ):
-            yield from ((row[0], row[1]) for row in page)
+        while page := self._rows(f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last):
+            yield from page
             last = page[-1][0]
+
+    def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
+        self._connection.executemany(
+            f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
+            ((number, one.kind, _encoded(one.location), one.start, one.count) for number, one in shards),
+        )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         return self._connection.execute(query, values).fetchall()
@@ -339,6 +436,10 @@ class Ledger:
 
 def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
+
+
+def _shard(row: Sequence[Any]) -> Shard:
+    return Shard(row[0], _decoded(row[1]), row[2], row[3])
 
 
 def _decoded(data: bytes) -> str:

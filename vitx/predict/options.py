@@ -1,5 +1,6 @@
 """What `vitx predict` may be told. Every number has its default here, and nowhere else."""
 
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
@@ -45,6 +46,11 @@ def _parse_share(given: Any) -> Any:
     return Share(number, jobs)
 
 
+def _parse_names(given: Any) -> Any:
+    """'a, b' → ('a', 'b'), '' → (), anything but a text as it is."""
+    return tuple(part.strip() for part in given.split(",") if part.strip()) if isinstance(given, str) else given
+
+
 class PredictOptions(Options):
     """Options of a prediction; ray, ray_actors, threads, device and runtime are those of what runs the bundle."""
 
@@ -59,6 +65,13 @@ class PredictOptions(Options):
     retry_errors: bool = option(False, "Read again what was unreadable in a finished run; its other rows stay.")
     shard_size: int = option(4096, "Files to a unit of work.", ge=1)
     image_column: str | None = option(None, "Of Parquet files, where several columns hold bytes.")
+    key: str | None = option(None, "Of Parquet files: the column whose values, all different, are `path`.")
+    columns: Annotated[tuple[str, ...] | None, BeforeValidator(_parse_names)] = option(
+        None,
+        "Of Parquet files: columns to copy to the output. Default: all but those of bytes.",
+        metavar="A,B",
+        text=True,
+    )
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)
     decode_threads: int | None = option(None, "Images decoded at once. Default: all cores.", ge=1)
     lease_seconds: float = option(
@@ -70,6 +83,8 @@ class PredictOptions(Options):
         metavar="I/N",
         text=True,
     )
+    incremental: bool = option(False, "Note what is read, and add what is new or changed when it is run again.")
+    state: Path | None = option(None, "Local folder for the ledger and copies of the output, if --out is a URL.")
     overwrite: bool = option(False, "Remove the predictions that --out holds, and begin anew.")
     allow_uncertified: AllowUncertified = False
     require_signature: RequireSignature = None

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, write_bytes_once
-from vitx.predict.inputs.inventory import Inventory, take_inventory
+from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS
@@ -96,7 +97,8 @@ class SharedRun(NamedTuple):
     """A run as its first process created it.
 
     base: the folder or URL that the paths of the list are relative to. listing: the file with the list. measured: what
-    the first process measured: see `open_run`. source and skipped: see `Inventory`.
+    the first process measured: see `open_run`. source, skipped and schema: see `Inventory`.
+    created: by this process, now.
     """
 
     base: str
@@ -104,6 +106,8 @@ class SharedRun(NamedTuple):
     measured: dict[str, Any]
     source: str
     skipped: SkippedNames
+    schema: Any
+    created: bool
 
 
 def open_run(
@@ -111,15 +115,16 @@ def open_run(
     out: Path,
     settings: dict[str, Any],
     backoff: DiskFullBackoff,
+    take: Callable[[Path], Inventory],
     measure: Callable[[Inventory, Path], dict[str, Any]] = lambda inventory, listing: {},
     share: Share = WHOLE,
 ) -> SharedRun:
     """Create the run, or join it if it was created with the same settings.
 
-    settings: everything that the rows depend on; `input` and `shard_size` decide what is listed. measure: called with
-    the new listing by the process that creates the run; what it returns is kept in the run, and if it raises, no run is
-    created. Raises InputError when the run has other settings or has lost its list, and when the jobs of a --shard
-    have other settings, or found another input.
+    settings: everything that the rows depend on. take: lists the input to a new file. measure: called with the new
+    listing by the process that creates the run; what it returns is kept in the run; if it raises, no run is created.
+    Raises InputError when the run has other settings or has lost its list, and when the jobs of a --shard have other
+    settings, or found another input.
     """
     state = ledger.path.parent
     # A random name: a process whose commit fails may be overtaken by another, whose list it must not replace.
@@ -130,7 +135,7 @@ def open_run(
         if agreement.exists():  # before the listing, which may take an hour
             _refuse_changes(out, _read_agreement(agreement), settings | {"shards": share.jobs})
         try:
-            taken = take_inventory(settings["input"], listing, settings["shard_size"], settings["image_column"], share)
+            taken = take(listing)
             if share != WHOLE:
                 _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
             measured = measure(taken, listing)
@@ -138,7 +143,7 @@ def open_run(
             listing.unlink(missing_ok=True)
             raise
         make_folder(out / PREDICTIONS)
-        beside = {"source": taken.source, "skipped": asdict(taken.skipped)}
+        beside = {"source": taken.source, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         return json.dumps(settings | {"listing": listing.name, "measured": measured} | beside), taken
 
     text, base = backoff.retry(lambda: ledger.create_or_join(create))
@@ -147,13 +152,15 @@ def open_run(
     if created["listing"] != listing.name:  # another process was first
         listing.unlink(missing_ok=True)
     joined = state / created["listing"]
-    if not joined.is_file():
+    lost = [name for name in (joined.name, *ledger.lists()) if name and not (state / name).is_file()]
+    if lost:
         raise InputError(
-            f"the run in '{out}' has lost its list of images ({joined.name} in {state}): choose another folder, or "
-            "pass --overwrite"
+            f"the run in '{out}' has lost its list of images ({lost[0]} in {state}): choose another folder, or pass "
+            "--overwrite"
         )
     skipped = SkippedNames(**created["skipped"])
-    return SharedRun(base, joined, created["measured"], created["source"], skipped)
+    schema = schema_from_text(created["schema"])
+    return SharedRun(base, joined, created["measured"], created["source"], skipped, schema, joined == listing)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:

@@ -43,6 +43,21 @@ class SkippedCounts(Record):
     first: list[str]
 
 
+class Increment(Record):
+    """Names (single images, tar and Parquet files) of an input, compared with the output when the process began.
+
+    new: not in the output. changed: of another version than was read. gone: no longer in the input; their rows stay.
+    """
+
+    new: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    gone: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.new} new, {self.changed} changed, {self.unchanged} unchanged, {self.gone} gone"
+
+
 class PredictionSummary(Record):
     """Counts of the whole input, and the speed of the process that wrote the file.
 
@@ -50,10 +65,11 @@ class PredictionSummary(Record):
     (folder, pattern, list, image, tar, parquet), complete (all names that were listed are among them). Of this process
     alone, as other processes or an earlier call may have done the rest: images_here, seconds, images_per_second, stages
     (the part of the time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
-    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above.
+    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above. increment: with
+    `--incremental`.
     """
 
-    format_version: int = 3
+    format_version: int = 4
     bundle: str
     bundle_sha256: str
     certified: bool
@@ -75,6 +91,7 @@ class PredictionSummary(Record):
     created: str
     draft: DraftCheck | None = None
     shard: str | None = None
+    increment: Increment | None = None
 
     def check_errors(self, max_error_rate: float) -> None:
         """Raise CheckFailed unless complete, and if a larger share of images is unreadable than `max_error_rate`."""
@@ -103,6 +120,7 @@ def summarize(
     source: str = "folder",
     beside: SkippedNames = NONE_SKIPPED,
     shard: Share | None = None,
+    increment: Increment | None = None,
 ) -> PredictionSummary:
     """The summary of a ledger whose shards are all done. source and beside: what the listing found, see `Inventory`."""
     totals = ledger.totals()
@@ -140,6 +158,7 @@ def summarize(
         created=timestamp(),
         draft=None if draft is None else DraftCheck.model_validate(draft),
         shard=None if shard is None else f"{shard.number}/{shard.jobs}",
+        increment=increment,
     )
 
 

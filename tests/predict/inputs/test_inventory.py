@@ -15,6 +15,7 @@ from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import stores
 from vitx.predict.inputs.inventory import Inventory, Item, Shard, read_item, read_shard, take_inventory
+from vitx.predict.inputs.tables import TableColumns
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -24,11 +25,12 @@ def touch(folder: Path, *names: str) -> None:
 
 
 def inventory(source: object, folder: Path, shard_size: int = 100, column: str | None = None) -> Inventory:
-    return take_inventory(str(source), folder / "list", shard_size, column)
+    return take_inventory(str(source), folder / "list", shard_size, TableColumns(column))
 
 
 def items(given: Inventory, folder: Path, column: str | None = None) -> list[Item]:
-    return [item for shard in given.shards for item in read_shard(shard, given.base, folder / "list", column)]
+    listing, columns = folder / "list", TableColumns(column)
+    return [item for shard in given.shards for item in read_shard(shard, given.base, listing, columns)]
 
 
 def sources(found: list[Item]) -> list[tuple[str, Any]]:
@@ -59,7 +61,7 @@ def test_a_pattern_gives_images_first_and_containers_in_order(tmp_path: Path) ->
         ("tar", f"{tmp_path}/1.tgz", None),
         ("tar", f"{tmp_path}/2.tar", None),
     ]
-    assert [item.key for item in read_shard(found.shards[0], "", tmp_path / "list", None)] == [
+    assert [item.key for item in read_shard(found.shards[0], "", tmp_path / "list")] == [
         f"{tmp_path}/{name}" for name in ("a.png", "b.png")
     ]
 
@@ -228,7 +230,7 @@ def test_one_table_without_images_among_others_is_a_row(tmp_path: Path) -> None:
 
 def test_a_parquet_file_without_rows_gives_none(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": pa.array([], pa.binary())}), tmp_path / "a.parquet")
-    assert list(read_shard(Shard("parquet", "a.parquet"), str(tmp_path), tmp_path / "list", None)) == []
+    assert list(read_shard(Shard("parquet", "a.parquet"), str(tmp_path), tmp_path / "list")) == []
 
 
 def test_a_row_group_that_is_damaged_ends_with_the_reason(tmp_path: Path) -> None:

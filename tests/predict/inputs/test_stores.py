@@ -223,6 +223,9 @@ def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
 class Tree:
     """A store with folders of which some cannot be listed."""
 
+    def invalidate_cache(self) -> None:
+        pass
+
     def __init__(self, listings: dict[str, list[str] | Exception]) -> None:
         self.listings = listings
 

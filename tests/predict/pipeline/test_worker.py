@@ -116,7 +116,6 @@ class Bench:
             "batch_size": 3,
             "top_k": 2,
             "logits": False,
-            "image_column": None,
             "strict": False,
             "read_threads": 2,
             "decode_threads": 2,
@@ -193,6 +192,17 @@ def test_a_shard_that_is_no_longer_held_is_not_counted_and_not_there(bench: Benc
     assert (worker.images, worker.committed) == (11, 7)
     assert bench.paths() == NAMES[:4] + NAMES[8:]
     assert not part_path(bench.out, 2).exists()
+
+
+def test_a_shard_that_was_taken_and_claimed_again_is_read_anew(bench: Bench) -> None:
+    """By the same worker, whose first reading of it is still on its way: both end, and the second is of the second."""
+    shard = bench.inventory.shards[0]
+    bench.shards = ListedShards(Inventory(bench.inventory.base, (shard, shard), ""))
+    bench.shards._todo = [Claim(1, shard, attempt=1), Claim(1, shard, attempt=2)]
+    worker = bench.worker()
+    worker.run()
+    assert bench.shards.committed == [1, 1]
+    assert bench.paths() == NAMES[:4]
 
 
 def test_temporary_files_have_the_suffix_of_their_worker(bench: Bench) -> None:

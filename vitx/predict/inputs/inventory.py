@@ -9,6 +9,8 @@ import io
 import itertools
 import os
 from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,8 +29,11 @@ from vitx.predict.inputs.stores import (
     join,
     open_stream,
     read_bytes,
+    version_of,
     walk_images,
+    with_version,
 )
+from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.options import WHOLE, Share
@@ -37,19 +42,17 @@ ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
-# If several columns of a Parquet file may hold images, the first of these names is taken.
-IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
-# Rows of a Parquet file that are in memory at once.
-PARQUET_BATCH_ROWS = 64
+# Versions that are asked for at once.
+VERSION_THREADS = 16
 
 
 @dataclass(frozen=True)
 class Shard:
     """The unit of work, by kind.
 
-    images: `count` records of the list, from byte `start` on; location is empty. tar: the file at `location`. parquet:
-    the row group of the file at `location` that begins with row `start`, or all of a file without a `count`. count:
-    the number of images, None if only reading the shard can tell.
+    images: `count` records of the list, from byte `start` on; location names the list, empty for the run's first. tar:
+    the file at `location`. parquet: the row group of the file at `location` that begins with row `start`, or all of a
+    file without a `count`. count: the number of images, None if only reading the shard can tell.
     """
 
     kind: ShardKind
@@ -59,10 +62,16 @@ class Shard:
 
 
 class Item(NamedTuple):
-    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read."""
+    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read.
+
+    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
+    read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
+    """
 
     key: str
     source: str | bytes | ImageError
+    copied: Any = None
+    version: str | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +79,8 @@ class Inventory:
     """The shards of an input, or of one share of it.
 
     base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
-    names the single images. skipped: names beside them; counted in the first share.
+    names the single images. skipped: names beside them; counted in the first share. schema: a `pyarrow.Schema` of the
+    columns of Parquet files that go on to the output, None if there are none.
     """
 
     base: str
@@ -79,6 +89,7 @@ class Inventory:
     share: Share = WHOLE
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
+    schema: Any = None
 
     def numbered(self) -> Iterator[tuple[int, Shard]]:
         """The shards with their numbers, from 1; different ones in every share."""
@@ -86,32 +97,62 @@ class Inventory:
 
 
 def take_inventory(
-    source: str, listing: Path, shard_size: int, image_column: str | None = None, share: Share = WHOLE
+    source: str, listing: Path, shard_size: int, columns: TableColumns = TableColumns(), share: Share = WHOLE
 ) -> Inventory:
     """List `source`, and write the paths of its single images to the file `listing`, sorted; those of `share` only.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, or
-    no Parquet file whose images are in `image_column`, or in one that can be told without it.
+    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, no
+    Parquet file whose `columns` of images and keys are clear, one whose columns cannot go on to the output, or two
+    rows of one key.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
     skipped = SkippedNames()
     base, containers, images = _list_input(source, listing.parent, skipped)
     written = write_list(listing, images, shard_size, share)
-    refused: list[InputError] = []
-    units = [unit for name in containers for unit in _container_shards(base, name, image_column, refused)]
-    if refused and len(refused) == len(units) and not written.total:
-        raise refused[0]
+    units, tables = _container_shards(source, base, containers, columns, others=written.total)
     if not units and not written.total:
-        known = ", ".join(sorted(EXTENSIONS))
-        kind = "holds" if is_folder(source) else "names"
-        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+        raise _no_image(source)
+    if columns.key is not None:
+        refuse_equal_keys(columns.key, key_records(base, tables.readable, columns.key), listing.parent)
     digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
     ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
     units = units[share.number - 1 :: share.jobs]
     beside = skipped if share.number == 1 else SkippedNames()
-    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside)
+    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside, tables.schema())
+
+
+class Contents(NamedTuple):
+    """What an input has now.
+
+    images: of each single image its name, MARK and its version, to be read once. readable: names of Parquet files.
+    """
+
+    base: str
+    images: Iterator[str]
+    units: list[Shard]
+    readable: list[str]
+    skipped: SkippedNames
+
+
+def list_again(source: str, scratch: Path, columns: TableColumns) -> Contents:
+    """List an input that was listed before; see `take_inventory`. columns: with the schema that was found then."""
+    source = source if is_url(source) else source.rstrip("/") or "/"
+    skipped = SkippedNames()
+    base, containers, names = _list_input(source, scratch, skipped, versions=True)
+    images = iter(names)
+    first = list(itertools.islice(images, 1))
+    units, tables = _container_shards(source, base, containers, columns, others=len(first), again=True)
+    if not units and not first:
+        raise _no_image(source)
+    return Contents(base, itertools.chain(first, images), units, tables.readable, skipped)
+
+
+def _no_image(source: str) -> InputError:
+    known = ", ".join(sorted(EXTENSIONS))
+    kind = "holds" if is_folder(source) else "names"
+    return InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
 
 
 def _source(source: str) -> Source:
@@ -122,10 +163,19 @@ def _source(source: str) -> Source:
     return "list" if source.lower().endswith(LIST_NAMES) else "image"
 
 
-def _list_input(source: str, scratch: Path, skipped: SkippedNames) -> tuple[str, list[str], Iterable[str]]:
-    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base."""
+def _list_input(
+    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool = False
+) -> tuple[str, list[str], Iterable[str]]:
+    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base.
+
+    versions: each image is followed by MARK and its version.
+    """
+
+    def marked(base: str, names: Iterable[str]) -> Iterable[str]:
+        return _with_versions(base, names) if versions else names
+
     if is_folder(source):
-        images = sort_paths(walk_images(source, skipped), scratch)
+        images = sort_paths(walk_images(source, skipped, versions=versions), scratch)
         first = next(images, None)
         if first is not None:
             return source, [], itertools.chain([first], images)
@@ -140,18 +190,18 @@ def _list_input(source: str, scratch: Path, skipped: SkippedNames) -> tuple[str,
         if glob.has_magic(source):
             # Two passes over the matches, so that the images need not be kept in memory.
             containers = sorted(path for path in expand(source) if _is_container(path))
-            return "", containers, sort_paths(_matched_images(source, skipped), scratch)
+            return "", containers, marked("", sort_paths(_matched_images(source, skipped), scratch))
         raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
-        return base, [], _lines(source)
+        return base, [], marked(base, _lines(source))
     if _is_container(name):
         return base, [name], ()
     if is_image_name(name):
-        return base, [], [name]
+        return base, [], marked(base, [name])
     raise InputError(
         f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
@@ -183,57 +233,80 @@ def _lines(source: str) -> Iterator[str]:
                 yield path
 
 
-def _container_shards(base: str, name: str, image_column: str | None, refused: list[InputError]) -> list[Shard]:
-    """The shards of a tar or Parquet file. One whose column of images is not clear is one shard, and is `refused`."""
-    if not name.lower().endswith(".parquet"):
-        return [Shard("tar", name)]
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def _with_versions(base: str, names: Iterable[str]) -> Iterator[str]:
+    remaining = iter(names)
+    with ThreadPoolExecutor(VERSION_THREADS) as pool:
+        while block := list(itertools.islice(remaining, 1024)):
+            yield from pool.map(lambda name: with_version(name, join(base, name)), block)
 
-    try:
-        with open_stream(join(base, name)) as file:
-            parquet = pq.ParquetFile(file)
-            metadata = parquet.metadata
-            _image_column(parquet.schema_arrow, image_column, name)
-            rows = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
-    except (OSError, pa.ArrowException):
-        return [Shard("parquet", name)]  # reading it gives a row with the reason
-    except InputError as error:
-        refused.append(error)
-        return [Shard("parquet", name)]
-    starts = itertools.accumulate(rows, initial=0)
-    return [Shard("parquet", name, start, count) for start, count in zip(starts, rows, strict=False)]
+
+def _container_shards(
+    source: str, base: str, names: list[str], columns: TableColumns, *, others: int, again: bool = False
+) -> tuple[list[Shard], Tables]:
+    """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
+    tables = Tables(columns, again=again)
+    units = []
+    for name in names:
+        if name.lower().endswith(".parquet"):
+            units += [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
+        else:
+            units.append(Shard("tar", name))
+    if tables.refused and len(tables.refused) == len(units) and not others:
+        raise tables.refused[0]
+    if columns.key is not None and (others or any(unit.kind != "parquet" for unit in units)):
+        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
+    return units, tables
 
 
 def read_shard(
-    shard: Shard, base: str, listing: Path, image_column: str | None, skipped: SkippedNames | None = None
+    shard: Shard,
+    base: str,
+    listing: Path,
+    columns: TableColumns = TableColumns(),
+    skipped: SkippedNames | None = None,
+    *,
+    versions: bool = False,
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
+
+    versions: those of tar and Parquet files are told with their images; of single images, `read_item` tells them.
 
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
+    version = version_of(join(base, shard.location)) if versions and shard.kind != "images" else None
     match shard.kind:
         case "images":
-            part = RecordRange(shard.start, shard.count or 0)
-            yield from (Item(name, join(base, name)) for name in read_range(listing, part))
+            names = read_range(listing_of(shard, listing), RecordRange(shard.start, shard.count or 0))
+            items = (Item(name, join(base, name)) for name in names)
         case "tar":
-            yield from _tar_items(shard, base, skipped)
+            items = _tar_items(shard, base, skipped)
         case "parquet":
-            yield from _parquet_items(shard, base, image_column)
+            items = _parquet_items(shard, base, columns)
+    with closing(items):
+        for item in items:
+            yield item if version is None else item._replace(version=version)
 
 
-def read_item(item: Item) -> Item:
+def listing_of(shard: Shard, listing: Path) -> Path:
+    """The file with the names of a shard of single images. listing: the run's first."""
+    return listing.with_name(shard.location) if shard.location else listing
+
+
+def read_item(item: Item, *, versions: bool = False) -> Item:
     """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
+    source = item.source
+    if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
+        item = item._replace(version=version_of(source))
     try:
-        return Item(item.key, read_bytes(item.source))
+        return item._replace(source=read_bytes(source))
     except ImageError as error:
-        return Item(item.key, error)
+        return item._replace(source=error)
 
 
-def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterator[Item]:
+def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generator[Item, None, None]:
     try:
         with open_stream(join(base, shard.location)) as file:
             for name, content in tar_images(file, skipped):
@@ -243,13 +316,13 @@ def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Iterato
         yield Item(shard.location, ImageError(reason))
 
 
-def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterator[Item]:
+def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
-        for value in _parquet_values(shard, base, image_column):
-            yield Item(f"{shard.location}/{row:07d}", value)
+        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns):
+            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
             row += 1
         return
     except InputError as error:  # about its columns
@@ -260,49 +333,3 @@ def _parquet_items(shard: Shard, base: str, image_column: str | None) -> Iterato
         yield Item(shard.location, reason)
     for lost in range(row, end):
         yield Item(f"{shard.location}/{lost:07d}", reason)
-
-
-def _parquet_values(shard: Shard, base: str, image_column: str | None) -> Iterator[str | bytes | ImageError]:
-    import pyarrow.parquet as pq
-
-    folder = join(base, shard.location).rpartition("/")[0]
-    with open_stream(join(base, shard.location)) as file:
-        parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
-        rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
-        column = _image_column(parquet.schema_arrow, image_column, shard.location)
-        groups = list(range(len(rows)))
-        if shard.count is not None:
-            found = zip(itertools.accumulate(rows, initial=0), rows, strict=False)
-            groups = [index for index, group in enumerate(found) if group == (shard.start, shard.count)]
-            if not groups:
-                raise OSError(f"no row group of {shard.count} rows begins there, as when the file was listed")
-        for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups=groups, columns=[column]):
-            yield from (_parquet_value(value, folder) for value in batch.column(0).to_pylist())
-
-
-def _parquet_value(value: Any, folder: str) -> str | bytes | ImageError:
-    """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
-    if isinstance(value, dict):
-        path = value.get("path")
-        value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
-    return value or ImageError("not an image: empty")
-
-
-def _image_column(schema: Any, given: str | None, location: str) -> str:
-    import pyarrow.types as types
-
-    def may_hold_images(kind: Any) -> bool:
-        plain = types.is_binary(kind) or types.is_large_binary(kind)
-        return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
-
-    found = [field.name for field in schema if may_hold_images(field.type)]
-    if given is not None and given in found:
-        return given
-    preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found][:1]
-    if given is not None or not preferred:
-        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
-        raise InputError(
-            f"{location} has the columns {', '.join(schema.names)}, of which {', '.join(found) or 'none'} may hold "
-            f"images: expected {wanted}; name it with --image-column"
-        )
-    return preferred[0]

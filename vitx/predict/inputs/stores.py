@@ -13,6 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar, cast
 
@@ -27,6 +28,10 @@ T = TypeVar("T")
 MAX_IMAGE_BYTES = 4 * MAX_PIXELS
 # Seconds to wait before the second and the third attempt at a remote object.
 REMOTE_WAITS = (0.2, 1.0)
+# What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
+_TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
+# Between a name and its version; a version has none.
+MARK = "\x01"
 
 
 def is_url(location: str) -> bool:
@@ -65,14 +70,42 @@ def open_stream(location: str) -> BinaryIO:
     return cast(BinaryIO, system.open(path, "rb"))
 
 
-def walk_images(root: str, skipped: SkippedNames | None = None) -> Iterator[str]:
+def walk_images(root: str, skipped: SkippedNames | None = None, *, versions: bool = False) -> Iterator[str]:
     """Yield the paths of the images below a folder, relative to it and unsorted; other names are added to `skipped`.
+
+    versions: each path is followed by MARK and its version, empty if that cannot be told.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     skip = SkippedNames().add if skipped is None else skipped.add
-    return _walk_remote(root, skip) if is_url(root) else _walk_local(root, skip)
+    if is_url(root):
+        return _walk_remote(root, skip, versions=versions)
+    names = _walk_local(root, skip)
+    return (with_version(name, join(root, name)) for name in names) if versions else names
+
+
+def with_version(name: str, location: str) -> str:
+    return f"{name}{MARK}{version_of(location) or ''}"
+
+
+def version_of(location: str) -> str | None:
+    """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
+    try:
+        if not is_url(location):
+            found = os.stat(location)
+            return f"{found.st_size}-{found.st_mtime_ns}"
+        system, path = remote_filesystem(location)
+        return _entry_version(attempts(lambda: system.info(path), "it gives no answer"))
+    except (OSError, ImageError, VitxError):
+        return None
+
+
+def _entry_version(entry: dict[str, Any]) -> str | None:
+    tag = next((entry[name] for name in _TAGS if entry.get(name)), None)
+    if isinstance(tag, datetime):  # a listing may give a number where a header gives this
+        tag = tag.timestamp()
+    return None if tag is None else f"{entry.get('size')}-{tag}".replace('"', "")
 
 
 def expand(pattern: str) -> Iterator[str]:
@@ -99,7 +132,7 @@ def exists(location: str) -> bool:
 def _ask(location: str, question: str) -> bool:
     system, path = remote_filesystem(location)
     try:
-        return bool(_attempts(lambda: getattr(system, question)(path), "it gives no answer"))
+        return bool(attempts(lambda: getattr(system, question)(path), "it gives no answer"))
     except (OSError, ImageError) as error:
         raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
@@ -143,10 +176,10 @@ def _read_remote(location: str) -> bytes:
             check_size(system.info(path).get("size"))
         return bytes(system.cat_file(path))
 
-    return _attempts(read, "cannot read the object")
+    return attempts(read, "cannot read the object")
 
 
-def _attempts(function: Callable[[], T], problem: str) -> T:
+def attempts(function: Callable[[], T], problem: str) -> T:
     """The value of `function`, which is called again unless its error will not change; at last raise ImageError."""
     for wait in (*REMOTE_WAITS, None):
         try:
@@ -209,10 +242,18 @@ def _folder_problem(location: str) -> str:
         return f"cannot list the folder: {error.strerror}"
 
 
-def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
+def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[str]:
     """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
+    system.invalidate_cache()  # of an earlier listing in this process
     top = top.rstrip("/")
+
+    def named(name: str, entry: dict[str, Any]) -> str:
+        if not versions:
+            return name
+        version = _entry_version(entry)
+        return with_version(name, join(root, name)) if version is None else f"{name}{MARK}{version}"
+
     todo = [""]
     while todo:
         prefix = todo.pop()
@@ -223,7 +264,7 @@ def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
         except (ImageError, OSError) as error:
             if not prefix:
                 raise InputError(f"cannot list the folder '{root}': {error}") from None
-            yield prefix
+            yield named(prefix, {})
             continue
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
@@ -233,10 +274,10 @@ def _walk_remote(root: str, skip: Callable[[str], None]) -> Iterator[str]:
             if not hidden and entry["type"] == "directory":
                 todo.append(f"{prefix}{name}/")
             elif not hidden and is_image_name(name):
-                yield prefix + name
+                yield named(prefix + name, entry)
             else:
                 skip(prefix + name)
-        yield from below_empty_names
+        yield from (named(name, {}) for name in below_empty_names)
 
 
 def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None]) -> list[str]:
@@ -244,7 +285,7 @@ def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None
     find = getattr(system, "_find", None) or system.find
     if "prefix" not in inspect.signature(find).parameters:  # of fsspec's object stores: s3fs, gcsfs, adlfs
         return []
-    found = _attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
+    found = attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
     images = []
     for path in found:
         name = path[len(folder) :]
@@ -257,5 +298,5 @@ def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
     """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries: list[dict[str, Any]] = _attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
+    entries: list[dict[str, Any]] = attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
     return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]

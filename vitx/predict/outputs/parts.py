@@ -3,8 +3,8 @@
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
 
 Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), and on request logits, embeddings and attention (lists of float32:
-Spark 3.5 opens no file with a column of float16).
+top_k_scores (list of float32), error (string), on request logits, embeddings and attention (lists of float32: Spark 3.5
+opens no file with a column of float16), and those of the input that are copied.
 
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,12 @@ from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import WHOLE, Share
 
 PREDICTIONS = "predictions.parquet"
-# Rows that are collected before they are written as one row group.
-ROW_GROUP = 8192
+# Rows that are collected before they are written as one row group; fewer, where copied columns are larger than this.
+ROW_GROUP, COPIED_BYTES = 8192, 64 << 20
 # The columns of lists, by the output of a session that they hold.
 LIST_COLUMNS = {"logits": "logits", "embedding": "embeddings", "attention": "attention"}
+# The column of what was read, see `version_of`.
+VERSION = "source_version"
 
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
@@ -58,7 +60,7 @@ class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
     indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
-    image may be left out.
+    image may be left out. copied and versions: of N, see `Item`; may be left out where the file has no such columns.
     """
 
     keys: Sequence[str]
@@ -66,6 +68,8 @@ class Rows:
     indices: Int32Array
     scores: Float32Array
     lists: Mapping[str, Float32Array] = field(default_factory=dict)
+    copied: Sequence[Any] = ()
+    versions: Sequence[str | None] = ()
 
 
 def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
@@ -100,28 +104,31 @@ class Part:
 
 
 class KeptRows:
-    """The rows of a finished file, of which `--retry-errors` keeps those without an error. It is read into memory."""
+    """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
 
-    def __init__(self, path: Path) -> None:
+    The file is read into memory.
+    """
+
+    def __init__(self, path: Path, again: frozenset[int] = frozenset()) -> None:
         import pyarrow.parquet as pq
 
         with path.open("rb") as file:
             self._table = pq.ParquetFile(file).read()
         self._keys = self._table["path"].to_pylist()
-        self._failed = self._table["error"].is_valid().to_pylist()
+        self._again = again.union(np.flatnonzero(self._table["error"].is_valid().to_numpy()).tolist())
         # The row of the old file at each place of the new one, None for a new row.
         self._order: list[int | None] = []
 
     @classmethod
-    def of(cls, path: Path, digest: str | None) -> "KeptRows | None":
-        """The rows of the file at `path` if it is the one with this sha256."""
+    def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
+        """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
         found = digest is not None and path.is_file() and sha256_file(path) == digest
-        return cls(path) if found else None
+        return cls(path, again) if found else None
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
         row = len(self._order)
-        kept = row < len(self._keys) and not self._failed[row] and self._keys[row] == escape_invalid_utf8(key)
+        kept = row < len(self._keys) and row not in self._again and self._keys[row] == escape_invalid_utf8(key)
         self._order.append(row if kept else None)
         return kept
 
@@ -141,10 +148,28 @@ class KeptRows:
         return len(merged), errors, {one["values"]: one["counts"] for one in counts}
 
 
+def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
+    """The types of our own columns, by name. lists: those of LIST_COLUMNS that are asked for."""
+    import pyarrow as pa
+
+    columns = {
+        "path": pa.string(),
+        "class": pa.string(),
+        "class_index": pa.int32(),
+        "score": pa.float32(),
+        "top_k_classes": pa.list_(pa.string()),
+        "top_k_scores": pa.list_(pa.float32()),
+        "error": pa.string(),
+    }
+    columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
+    return columns | ({VERSION: pa.string()} if versions else {})
+
+
 class PartWriter:
     """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
 
-    lists: those of LIST_COLUMNS that the file gets. footer: key-value metadata.
+    lists: those of LIST_COLUMNS that the file gets. versions: whether it gets the column VERSION. copied: a
+    `pyarrow.Schema` of columns of the input that it gets. footer: key-value metadata.
     """
 
     def __init__(
@@ -155,6 +180,8 @@ class PartWriter:
         labels: Sequence[str],
         *,
         lists: Sequence[str] = (),
+        versions: bool = False,
+        copied: Any = None,
         footer: Mapping[str, str] | None = None,
     ) -> None:
         import pyarrow as pa
@@ -164,19 +191,10 @@ class PartWriter:
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{suffix}")
         self._labels = pa.array(labels, pa.string())
-        columns = {
-            "path": pa.string(),
-            "class": pa.string(),
-            "class_index": pa.int32(),
-            "score": pa.float32(),
-            "top_k_classes": pa.list_(pa.string()),
-            "top_k_scores": pa.list_(pa.float32()),
-            "error": pa.string(),
-        }
-        columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
-        self._schema = pa.schema(columns, metadata=footer)
+        self._copied = pa.schema([]) if copied is None else copied
+        self._schema = pa.schema([*output_columns(lists, versions=versions).items(), *self._copied], metadata=footer)
         self._waiting: list[Rows] = []
-        self._row_count = 0
+        self._row_count = self._copied_bytes = 0
         self.images = self.errors = 0
         # Rows of the shard's last file that are to be among the new ones.
         self.kept: KeptRows | None = None
@@ -188,7 +206,8 @@ class PartWriter:
     def add(self, rows: Rows) -> None:
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
-        if self._row_count >= ROW_GROUP:
+        self._copied_bytes += sum(_bytes(one) for one in rows.copied if one is not None)
+        if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
     def finish(self) -> Part:
@@ -211,12 +230,13 @@ class PartWriter:
             return
         rows = _concatenated(self._waiting)
         self._waiting.clear()
-        self._row_count = 0
+        self._row_count = self._copied_bytes = 0
         self.images += len(rows.keys)
         self.errors += len(rows.keys) - len(rows.indices)
         for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
             self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
-        self._writer.write_batch(_record_batch(rows, self._labels, self._schema), row_group_size=len(rows.keys))
+        table = _table(rows, self._labels, self._schema, self._copied)
+        self._writer.write_table(table, row_group_size=len(rows.keys))
 
 
 def warm_up() -> None:
@@ -235,6 +255,13 @@ def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None
             path.unlink(missing_ok=True)
 
 
+def _bytes(row: Any) -> int:
+    """Of a slice of an array with a dictionary, pyarrow counts all of the dictionary."""
+    import pyarrow.types as types
+
+    return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
+
+
 def _concatenated(batches: Sequence[Rows]) -> Rows:
     names = {name: None for rows in batches for name in rows.lists}  # in order
     return Rows(
@@ -243,10 +270,12 @@ def _concatenated(batches: Sequence[Rows]) -> Rows:
         indices=np.concatenate([rows.indices for rows in batches]),
         scores=np.concatenate([rows.scores for rows in batches]),
         lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
+        copied=[one for rows in batches for one in rows.copied],
+        versions=[one for rows in batches for one in rows.versions],
     )
 
 
-def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
+def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
     import pyarrow as pa
 
     # (N,) from (M,): rows without a prediction are null in all columns but path and error.
@@ -271,8 +300,22 @@ def _record_batch(rows: Rows, labels: Any, schema: Any) -> Any:
         lists(pa.array(rows.scores.reshape(-1)), width),
         pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
     ]
+    ours = schema.names[: len(schema) - len(copied)]
     for name, column in LIST_COLUMNS.items():
-        if column in schema.names:
+        if column in ours:
             found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    if VERSION in ours:
+        columns.append(pa.array(rows.versions, pa.string()))
+    return pa.table([*columns, *_copied_columns(rows, copied)], schema=schema)
+
+
+def _copied_columns(rows: Rows, schema: Any) -> Sequence[Any]:
+    """The columns of N rows; null in those rows that have none, such as images that are not of a Parquet file."""
+    import pyarrow as pa
+
+    if not schema:
+        return ()
+    nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
+    batches = [nulls if one is None else one for one in rows.copied]
+    return cast("Sequence[Any]", pa.Table.from_batches(batches, schema).combine_chunks().columns)

@@ -13,6 +13,7 @@ from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.parity.statistics import clopper_pearson_upper, images_needed
 from vitx.parity.verdict import MAX_FLIP_RATE
 from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
+from vitx.predict.inputs.tables import TableColumns
 from vitx.runtimes.session import Session
 
 # Images that are compared. At 512, one flip still keeps the 95 % bound below a flip rate of 0.01.
@@ -37,12 +38,12 @@ class DraftCheck(Record):
 
 
 def check_draft(
-    bundle: Bundle, session: Session, inventory: Inventory, listing: Path, image_column: str | None, *, batch_size: int
+    bundle: Bundle, session: Session, inventory: Inventory, listing: Path, columns: TableColumns, *, batch_size: int
 ) -> DraftCheck:
     """Compare both ways of decoding; raise CheckFailed if the bound on the flip rate is above the certificate's."""
     certificate = bundle.certificate()
     allowed = MAX_FLIP_RATE if certificate is None else certificate.max_flip_rate
-    items = _sample(inventory, listing, image_column)
+    items = _sample(inventory, listing, columns)
     pairs = _pairs(items, bundle.manifest.preprocessing)
     images = drafted = flips = grey = 0
     logit = 0.0
@@ -74,7 +75,7 @@ def check_draft(
     )
 
 
-def _sample(inventory: Inventory, listing: Path, image_column: str | None) -> Iterator[Item]:
+def _sample(inventory: Inventory, listing: Path, columns: TableColumns) -> Iterator[Item]:
     """Yield SAMPLE_IMAGES images, or as many as there are, evenly spaced.
 
     Of a shard whose size is not known they are the first ones. Where SAMPLE_IMAGES cannot be divided equally among the
@@ -86,7 +87,7 @@ def _sample(inventory: Inventory, listing: Path, image_column: str | None) -> It
     for shard in shards:
         size = max(each, shard.count or 0)
         chosen = {index * size // each for index in range(each)}
-        items = islice(read_shard(shard, inventory.base, listing, image_column), max(chosen) + 1)
+        items = islice(read_shard(shard, inventory.base, listing, columns), max(chosen) + 1)
         yield from (item for index, item in enumerate(items) if index in chosen)
 
 

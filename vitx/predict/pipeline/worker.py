@@ -14,6 +14,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
@@ -48,10 +49,13 @@ class Job:
     batch_size: int
     top_k: int
     logits: bool
-    image_column: str | None
     strict: bool
     read_threads: int
     decode_threads: int
+    # Whether the files of the output tell what was read: a column of versions.
+    versions: bool = False
+    # Of Parquet files.
+    columns: TableColumns = field(default_factory=TableColumns)
     # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
     has_single_files: bool = True
     # Further outputs of the session, each of which becomes a column.
@@ -112,16 +116,16 @@ class Reading:
 
 
 class PreparedImage(NamedTuple):
-    """An image's key in the output, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
+    """An image without its bytes, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
 
-    key: str
+    item: Item
     pixels: UInt8Array | ImageError
 
 
 class BatchOutputs(NamedTuple):
-    """A batch of N images: keys and errors of all; logits (M, C) and further outputs of the M without an error."""
+    """A batch of N images: items and errors of all; logits (M, C) and further outputs of the M without an error."""
 
-    keys: list[str]
+    items: list[Item]
     errors: list[str | None]
     logits: Float32Array
     further: dict[str, Float32Array]
@@ -146,8 +150,8 @@ class Worker:
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
-        # By shard, from when it was read until it is recorded.
-        self._readings: dict[int, Reading] = {}
+        # By shard and claim, from when it was read until it is recorded.
+        self._readings: dict[tuple[int, int], Reading] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -174,7 +178,7 @@ class Worker:
             for claim, outputs in results(inferred):
                 sink.put((claim, outputs))
                 if outputs is not None:
-                    self.images += len(outputs.keys)
+                    self.images += len(outputs.items)
                     self.on_progress()
             sink.finish()
         except BaseException:
@@ -193,36 +197,39 @@ class Worker:
 
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
+        job = self.job
         for claim in self.shards.claims():
-            reading = Reading(SkippedNames(), KeptRows.of(part_path(self.job.out, claim.id), claim.kept))
-            items = read_shard(claim.shard, self.job.base, self.job.listing, self.job.image_column, reading.skipped)
+            reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
+            given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
+            items = read_shard(*given, versions=job.versions)
             remaining = reading.remaining(items)
             with closing(items):
                 while True:
                     with self.timer.busy("read"):
                         images = list(islice(remaining, self._slice_size))
                     if not images:
-                        self._readings[claim.id] = reading
+                        self._readings[claim.id, claim.attempt] = reading
                     yield claim, images
                     if not images:
                         break
 
     def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("read"):
-            return images[0], [read_item(item) for item in images[1]]
+            return images[0], [read_item(item, versions=self.job.versions) for item in images[1]]
 
     def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
         with self.timer.busy("decode"):
             return images[0], [self._prepare(item) for item in images[1]]
 
     def _prepare(self, item: Item) -> PreparedImage:
+        bare = item._replace(source=b"")
         try:
             if isinstance(item.source, bytes):
-                return PreparedImage(item.key, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
+                return PreparedImage(bare, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
         except ImageError as error:
-            return PreparedImage(item.key, error)
+            return PreparedImage(bare, error)
         assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
-        return PreparedImage(item.key, item.source)
+        return PreparedImage(bare, item.source)
 
     def _batches(
         self, decoded: Iterator[tuple[Claim, list[PreparedImage]]]
@@ -248,17 +255,17 @@ class Worker:
         claim, batch = images
         if not batch:
             return claim, None
-        errors = [str(item.pixels) if isinstance(item.pixels, ImageError) else None for item in batch]
+        errors = [str(image.pixels) if isinstance(image.pixels, ImageError) else None for image in batch]
         if self.job.strict:
-            refuse_unreadable((item.key for item in batch), errors)
+            refuse_unreadable((image.item.key for image in batch), errors)
         classes = len(self.job.labels)
         logits: Float32Array = np.zeros((0, classes), dtype=np.float32)
         further: dict[str, Float32Array] = {}
-        pixels = [item.pixels for item in batch if not isinstance(item.pixels, ImageError)]
+        pixels = [image.pixels for image in batch if not isinstance(image.pixels, ImageError)]
         if pixels:
             with self.timer.busy("infer"):
                 logits, further = self._run(np.stack(pixels))
-        return claim, BatchOutputs([item.key for item in batch], errors, logits, further)
+        return claim, BatchOutputs([image.item for image in batch], errors, logits, further)
 
     def _run(self, images: UInt8Array) -> tuple[Float32Array, dict[str, Float32Array]]:
         if not self.job.outputs:
@@ -271,7 +278,7 @@ class Worker:
 
         Called in the writing thread, so that the model does not wait for it.
         """
-        keys, errors, logits, further = outputs
+        items, errors, logits, further = outputs
         finite = np.isfinite(logits).all(axis=1)
         for values in further.values():
             finite &= np.isfinite(values).all(axis=1)
@@ -283,7 +290,8 @@ class Worker:
             further = {name: values[finite] for name, values in further.items()}
         indices, scores = rank(logits, self.job.top_k)
         lists = ({"logits": logits} if self.job.logits else {}) | further
-        return Rows(keys, errors, indices, scores, lists)
+        keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
+        return Rows(keys, errors, indices, scores, lists, copied, versions)
 
     def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
         """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
@@ -313,11 +321,17 @@ class Worker:
         if self._writer is None:
             job, suffix = self.job, self.shards.temporary_suffix()
             lists = [*(["logits"] if job.logits else []), *job.outputs]
-            self._writer = PartWriter(job.out, claim.id, suffix, job.labels, lists=lists, footer=job.footer)
+            self._writer = PartWriter(
+                *(job.out, claim.id, suffix, job.labels),
+                lists=lists,
+                versions=job.versions,
+                copied=job.columns.schema,
+                footer=job.footer,
+            )
         if rows is not None:
             self._writer.add(rows)
             return
-        reading = self._readings.pop(claim.id)
+        reading = self._readings.pop((claim.id, claim.attempt))
         self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
         try:
             part = self._writer.finish()

@@ -196,12 +196,13 @@ class PredictionActor:
 
 def claim_to_text(claim: Claim) -> str:
     shard = claim.shard
-    return json.dumps([claim.id, claim.kept, shard.kind, shard.location, shard.start, shard.count])
+    again, attempt = sorted(claim.again), claim.attempt
+    return json.dumps([claim.id, claim.kept, again, attempt, shard.kind, shard.location, shard.start, shard.count])
 
 
 def claim_from_text(text: str) -> Claim:
-    number, kept, *shard = json.loads(text)
-    return Claim(number, Shard(*shard), kept)
+    number, kept, again, attempt, *shard = json.loads(text)
+    return Claim(number, Shard(*shard), kept, frozenset(again), attempt)
 
 
 def part_from_result(result: dict[str, Any], out: Path) -> Part:

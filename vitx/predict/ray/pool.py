@@ -18,6 +18,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
+from vitx.predict.inputs.inventory import listing_of
 from vitx.predict.inputs.listing import RecordRange, read_range
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
@@ -282,8 +283,8 @@ def _run_token(job: Job) -> Iterator[Path]:
 
 def _sample_path(job: Job, claim: Claim) -> str | None:
     """The first file of a shard, or None if it is a URL or not there."""
-    name = claim.shard.location
-    if claim.shard.kind == "images":
-        name = next(read_range(job.listing, RecordRange(claim.shard.start, 1)))
+    shard, name = claim.shard, claim.shard.location
+    if shard.kind == "images":
+        name = next(read_range(listing_of(shard, job.listing), RecordRange(shard.start, 1)))
     location = join(job.base, name)
     return location if not is_url(location) and os.path.lexists(location) else None

@@ -1,0 +1,323 @@
+"""`--out` at the URL of an object store: it shows whole files of one run, all of them when the summary is there."""
+
+import io
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from bundle_fixture import NumpySession, colour_image, png
+from cli_fixture import Vitx
+from vitx.core.bundle import Bundle
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
+from vitx.predict.inputs import stores
+from vitx.predict.options import PredictOptions
+from vitx.predict.outputs.parts import part_path
+
+STORE = fsspec.filesystem("memory")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten images in three shards."""
+    (tmp_path / "in").mkdir()
+    for index in range(10):
+        image = png(colour_image(index % 4, np.random.default_rng(index)))
+        (tmp_path / "in" / f"{index:02d}.png").write_bytes(image)
+    return tmp_path / "in"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"memory://bucket/{tmp_path.name}"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+class Stopped(NumpySession):
+    """Stopped at the second batch, or later."""
+
+    def __init__(self, batches: int = 1) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def _infer(self, images: Any) -> Any:
+        self.batches -= 1
+        if self.batches < 0:
+            raise KeyboardInterrupt
+        return super()._infer(images)
+
+
+def run(
+    bundle: Bundle, source: Path, url: str, state: Path | None, session: NumpySession | None = None, **options: Any
+) -> PredictionSummary:
+    given = PredictOptions(**{"shard_size": 4, "decode_threads": 1, "state": state} | options)
+    return predict(bundle, session or NumpySession(), source, url, given, quiet=True)
+
+
+def objects(url: str) -> dict[str, bytes]:
+    root = url.removeprefix("memory:/")
+    return {name.removeprefix(f"{root}/"): STORE.cat_file(name) for name in STORE.find(root)}
+
+
+def names(*parts: int, summary: bool = True) -> set[str]:
+    found = {f"{PREDICTIONS}/part-{number:08d}.parquet" for number in parts}
+    return found | {".vitx.json"} | ({SUMMARY} if summary else set())
+
+
+def keys(url: str) -> list[str]:
+    found = [data for name, data in sorted(objects(url).items()) if name.endswith(".parquet")]
+    return [key for data in found for key in pq.read_table(io.BytesIO(data))["path"].to_pylist()]
+
+
+def test_the_store_has_what_the_folder_has(tiny_bundle: Bundle, folder: Path, url: str, state: Path) -> None:
+    summary = run(tiny_bundle, folder, url, state)
+    found = objects(url)
+    assert set(found) == names(1, 2, 3)
+    for name in found.keys() - {".vitx.json"}:
+        assert found[name] == (state / name).read_bytes()
+    assert json.loads(found[SUMMARY]) == summary.model_dump(mode="json")
+    assert keys(url) == [f"{index:02d}.png" for index in range(10)]
+    mark = json.loads(found[".vitx.json"])
+    assert (mark["state"], mark["host"]) == (str(state), socket.gethostname())
+
+
+def test_parts_are_put_once_and_the_summary_last(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    put = MemoryFileSystem.put_file
+
+    def noted(self: Any, path: str, name: str, **more: Any) -> None:
+        order.append(name.rpartition("/")[2])
+        put(self, path, name, **more)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
+    summary = run(tiny_bundle, folder, url, state)
+    assert sorted(order[:-1]) == [f"part-{number:08d}.parquet" for number in (1, 2, 3)]
+    assert order.pop() == SUMMARY
+    found = objects(url)
+    order.clear()
+    assert run(tiny_bundle, folder, f"{url}/", state) == summary
+    assert order == [SUMMARY]
+    assert objects(url) == found
+
+
+def test_a_run_that_was_stopped_goes_on(tiny_bundle: Bundle, folder: Path, url: str, state: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, url, state, Stopped())
+    assert set(objects(url)) <= names(1, 2, summary=False)
+    assert run(tiny_bundle, folder, url, state).images == 10
+    assert keys(url) == [f"{index:02d}.png" for index in range(10)]
+
+
+@pytest.mark.parametrize("damage", ["removed", "shorter", "summary"])
+def test_what_is_missing_in_the_store_is_put_again(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, damage: str
+) -> None:
+    run(tiny_bundle, folder, url, state)
+    before = objects(url)
+    name = SUMMARY if damage == "summary" else f"{PREDICTIONS}/part-00000002.parquet"
+    if damage == "shorter":
+        STORE.pipe_file(f"{url}/{name}", b"PAR1")
+    else:
+        STORE.rm_file(f"{url}/{name}")
+    assert run(tiny_bundle, folder, url, state).images == 10
+    assert objects(url) == before
+
+
+def test_a_part_that_is_made_again_is_put_again_and_the_old_summary_goes_first(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path
+) -> None:
+    (folder / "05.png").write_bytes(b"")
+    run(tiny_bundle, folder, url, state)
+    (folder / "05.png").write_bytes((folder / "06.png").read_bytes())
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, url, state, Stopped(0), retry_errors=True)
+    assert set(objects(url)) == names(1, 2, 3, summary=False)
+    assert run(tiny_bundle, folder, url, state).errors == 0
+    assert all(
+        objects(url)[f"{PREDICTIONS}/{path.name}"] == path.read_bytes() for path in (state / PREDICTIONS).iterdir()
+    )
+    assert set(objects(url)) == names(1, 2, 3)
+
+
+def test_increments_reach_the_store(tiny_bundle: Bundle, folder: Path, url: str, state: Path) -> None:
+    run(tiny_bundle, folder, url, state, incremental=True)
+    before = objects(url)
+    (folder / "10.png").write_bytes((folder / "06.png").read_bytes())
+    (folder / "00.png").unlink()
+    summary = run(tiny_bundle, folder, url, state, incremental=True)
+    assert summary.increment is not None
+    assert (summary.increment.new, summary.increment.gone) == (1, 1)
+    found = objects(url)
+    assert set(found) == names(1, 2, 3, 4)
+    assert found.items() >= {name: data for name, data in before.items() if name not in (SUMMARY, ".vitx.json")}.items()
+    assert keys(url) == [f"{index:02d}.png" for index in range(11)]
+    again = run(tiny_bundle, folder, url, state, incremental=True)
+    assert json.loads(objects(url)[SUMMARY]) == again.model_dump(mode="json")
+
+
+def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path
+) -> None:
+    """Its ledger is elsewhere: this one would not know which of the parts are of what."""
+    run(tiny_bundle, folder, url, state, shard_size=2)
+    message = (
+        rf"^'{url}' holds predictions of another run \(its ledger is in {state} of {socket.gethostname()}\): name that "
+        "folder with --state, choose another URL, or pass --overwrite$"
+    )
+    with pytest.raises(InputError, match=message):
+        run(tiny_bundle, folder, url, tmp_path / "other")
+    assert set(objects(url)) == names(1, 2, 3, 4, 5)
+    run(tiny_bundle, folder, url, tmp_path / "other", overwrite=True)
+    assert set(objects(url)) == names(1, 2, 3)
+    STORE.rm_file(f"{url}/.vitx.json")
+    with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
+        run(tiny_bundle, folder, url, tmp_path / "third")
+
+
+def test_jobs_share_a_store(tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path) -> None:
+    """Each with a ledger of its own, on a machine of its own."""
+    for number in (2, 1, 3):
+        run(tiny_bundle, folder, url, tmp_path / f"state-{number}", shard=(number, 3), shard_size=2)
+    assert sorted(keys(url)) == [f"{index:02d}.png" for index in range(10)]
+    assert {name for name in objects(url) if "parquet" not in name} == {
+        f"{name}-{number:05d}-of-00003.json" for number in (1, 2, 3) for name in ("summary", ".vitx")
+    }
+    assert run(tiny_bundle, folder, url, tmp_path / "state-2", shard=(2, 3), shard_size=2).images == 3
+    with pytest.raises(InputError, match=r"state-2 of .*, choose another URL, or remove them$"):
+        run(tiny_bundle, folder, url, tmp_path / "lost", shard=(2, 3), shard_size=2)
+
+
+def test_the_state_has_a_place_of_its_own_by_default(
+    tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VITX_CACHE", str(tmp_path / "cache"))
+    run(tiny_bundle, folder, url, None)
+    run(tiny_bundle, folder, f"{url}-2", None)
+    found = list((tmp_path / "cache" / "predict").iterdir())
+    assert len(found) == 2
+    assert all(part_path(path, 3).is_file() for path in found)
+
+
+class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A store that cannot be written, at times."""
+
+    protocol = "memory"
+    fails = 0
+    error: Exception = RuntimeError("SlowDown: reduce your request rate")
+
+    def put_file(self, lpath: str, rpath: str, **more: Any) -> None:
+        if Broken.fails:
+            Broken.fails -= 1
+            raise Broken.error
+        super().put_file(lpath, rpath, **more)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> type[Broken]:
+    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(
+        "vitx.predict.outputs.mirror.remote_filesystem", lambda url: (Broken(), url.removeprefix("memory:/"))
+    )
+    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 1000.0)  # all is put at the end
+    monkeypatch.setattr(Broken, "fails", 0)
+    return Broken
+
+
+def test_a_store_that_fails_at_times_is_asked_again(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, broken: type[Broken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broken, "fails", 2)
+    assert run(tiny_bundle, folder, url, state).images == 10
+    assert set(objects(url)) == names(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (RuntimeError("SlowDown"), "it gives no answer: RuntimeError: SlowDown"),
+        (FileNotFoundError(2, "The specified bucket does not exist"), "The specified bucket does not exist"),
+        (PermissionError("Access Denied"), "Access Denied"),
+    ],
+)
+def test_a_store_that_fails_is_one_error_and_the_run_goes_on_later(
+    tiny_bundle: Bundle,
+    folder: Path,
+    url: str,
+    state: Path,
+    broken: type[Broken],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    text: str,
+) -> None:
+    monkeypatch.setattr(broken, "fails", 1000)
+    monkeypatch.setattr(broken, "error", error)
+    message = (
+        rf"^cannot write to '{url}': .*{text}\. What was predicted is kept in '{state}': run the same command again$"
+    )
+    with pytest.raises(EnvironmentMissing, match=message):
+        run(tiny_bundle, folder, url, state)
+    assert SUMMARY not in objects(url)
+    monkeypatch.setattr(broken, "fails", 0)
+    assert run(tiny_bundle, folder, url, state, Stopped(0)).images == 10
+    assert set(objects(url)) == names(1, 2, 3)
+
+
+def test_parts_are_put_while_others_are_predicted(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import threading
+
+    first_is_there = threading.Event()
+    put = MemoryFileSystem.put_file
+
+    def noted(self: Any, path: str, name: str, **more: Any) -> None:
+        put(self, path, name, **more)
+        first_is_there.set()
+
+    class Waiting(NumpySession):
+        batches = 0
+
+        def _infer(self, images: Any) -> Any:
+            self.batches += 1
+            if self.batches == 3:  # the first shard has been written before the third is begun, or will be
+                assert first_is_there.wait(30)
+            return super()._infer(images)
+
+    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
+    assert run(tiny_bundle, folder, url, state, Waiting()).images == 10
+
+
+@pytest.mark.parametrize("given", ["http://x/y", "file:///tmp/x", "sftp://host/x", "foo://x"])
+def test_what_is_no_object_store_is_refused(
+    tiny_bundle: Bundle, folder: Path, tmp_path: Path, vitx: Vitx, given: str
+) -> None:
+    code, _, err = vitx("predict", tiny_bundle.path, folder, "--out", given, "--state", tmp_path / "state")
+    assert (code, err.count("error: ")) == (2, 1)
+    assert f"--out '{given}': expected a folder of this machine or the URL of an object store (s3, s3a, gs, " in err
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_state_is_of_a_url_and_a_url_is_a_text(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^--state .* is for a URL: '.*out' has its ledger within$"):
+        run(tiny_bundle, folder, str(tmp_path / "out"), tmp_path / "state")
+    with pytest.raises(InputError, match="in Python a URL is a text, not a Path"):
+        predict(tiny_bundle, NumpySession(), folder, Path("s3://bucket/x"), quiet=True)
+
+
+def test_the_command_names_the_url(tiny_bundle: Bundle, folder: Path, url: str, state: Path, vitx: Vitx) -> None:
+    code, out, _ = vitx("predict", tiny_bundle.path, folder, "--out", url, "--state", state, "--device", "cpu")
+    assert (code, f"{url}/{PREDICTIONS}" in out) == (0, True)

@@ -1,0 +1,200 @@
+"""`--incremental`: what an input has now, compared with what a run has read of it.
+
+New names become further shards. Where an image changed, its shard is set free and keeps its other rows; a tar or
+Parquet file that changed is done anew. Either way a part takes the place of the old one in one step: a key has one row.
+"""
+
+import itertools
+import json
+import os
+import sqlite3
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+
+from vitx.predict.inputs.inventory import Contents, Shard, list_again, listing_of
+from vitx.predict.inputs.listing import RecordRange, read_range, write_list
+from vitx.predict.inputs.stores import MARK, join, version_of
+from vitx.predict.inputs.tables import TableColumns, key_record, key_records, refuse_equal_keys
+from vitx.predict.ledger import Extension, Ledger
+from vitx.predict.outputs.parts import VERSION, part_path
+from vitx.predict.state import SharedRun
+from vitx.predict.summary import Increment
+
+# known: an image for each row; place: in its shard's finished file, NULL if there is none. present: the input as it is.
+_SCHEMA = """
+CREATE TABLE known (name BLOB, version TEXT, shard INTEGER, place INTEGER);
+CREATE TABLE present (name BLOB PRIMARY KEY, version TEXT);
+"""
+_BOTH = "known JOIN present USING (name)"
+_CHANGED = "place IS NOT NULL AND known.version IS NOT present.version"
+
+
+def extend_run(
+    ledger: Ledger,
+    out: Path,
+    run: SharedRun,
+    source: str,
+    columns: TableColumns,
+    shard_size: int,
+    before: Callable[[], None],
+) -> Increment:
+    """Add to the run what is new or changed in `source`. before: called before the run is changed, if it is.
+
+    Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
+    """
+    while True:
+        extended = ledger.extensions()
+        comparison = _Comparison(ledger, out, run, list_again(source, ledger.path.parent, columns))
+        with closing(comparison):
+            if columns.key is not None:
+                comparison.refuse_equal_keys(columns.key)
+            found = comparison.increment
+            if not comparison.has_work:
+                return found
+            before()
+            if comparison.extend(shard_size, extended):
+                return found
+
+
+class _Comparison:
+    """Of names, in a database of its own that is removed at the end: memory does not grow with the input."""
+
+    def __init__(self, ledger: Ledger, out: Path, run: SharedRun, contents: Contents) -> None:
+        self._ledger, self._out, self._run, self._contents = ledger, out, run, contents
+        self._path = ledger.path.with_name(f".increment-{uuid.uuid4().hex}")
+        self._database = sqlite3.connect(self._path, isolation_level=None)
+        self.added: list[Shard] = []
+        self._replaced: list[tuple[int, Shard]] = []
+        # The sha256 of the finished file of each shard, and the shards of each tar or Parquet file.
+        self._digests: dict[int, str] = {}
+        self._containers: dict[str, list[tuple[int, Shard]]] = {}
+        try:
+            self._read()
+            images = self._images()
+            # What is left of the containers is gone.
+            files = self._compare_containers()
+            self.increment = Increment(**{name: count + files[name] for name, count in images.items()})
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the run has to be extended; what it has not done yet aside."""
+        return bool(self.names or self.added or self._replaced or self.increment.changed)
+
+    def close(self) -> None:
+        self._database.close()
+        self._path.unlink(missing_ok=True)
+
+    def _read(self) -> None:
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA synchronous = OFF")
+        self._database.executescript(_SCHEMA)
+        self._database.execute("BEGIN")
+        self._database.executemany("INSERT INTO known VALUES (?, ?, ?, ?)", self._known())
+        self._database.execute("CREATE INDEX names ON known (name)")
+        present = (record.rpartition(MARK) for record in self._contents.images)
+        self._database.executemany(
+            "INSERT OR IGNORE INTO present VALUES (?, ?)",
+            ((os.fsencode(name), version or None) for name, _, version in present),
+        )
+
+    def _known(self) -> Iterator[tuple[bytes, str | None, int, int | None]]:
+        """Yield the images of the run; beside that, note its finished files and its containers."""
+        for number, shard, digest in self._ledger.shards():
+            done = digest is not None and part_path(self._out, number).is_file()
+            if digest is not None and done:
+                self._digests[number] = digest
+            if shard.kind != "images":
+                self._containers.setdefault(shard.location, []).append((number, shard))
+                continue
+            names = read_range(listing_of(shard, self._run.listing), RecordRange(shard.start, shard.count or 0))
+            versions = itertools.chain(self._versions(number) if done else (), itertools.repeat(None))
+            for place, (name, version) in enumerate(zip(names, versions, strict=False)):
+                yield os.fsencode(name), version, number, place if done else None
+
+    def _versions(self, shard: int, column: str = VERSION) -> Iterator[str | None]:
+        import pyarrow.parquet as pq
+
+        with part_path(self._out, shard).open("rb") as file:
+            for batch in pq.ParquetFile(file).iter_batches(columns=[column]):
+                yield from batch.column(0).to_pylist()
+
+    def _count(self, what: str) -> int:
+        return int(self._database.execute(f"SELECT count(*) FROM {what}").fetchone()[0])
+
+    def _images(self) -> dict[str, int]:
+        self.names = self._count("present WHERE name NOT IN (SELECT name FROM known)")
+        pending = self._count(f"{_BOTH} WHERE place IS NULL")
+        changed = self._count(f"{_BOTH} WHERE {_CHANGED}")
+        gone = self._count("known WHERE name NOT IN (SELECT name FROM present)")
+        unchanged = self._count("known") - pending - changed - gone
+        return {"new": self.names + pending, "changed": changed, "unchanged": unchanged, "gone": gone}
+
+    def _compare_containers(self) -> dict[str, int]:
+        found = dict.fromkeys(("new", "changed", "unchanged", "gone"), 0)
+        for location, group in itertools.groupby(self._contents.units, lambda unit: unit.location):
+            units, shards = list(group), self._containers.pop(location, [])
+            done = [number for number, _ in shards if number in self._digests]
+            versions = {version for number in done for version in self._versions(number)}
+            # Of a file whose parts have no row nothing is known. One may have changed before it was read.
+            unread = not versions and len(done) == len(shards)
+            same_rows = _rows(shard for _, shard in shards) == _rows(units)
+            changed = versions - {version_of(join(self._run.base, location))} or unread or not same_rows
+            if changed:
+                self._replace([number for number, _ in shards], units)
+            whole = bool(shards) and len(done) == len(shards)
+            found["changed" if changed and done else "unchanged" if whole else "new"] += 1
+        return found | {"gone": len(self._containers)}
+
+    def _replace(self, shards: list[int], units: list[Shard]) -> None:
+        """A Parquet file may have more row groups than before, or fewer: the others become parts without rows."""
+        empty = Shard("parquet", units[0].location, 0, 0)
+        for number, unit in itertools.zip_longest(shards, units):
+            if number is None:
+                self.added.append(unit)
+            else:
+                self._replaced.append((number, unit or empty))
+
+    def refuse_equal_keys(self, column: str) -> None:
+        """Rows of files that are gone stay: their keys may not come again."""
+        gone = (
+            key_record(key, f"row {row} of {part_path(self._out, number).name} in the output, whose {location} is gone")
+            for location, shards in self._containers.items()
+            for number, _ in shards
+            if number in self._digests
+            for row, key in enumerate(self._versions(number, "path"))
+            if key is not None
+        )
+        present = key_records(self._run.base, self._contents.readable, column)
+        refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
+
+    def _again(self) -> Iterator[tuple[int, str, list[int]]]:
+        rows = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
+        for shard, places in itertools.groupby(rows, lambda row: int(row[0])):
+            yield shard, self._digests[shard], [place for _, place in places]
+
+    def extend(self, shard_size: int, extended: int) -> bool:
+        listing = self._path.with_name(f"images-{uuid.uuid4().hex}")
+        rows = self._database.execute(
+            "SELECT name FROM present WHERE name NOT IN (SELECT name FROM known) ORDER BY present.rowid"
+        )
+        added, shards = False, list[Shard]()
+        try:
+            ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
+            shards = [Shard("images", listing.name, part.start, part.count) for part in ranges]
+            described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
+            extension = Extension(json.dumps(described), self._again(), self._replaced, [*shards, *self.added])
+            added = self._ledger.extend(extension, extended)
+        finally:
+            if not added or not shards:
+                listing.unlink(missing_ok=True)
+        return added
+
+
+def _rows(shards: Iterable[Shard]) -> list[tuple[int, int | None]]:
+    return [(shard.start, shard.count) for shard in shards if shard.count != 0]

@@ -1,0 +1,261 @@
+"""Parquet files: which columns hold the images and the keys, which go on to the output, and the rows themselves."""
+
+import base64
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vitx.core.errors import InputError
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.listing import sort_paths
+from vitx.predict.inputs.stores import MARK, join, open_stream
+
+# If several columns may hold images, the first of these names is taken.
+IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
+# Rows that are in memory at once.
+BATCH_ROWS = 64
+
+
+@dataclass(frozen=True)
+class TableColumns:
+    """Which columns of Parquet files are used.
+
+    image: None: told by type and name. key: whose values are the rows' keys. copied: those that go on to the output;
+    None: all but those that may hold images. taken: names that the output has itself. schema: a `pyarrow.Schema` of
+    what goes on, as it was found when the input was listed.
+    """
+
+    image: str | None = None
+    key: str | None = None
+    copied: tuple[str, ...] | None = None
+    taken: tuple[str, ...] = ()
+    schema: Any = None
+
+
+class TableRow(NamedTuple):
+    """key: None without a column of keys. copied: a `pyarrow.RecordBatch` of this row, or None if nothing goes on."""
+
+    image: str | bytes | ImageError
+    key: str | None
+    copied: Any
+
+
+class Tables:
+    """What is found while the Parquet files of an input are listed.
+
+    readable: names of files. refused: an error for each file whose columns of images or keys are not clear. again: the
+    input was listed before, and no other columns than then can go on to the output.
+    """
+
+    def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
+        self._columns, self._again = columns, again
+        self.readable: list[str] = []
+        self.refused: list[InputError] = []
+        # By name: the type, and the file where it was found first.
+        self._copied: dict[str, tuple[Any, str]] = {}
+        for field in columns.schema or ():
+            self._copied[field.name] = (field.type, "the output")
+
+    def row_groups(self, base: str, name: str) -> list[tuple[int, int | None]]:
+        """The first row and the number of rows of each row group; (0, None) for a file that cannot be read.
+
+        Raises InputError for a column that cannot go on to the output.
+        """
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with open_stream(join(base, name)) as file:
+                parquet = pq.ParquetFile(file)
+                schema, metadata = parquet.schema_arrow, parquet.metadata
+                _image_column(schema, self._columns.image, name)
+                _check_key(schema, self._columns.key, name)
+                counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+        except (OSError, pa.ArrowException):
+            return [(0, None)]  # reading it gives a row with the reason
+        except InputError as error:
+            self.refused.append(error)
+            return [(0, None)]
+        self._copy(schema, name)
+        self.readable.append(name)
+        return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
+
+    def schema(self) -> Any:
+        """Of the columns that go on to the output, in every file the same; None if there are none."""
+        import pyarrow as pa
+
+        missing = [name for name in self._columns.copied or () if name not in self._copied]
+        if missing:
+            raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
+        fields = [pa.field(name, kind) for name, (kind, _) in self._copied.items()]
+        return pa.schema(fields) if fields else None
+
+    def _copy(self, schema: Any, name: str) -> None:
+        """Add the columns of a file to those that go on."""
+        import pyarrow.types as types
+
+        asked, taken, key = self._columns.copied, self._columns.taken, self._columns.key
+        fields = [one for one in schema if (one.name in asked if asked is not None else not _may_hold_images(one.type))]
+        # DuckDB and Spark do not tell upper case from lower.
+        clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
+        for field in fields:
+            if field.name not in clear:
+                if field.name == key:
+                    continue  # it is in `path`
+                why = "as the output has" if field.name.lower() in taken else "twice"
+                raise InputError(
+                    f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
+                    f"such as --columns '{','.join(clear)}'"
+                )
+            if self._again and field.name not in self._copied:
+                raise InputError(
+                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
+                    "name the columns to copy with --columns from the first run on"
+                )
+            kind, where = self._copied.setdefault(field.name, (field.type, name))
+            if types.is_null(kind):
+                self._copied[field.name] = (field.type, name)
+            elif kind != field.type and not types.is_null(field.type):
+                raise InputError(
+                    f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
+                    "leave it out by naming the columns to copy with --columns"
+                )
+
+
+def schema_to_text(schema: Any) -> str | None:
+    return None if schema is None else base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def schema_from_text(text: str | None) -> Any:
+    import pyarrow as pa
+
+    return None if text is None else pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
+
+
+def read_rows(base: str, name: str, start: int, count: int | None, columns: TableColumns) -> Iterator[TableRow]:
+    """Yield the rows of the row group that begins with row `start` and has `count` rows; of the file without a count.
+
+    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
+    """
+    import pyarrow.parquet as pq
+
+    folder = join(base, name).rpartition("/")[0]
+    with open_stream(join(base, name)) as file:
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
+        schema = parquet.schema_arrow
+        rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
+        image = _image_column(schema, columns.image, name)
+        _check_key(schema, columns.key, name)
+        groups = list(range(len(rows)))
+        if count is not None:
+            found = zip(itertools.accumulate(rows, initial=0), rows, strict=False)
+            groups = [index for index, group in enumerate(found) if group == (start, count)]
+            if not groups:
+                raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
+        copied = [] if columns.schema is None else [one for one in columns.schema.names if one in schema.names]
+        wanted = dict.fromkeys([image, *([] if columns.key is None else [columns.key]), *copied])
+        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(wanted)):
+            keys = [None] * len(batch) if columns.key is None else batch.column(columns.key).to_pylist()
+            table = None if columns.schema is None else _as_listed(batch, columns.schema)
+            for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
+                yield TableRow(
+                    _image(value, folder),
+                    None if key is None else str(key),
+                    None if table is None else table.slice(index, 1),
+                )
+
+
+def refuse_equal_keys(column: str, records: Iterable[str], scratch: Path) -> None:
+    """Raise InputError for a key that two rows have. records: of `key_record`. scratch: for temporary files."""
+    last = last_place = ""
+    for record in sort_paths(records, scratch):
+        key, _, place = record.partition(MARK)
+        if key == last:
+            raise InputError(
+                f"--key {column}: {key} is in {last_place} and in {place}: expected a column whose values are all "
+                "different"
+            )
+        last, last_place = key, place
+
+
+def key_record(key: str, place: str) -> str:
+    """JSON has no control characters: the first MARK ends the key."""
+    return f"{json.dumps(key, ensure_ascii=False)}{MARK}{place}"
+
+
+def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
+    """Of all rows of Parquet files. Raises InputError for a row without a key."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for name in names:
+        row = 0
+        try:
+            with open_stream(join(base, name)) as file:
+                for batch in pq.ParquetFile(file).iter_batches(columns=[column]):
+                    for value in batch.column(column).to_pylist():
+                        if value is None:
+                            raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
+                        yield key_record(str(value), f"row {row} of {name}")
+                        row += 1
+        except (OSError, pa.ArrowException):
+            continue  # the rows that cannot be read have no key
+
+
+def _as_listed(batch: Any, schema: Any) -> Any:
+    """The columns of `schema`; null are those that the file lacks."""
+    import pyarrow as pa
+
+    def column(field: Any) -> Any:
+        if field.name not in batch.schema.names:
+            return pa.nulls(len(batch), field.type)
+        found = batch.column(field.name)
+        return found if found.type == field.type else found.cast(field.type)
+
+    return pa.RecordBatch.from_arrays([column(field) for field in schema], schema=schema)
+
+
+def _image(value: Any, folder: str) -> str | bytes | ImageError:
+    """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
+    if isinstance(value, dict):
+        path = value.get("path")
+        value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
+    return value or ImageError("not an image: empty")
+
+
+def _may_hold_images(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    plain = types.is_binary(kind) or types.is_large_binary(kind)
+    return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
+
+
+def _image_column(schema: Any, given: str | None, location: str) -> str:
+    found = [field.name for field in schema if _may_hold_images(field.type)]
+    if given is not None and given in found:
+        return given
+    preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found][:1]
+    if given is not None or not preferred:
+        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
+        raise InputError(
+            f"{location} has the columns {', '.join(schema.names)}, of which {', '.join(found) or 'none'} may hold "
+            f"images: expected {wanted}; name it with --image-column"
+        )
+    return preferred[0]
+
+
+def _check_key(schema: Any, key: str | None, location: str) -> None:
+    import pyarrow.types as types
+
+    if key is None:
+        return
+    kind = schema.field(key).type if schema.names.count(key) == 1 else None
+    text = kind is not None and (types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind))
+    if not text:
+        raise InputError(
+            f"{location} has the columns {', '.join(schema.names)}: expected one named '{key}' of strings or integers, "
+            "as --key asks"
+        )

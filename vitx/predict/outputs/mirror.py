@@ -1,0 +1,155 @@
+"""Predictions in an object store: a copy of the local output, made part by part while others are predicted.
+
+An object appears when it is whole, under a name that its shard decides: to put it again changes nothing. The ledger
+notes which file was put last, so that after any stop the parts are put that the store does not have yet.
+"""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.stores import attempts, remote_filesystem
+from vitx.predict.ledger import Ledger
+from vitx.predict.options import WHOLE, Share
+from vitx.predict.outputs.parts import PREDICTIONS, part_path
+
+T = TypeVar("T")
+# Stores whose objects appear whole. memory is of this process: for tests.
+PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
+# Seconds between two looks for finished parts.
+LOOK_SECONDS = 1.0
+
+
+class Mirror:
+    """The copy of the output folder `out` at the URL of an object store, or one job's part of it.
+
+    Raises InputError for what is no object store.
+    """
+
+    def __init__(self, url: str, out: Path, share: Share) -> None:
+        if url.partition("://")[0] not in PROTOCOLS:
+            raise InputError(
+                f"--out '{url}': expected a folder of this machine or the URL of an object store "
+                f"({', '.join(PROTOCOLS[:-1])}), where a file appears when it is whole"
+            )
+        self.url, self._out, self._share = url.rstrip("/"), out, share
+        self._system, self._root = remote_filesystem(self.url)
+        self._marker = f".vitx{share.suffix}.json"
+
+    def begin(self, ledger: Ledger, run: str, summary: Path, *, overwrite: bool) -> None:
+        """Compare the store with the ledger, and check that it can be written.
+
+        run: identifies the run. summary: its file, whose copy is removed if it is not there. Raises InputError if the
+        store has predictions of another run (`overwrite` removes them).
+        """
+        self._system.invalidate_cache()
+        parts = self._parts()
+        marker = self._marker_of_store()
+        if overwrite:
+            for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
+                self._remove(name)
+            parts, marker = {}, None
+        if (parts or marker) and (marker or {}).get("run") != run:
+            where = f"its ledger is in {marker['state']} of {marker['host']}" if marker else "nothing tells which"
+            remedy = "pass --overwrite" if self._share == WHOLE else "remove them"
+            raise InputError(
+                f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
+                f"another URL, or {remedy}"
+            )
+        if not summary.exists():
+            self._remove(summary.name)
+        mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
+        self._write(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", json.dumps(mark).encode()))
+        for number in ledger.stored():
+            path = part_path(self._out, number)
+            if not path.is_file() or parts.get(path.name) != path.stat().st_size:
+                ledger.set_stored(number, None)
+
+    @contextmanager
+    def following(self, ledger: Ledger) -> Iterator[None]:
+        """Put parts while the block runs; what is left or has failed is put by `finish`."""
+        stopped, own = threading.Event(), ledger.for_thread()
+
+        def follow() -> None:
+            while not stopped.wait(LOOK_SECONDS):
+                with suppress(EnvironmentMissing, OSError):
+                    self._put_parts(own, stopped)
+
+        thread = threading.Thread(target=follow, name="mirror", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+            own.close()
+
+    def finish(self, ledger: Ledger, summary: Path) -> None:
+        """Put the parts that the store does not have yet, and the summary last.
+
+        Raises EnvironmentMissing if the store cannot be written.
+        """
+        self._put_parts(ledger, threading.Event())
+        self._put(summary, summary.name)
+
+    def _put_parts(self, ledger: Ledger, stopped: threading.Event) -> None:
+        for number, digest in ledger.unstored():
+            if stopped.is_set():
+                return
+            path = part_path(self._out, number)
+            # If the file is replaced meanwhile, its digest is another than is noted here, and it is put again.
+            self._put(path, f"{PREDICTIONS}/{path.name}")
+            ledger.set_stored(number, digest)
+
+    def _put(self, path: Path, name: str) -> None:
+        self._write(lambda: self._system.put_file(os.fspath(path), f"{self._root}/{name}"))
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._attempt(lambda: self._system.rm_file(f"{self._root}/{name}"))
+
+    def _parts(self) -> dict[str, int]:
+        """The sizes of the parts of this job that the store has, by name."""
+        try:
+            found = self._attempt(lambda: self._system.ls(f"{self._root}/{PREDICTIONS}", detail=True))
+        except FileNotFoundError:
+            return {}
+        sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in found}
+        numbers = {name: name.removeprefix("part-").removesuffix(".parquet") for name in sizes}
+        jobs, job = self._share.jobs, self._share.number
+        return {
+            name: sizes[name]
+            for name, number in numbers.items()
+            if not number.isdecimal() or int(number) % jobs == job % jobs
+        }
+
+    def _marker_of_store(self) -> dict[str, Any] | None:
+        try:
+            return dict(json.loads(self._attempt(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _attempt(self, operation: Callable[[], T]) -> T:
+        try:
+            return attempts(operation, "it gives no answer")
+        except (ImageError, PermissionError) as error:
+            raise self._unusable(error) from None
+
+    def _write(self, operation: Callable[[], object]) -> None:
+        try:
+            self._attempt(operation)
+        except OSError as error:  # such as a bucket that is not there
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: Exception) -> EnvironmentMissing:
+        return EnvironmentMissing(
+            f"cannot write to '{self.url}': {error}. What was predicted is kept in '{self._out}': run the "
+            "same command again"
+        )
