@@ -64,7 +64,7 @@ def predict(
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(out)):  # a Path has made one slash of two
         raise InputError(f"--out '{out}': predictions are written to a folder of this machine, not to a URL")
-    where = _absolute(str(source))
+    out, where = out.absolute(), _absolute(str(source))  # a relative path with a colon is a URL to pyarrow
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
