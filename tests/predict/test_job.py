@@ -248,7 +248,7 @@ def test_a_url_is_no_folder_of_this_machine(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=r"^--out 's3:/bucket/out': predictions are written to a folder of this mach"):
         run(tiny_bundle, Spy(), images, Path("s3://bucket/out"))
-    with pytest.raises(InputError, match="^--out 'gs:/b': "):
+    with pytest.raises(InputError, match=r"^--out 'gs:/b': "):
         run(tiny_bundle, Spy(), images, Path("gs://b"))
     assert run(tiny_bundle, Spy(), images, Path("c:/out")).images == 6  # a drive's letter
 

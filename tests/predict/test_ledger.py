@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -413,5 +414,66 @@ def test_what_is_no_fault_of_the_file_is_not_called_damage(tmp_path: Path, monke
         Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
     monkeypatch.undo()
     monkeypatch.setattr(Ledger, "_create_tables", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
-    with pytest.raises(sqlite3.OperationalError, match="^disk$"):
+    with pytest.raises(sqlite3.OperationalError, match=r"^disk$"):
         Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
+
+
+def busy(code: int = sqlite3.SQLITE_BUSY) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_SNAPSHOT])
+def test_a_lock_is_waited_for_to_the_end_of_its_time(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    clock, slept = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += 20
+
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+
+    def free_after(seconds: float) -> None:
+        if clock[0] < 1000 + seconds:
+            raise busy(code)
+
+    ledger._retry_busy(lambda: free_after(80))  # it is asked for when the time is just over
+    assert slept == [0.01] * 4
+    clock[0] = 1000.0
+    with pytest.raises(EnvironmentMissing, match="was locked for 60 s: is it on a network file system"):
+        ledger._retry_busy(lambda: free_after(81))
+    assert clock[0] == 1080
+    clock[0] = 1000.0
+    ledger._retry_busy(lambda: free_after(3600), no_limit=True)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        ledger._retry_busy(lambda: (_ for _ in ()).throw(busy(sqlite3.SQLITE_READONLY)))
+
+
+def test_only_the_listing_is_waited_for_without_limit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    begin = ledger._retry_busy
+
+    def record(statement: Any, *, no_limit: bool = False) -> None:
+        asked.append(no_limit)
+        begin(statement)
+
+    monkeypatch.setattr(ledger, "_retry_busy", record)
+    ledger.create_or_join(lambda: pytest.fail("planned twice"))
+    ledger.claim()
+    ledger.renew()
+    assert asked == [True, False, False]
+
+
+def test_a_transaction_that_is_over_does_not_hide_the_error(ledger: Ledger) -> None:
+    """SQLite ends it by itself when the disk is full."""
+
+    def work() -> None:
+        ledger._connection.execute("ROLLBACK")
+        raise ValueError("full")
+
+    with pytest.raises(ValueError, match=r"^full$"):
+        ledger._write(work)
+    assert ledger.claim() is not None

@@ -46,31 +46,17 @@ _START_ATTEMPTS = 3  # of a replica, until the deployment is given up
 _CPU_BATCH = 8  # full, where nothing was measured: on a CPU more images are seldom faster, each
 
 
-# What replicas on Ray do not take, and what to do instead.
-_CONNECTION = "the connections are those of Ray's proxies, and so are their limits"
+# What replicas on Ray do not take, by what to do instead.
 _NOT_ON_RAY = {
-    "host": "it is in Ray Serve's own http_options",
-    "port": "it is in Ray Serve's own http_options",
-    "ray": "the application is on Ray",
-    "replicas": "give min_replicas and max_replicas",
-    "repository": "name the bundles, and deploy again for new ones",
-    "grpc_port": "Ray's proxies pass on HTTP",
-    "shared_memory": "a region is known to one replica",
-    "workers": "give --replicas",
-    "watch": "deploy again for new bundles",
-    "management": "deploy again for new bundles",
-    "management_token_file": "there are no management calls",
-    "tls_cert": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
-    "tls_key": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
-    "access_log": "Ray Serve has one, see its logging_config",
-    "otlp_endpoint": "Ray Serve has traces of its own",
-    "max_header_kib": _CONNECTION,
-    "max_connections": _CONNECTION,
-    "header_timeout": _CONNECTION,
-    "body_timeout": _CONNECTION,
-    "write_timeout": _CONNECTION,
-    "max_memory_mib": "Ray's proxies have read the whole body before",
-    "message_timeout": "Ray's proxies pass on HTTP",
+    "it is in Ray Serve's own http_options": "host port tls_cert tls_key",
+    "give min_replicas and max_replicas": "ray replicas",
+    "give --replicas": "workers",
+    "name the bundles, and deploy again for new ones": "repository watch management management_token_file",
+    "a region is known to one replica": "shared_memory",
+    "Ray's proxies pass on HTTP": "grpc_port message_timeout",
+    "Ray Serve has logs and traces of its own": "access_log otlp_endpoint",
+    "the connections are those of Ray's proxies, and so are their limits": "max_header_kib max_connections "
+    "header_timeout body_timeout write_timeout max_memory_mib",
 }
 
 
@@ -101,8 +87,8 @@ class ServeArgs(ServeOptions):
 
     @model_validator(mode="after")
     def _offered_on_ray(self) -> "ServeArgs":
-        for name, instead in _NOT_ON_RAY.items():
-            if name in self.model_fields_set:
+        for instead, names in _NOT_ON_RAY.items():
+            for name in self.model_fields_set.intersection(names.split()):
                 raise ValueError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}: expected at least {self.min_replicas}")

@@ -403,6 +403,6 @@ def test_a_small_request_costs_little_however_large_its_json_becomes(tmp_path: P
             assert (found, reason in error) == (status, True), error
         after = [server.metric(f"process_{name}") for name in ("cpu_seconds_total", "resident_memory_bytes")]
         found, error = post(server, gzip.compress(lists, 9), "/v1/classify?model=tiny", **COMPRESSED_JSON)
-        assert (found, error) == (413, "JSON of more than 16384 values")
+        assert (found, error) == (413, "more than 16384 bytes of JSON besides the images")
     assert after[0] - before[0] < 5
     assert after[1] - before[1] < 400 * 2**20

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 import ray
@@ -198,27 +198,18 @@ def _failure(message: str) -> VitxError | None:
 
 
 def _where(stopped: threading.Event, *, local: bool) -> str:
-    """The URL of the proxies; with `local` wait until the proxy there answers."""
+    """The URL of the proxies; with `local` wait until the proxy there knows the application's route, or a signal."""
     options = proxy_options()
-    if local:
-        assert options.host is not None
-        _await_answer(options.host, options.port, stopped)
+    while local and not _answers(options.host or "", options.port) and not stopped.wait(_START_POLL_SECONDS):
+        pass
     return f"http://{options.host}:{options.port}"
 
 
-def _await_answer(host: str, port: int, stopped: threading.Event) -> None:
-    """Return when the proxy knows the application's route, or a signal came."""
-    while not stopped.is_set():
-        connection = http.client.HTTPConnection(host, port, timeout=10)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        stopped.wait(_START_POLL_SECONDS)
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    return False
 
 
 def _watch(stopped: threading.Event) -> None:
