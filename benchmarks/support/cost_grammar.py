@@ -155,12 +155,13 @@ def _image(values: Values, model: str) -> bytes:
 
 
 def _call(values: Values, model: str) -> bytes:
+    _limit(40 * values["parameters"] + 5 * values["numbers"] + values["sides"])
     request = good_request(model)
     tensor = request.inputs[0]
     tensor.shape.extend([1] * values["sides"])
     if values["numbers"]:
         del request.raw_input_contents[:]
-        tensor.contents.uint_contents.extend([values["number"]] * values["numbers"])
+        tensor.contents.uint_contents.extend([values["number"] % 2**32] * values["numbers"])
     for number in range(min(values["parameters"], 50_000)):
         request.parameters[f"{number}"].bool_param = True
         tensor.parameters[f"{number}"].bool_param = True

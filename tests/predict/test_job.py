@@ -23,6 +23,7 @@ from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import LocalExecutor, Performance
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job
@@ -310,3 +311,34 @@ def test_without_pyarrow_the_error_names_the_extra(
     with pytest.raises(EnvironmentMissing, match=r"pyarrow.*pip install 'vitx\[serve\]'"):
         run(tiny_bundle, Spy(), images, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_session_that_was_drafted_with_is_enough(
+    tiny_bundle: Bundle,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checked = DraftCheck(
+        images=6,
+        drafted=4,
+        flips=1,
+        flip_rate_bound=0.5,
+        max_flip_rate=0.6,
+        max_logit_difference=0.1,
+        max_grey_difference=2,
+    )
+    asked: list[Any] = []
+
+    def check(bundle: Bundle, model: Any, inventory: Any, listing: Path, column: str | None, *, batch_size: int) -> Any:
+        asked.append((bundle, model, len(inventory.shards), listing.read_bytes().count(b"\0"), column, batch_size))
+        return checked
+
+    monkeypatch.setattr("vitx.predict.job.check_draft", check)
+    session, options = NumpySession(), PredictOptions(shard_size=2, batch_size=3, draft=True)
+    summary = predict(tiny_bundle, session, images, tmp_path / "out", options)
+    assert asked == [(tiny_bundle, session, 3, 6, None, 3)]
+    assert "predict: --draft changes the class of 1 of 6 sampled images\n" in capsys.readouterr().err
+    assert (summary.draft, summary.images, summary.certified) == (checked, 6, True)
+    assert settings(tmp_path / "out")["measured"] == {"draft": checked.model_dump(mode="json")}
