@@ -294,3 +294,24 @@ def test_an_ascii_name_is_left_alone_and_one_with_an_escape_is_doubled() -> None
     assert escape_invalid_utf8("a\\xff\\b") == "a\\\\xff\\\\b"
     assert escape_invalid_utf8("ö\\") == "ö\\"
     assert escape_invalid_utf8("\udcff\\ö") == "\\xff\\\\ö"
+
+
+def test_a_file_is_whole_on_the_disk_before_it_has_its_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    part = PartWriter(out, 1, "s", LABELS).finish()
+    assert steps.taken == [("close", ""), ("sync", ".part-00000001.parquet.s")]
+    part.publish()
+    assert steps.taken[2:] == [("rename", "part-00000001.parquet")]
+    assert [path.name for path in (out / PREDICTIONS).iterdir()] == ["part-00000001.parquet"]
+
+
+def test_an_abandoned_file_is_closed(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", LABELS)
+    writer.abandon()
+    assert not writer._writer.is_open
+
+
+def test_names_of_files_and_columns_are_as_documented(out: Path) -> None:
+    assert part_path(out, 12) == out / "predictions.parquet" / "part-00000012.parquet"
+    schema = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding", "attention"))._schema
+    assert schema.names[7:] == ["logits", "embeddings", "attention"]

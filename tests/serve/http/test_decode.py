@@ -18,7 +18,7 @@ from PIL import Image
 
 from bundle_fixture import colour_image, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
-from vitx.core.preprocess import TooManyPixels
+from vitx.core.preprocess import ImageError, TooManyPixels
 from vitx.serve.errors import DeadlineMissed, QueueFull
 from vitx.serve.http.decode import Decoder
 
@@ -31,6 +31,10 @@ class Held:
     def __init__(self) -> None:
         self.sides: list[int] = []
         self.go = threading.Event()
+
+    def check_size(self, width: int, height: int) -> None:
+        if width > 9_000:
+            raise ImageError("too thin")
 
     def apply(self, image: Image.Image) -> Any:
         self.sides.append(image.width)
@@ -202,6 +206,18 @@ def test_pixels_for_a_request_that_was_cancelled_in_the_same_moment_are_dropped(
             await asked
         held.go.set()
         assert len(await decoder.decode([grey(11)], held)) == 1
+
+    run(test, threads=1)
+
+
+def test_an_image_that_is_too_thin_is_refused_by_its_header() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        stream = io.BytesIO()
+        Image.new("L", (9_001, 1)).save(stream, "PNG")
+        (refused,) = await decoder.decode([stream.getvalue()[:60]], held)  # there are no pixels to decode
+        assert str(refused) == "too thin"
+        assert held.sides == []
 
     run(test, threads=1)
 

@@ -203,7 +203,8 @@ class Decoder:
         limit = self._max_pixels if job.large else min(self._max_pixels, _SMALL_PIXELS)
         try:
             _check_scans(data)
-            image = job.preprocessing.apply(decode(data, max_pixels=limit))
+            check_size = job.preprocessing.check_size
+            image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, self._max_pixels)
         except Exception as failure:  # noqa: BLE001 - the edge of one image
