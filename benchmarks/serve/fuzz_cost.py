@@ -4,8 +4,9 @@
 
 Requests go one after another. Half are made anew, half by changing one of those that cost most so far, in seconds of
 the server's processors a byte. Meanwhile another process asks for /v2/health/live every few milliseconds. A request
-during which an answer took more than 100 ms is sent three times more: what the machine alone did is not repeated.
-Linux only.
+during which an answer took more than 100 ms is sent three times more: what the machine alone did is not repeated. A
+delay is without the time that the event loop's thread and the asking process stood ready and got no processor; with it,
+it is called "waited". Linux only.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,33 +45,41 @@ _PROBES = 8192  # that are remembered
 _ELITE = 12  # of each kind
 _REPEATS = 3
 
-Delays = Any  # of a start and a delay for each probe, in a ring; the last entry is how many there were
+Ring = Any  # start, delay and delay with waiting of each probe, in turn; the last entry is how many there were
 
 
-def probe(address: tuple[str, int], ring: Delays) -> None:
+def probe(address: tuple[str, int], server: int, ring: Ring) -> None:
     """Ask for /v2/health/live for ever."""
     request = fuzz_http.http("GET", "/v2/health/live")
+    places = [Path(f"/proc/{server}/task/{server}/schedstat"), Path("/proc/self/schedstat")]
+
+    def stood_ready() -> float:
+        return sum(int(place.read_text().split()[1]) for place in places) / 1e9
+
     while True:
-        with socket.create_connection(address) as connection:
+        with suppress(ConnectionError), socket.create_connection(address) as connection:
             while True:
-                started = time.monotonic()
+                ready, started = stood_ready(), time.monotonic()
                 connection.sendall(request)
                 if not connection.recv(2**16):
                     break
-                place = 2 * (int(ring[-1]) % _PROBES)
-                ring[place], ring[place + 1] = started, time.monotonic() - started
+                waited = time.monotonic() - started
+                delay = max(0.0, waited - (stood_ready() - ready))
+                place = 3 * (int(ring[-1]) % _PROBES)
+                ring[place : place + 3] = [started, delay, waited]
                 ring[-1] += 1
                 time.sleep(_PROBE_SECONDS)
 
 
-def delays_since(ring: Delays, began: float) -> list[float]:
-    """The delays of the probes that were not over at `began`, once one that started later is over; in seconds."""
+def delays_since(ring: Ring, began: float) -> list[tuple[float, float]]:
+    """(delay, waited) of the probes that were not over at `began`, once one that started later is over; in seconds."""
     now = time.monotonic()
-    while ring[2 * ((int(ring[-1]) - 1) % _PROBES)] < now:
+    while ring[3 * ((int(ring[-1]) - 1) % _PROBES)] < now:
         time.sleep(_PROBE_SECONDS / 4)
     last = int(ring[-1])
-    found = [(ring[2 * (one % _PROBES)], ring[2 * (one % _PROBES) + 1]) for one in range(max(0, last - _PROBES), last)]
-    return [delay for start, delay in found if start + delay >= began]
+    places = [3 * (one % _PROBES) for one in range(max(0, last - _PROBES), last)]
+    found = [ring[place : place + 3] for place in places]
+    return [(delay, waited) for start, delay, waited in found if start + waited >= began]
 
 
 def processor_seconds(process: int) -> float:
@@ -107,6 +117,7 @@ class Cost:
     request: Request
     seconds: float
     delay: float
+    waited: float
     rss: float
     answer: str
 
@@ -119,6 +130,7 @@ class Cost:
             "processor_ms": round(1e3 * self.seconds, 2),
             "processor_us_a_byte": round(1e6 * self.per_byte, 2),
             "delay_ms": round(1e3 * self.delay, 1),
+            "waited_ms": round(1e3 * self.waited, 1),
             "rss_mib": round(self.rss, 1),
         }
 
@@ -126,13 +138,13 @@ class Cost:
 class Server:
     """A running server: what a request costs it."""
 
-    def __init__(self, process: int, address: tuple[str, int], grpc_address: str, ring: Delays) -> None:
+    def __init__(self, process: int, address: tuple[str, int], grpc_address: str, ring: Ring) -> None:
         self._process, self._address, self._ring = process, address, ring
         self._channel = grpc.insecure_channel(grpc_address)
         time.sleep(2)
         began, busy = time.monotonic(), processor_seconds(process)
         time.sleep(5)
-        self.idle_delays = sorted(delays_since(ring, began))
+        self.idle_delays = delays_since(ring, began)
         self._idle = (processor_seconds(process) - busy) / (time.monotonic() - began)
 
     def cost(self, request: Request) -> Cost:
@@ -140,10 +152,11 @@ class Server:
         peak.write_text("5")  # the peak of resident memory begins anew
         rss, busy, began = self._memory("VmRSS"), processor_seconds(self._process), time.monotonic()
         answer = self._ask(request)
-        delay = max(delays_since(self._ring, began))
+        delays = delays_since(self._ring, began)
+        delay, waited = (max(column) for column in zip(*delays, strict=True))
         seconds = processor_seconds(self._process) - busy - self._idle * (time.monotonic() - began)
         more = self._memory("VmHWM") - rss
-        return Cost(max(0.0, seconds) / len(request.data), request, seconds, delay, more, answer)
+        return Cost(max(0.0, seconds) / len(request.data), request, seconds, delay, waited, more, answer)
 
     def _ask(self, request: Request) -> str:
         if request.target == "http":
@@ -228,8 +241,8 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
     host, _, port = url.rpartition("//")[2].rpartition(":")
     address, model = (host, int(port)), Bundle.open(options.bundle).manifest.name
     context = multiprocessing.get_context("spawn")
-    ring = context.RawArray("d", 2 * _PROBES + 1)
-    prober = context.Process(target=probe, args=(address, ring), daemon=True)
+    ring = context.RawArray("d", 3 * _PROBES + 1)
+    prober = context.Process(target=probe, args=(address, process.pid, ring), daemon=True)
     prober.start()
     while not ring[-1]:
         time.sleep(0.1)
@@ -253,10 +266,8 @@ def _report(server: Server, costs: list[Cost], answers: Counter[str], options: a
         **report_header(),
         "seed": options.seed,
         "requests": len(costs),
-        "idle_delay_ms": {
-            name: round(1e3 * server.idle_delays[int(share * (len(server.idle_delays) - 1))], 2)
-            for name, share in (("p50", 0.5), ("p99", 0.99), ("most", 1))
-        },
+        "idle_delay_ms": _percentiles([delay for delay, _ in server.idle_delays]),
+        "idle_waited_ms": _percentiles([waited for _, waited in server.idle_delays]),
         "most_delay_ms": {
             "allowed": 1e3 * MOST_DELAY,
             "found": round(1e3 * max(one.delay for one in costs), 1),
@@ -285,6 +296,13 @@ def _report(server: Server, costs: list[Cost], answers: Counter[str], options: a
         "slowest": worst(lambda one: one.delay),
         "largest": worst(lambda one: one.rss),
     }
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    """In milliseconds."""
+    found = sorted(seconds)
+    shares = (("p50", 0.5), ("p99", 0.99), ("most", 1))
+    return {name: round(1e3 * found[int(share * (len(found) - 1))], 2) for name, share in shares}
 
 
 if __name__ == "__main__":
