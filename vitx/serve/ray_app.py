@@ -32,7 +32,6 @@ from vitx.serve.models.offer import Offer
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.node_bundles import require_same
 from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.worker_metrics import merge
 from vitx.serve.protocol.shared_memory import SharedMemory
@@ -153,8 +152,12 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     digests = tuple(sha256_file(path / MANIFEST) for path in paths)
     full = max(_full_batch(offer.bundle, args.max_batch, on_gpu=bool(share.gpus)) for offer in offers)
     target = args.target_ongoing_requests or float(args.instances * full)
+    scaling: dict[str, Any] = {"num_replicas": args.min_replicas}
+    if args.max_replicas is not None:
+        replicas = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
+        scaling = {"autoscaling_config": {**replicas, "target_ongoing_requests": target}}
     deployed = serve.deployment(
-        **_scaling(args, target),
+        **scaling,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         # Those that wait to be decoded, for a batch, and for its end: a replica refuses what is too much itself.
         max_ongoing_requests=max(int(target) + 1, 2 * args.queue + 2 * args.instances * args.max_batch),
@@ -169,11 +172,13 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     return deployed(Replica).bind(settled, digests)
 
 
-def _scaling(args: ServeArgs, target: float) -> dict[str, Any]:
-    if args.max_replicas is None:
-        return {"num_replicas": args.min_replicas}
-    replicas = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
-    return {"autoscaling_config": {**replicas, "target_ongoing_requests": target}}
+def require_same(bundles: Sequence[Path], digests: Sequence[str]) -> None:
+    """Raise InputError unless the bundles are on this node, and those that the application was built with."""
+    for path, digest in zip(bundles, digests, strict=True):
+        if not (path / MANIFEST).is_file():
+            raise InputError(f"no bundle at '{path}': every node needs it there, in a shared folder or as a copy")
+        if sha256_file(path / MANIFEST) != digest:
+            raise InputError(f"the bundle at '{path}' is not the one that was deployed: deploy the application again")
 
 
 def _full_batch(bundle: Bundle, max_batch: int, *, on_gpu: bool) -> int:
@@ -196,8 +201,7 @@ class Replica:
         digests: sha256 of each bundle's manifest when the application was built, so that all replicas are the same.
         """
         configure_process()
-        for path, digest in zip(args.bundles, digests, strict=True):
-            require_same(path, digest)
+        require_same(args.bundles, digests)
         offers = open_offers(
             args.bundles, allow_uncertified=args.allow_uncertified, required_signature=args.require_signature
         )

@@ -102,6 +102,16 @@ def test_json_depth_is_of_brackets_and_not_of_texts(server: ServerProcess) -> No
     assert post(server, text) == (400, "expected 1 input but got 0 inputs for model 'tiny'")
 
 
+def test_a_request_that_brings_no_image_is_small(server: ServerProcess) -> None:
+    """60 KB of gzip were parsed on the event loop as 60 MiB of JSON, whatever was asked for."""
+    path = "/v2/systemsharedmemory/region/r/register"
+    text = b'{"key": "' + b"x" * 17_000 + b'"}'
+    for body, headers in ((text, {}), (gzip.compress(text), {"Content_Encoding": "gzip"})):
+        found = post(server, body, path, **headers)
+        assert found[0] == 413
+        assert found[1].startswith("request body of more than 16384 bytes")
+
+
 def test_headers_that_are_too_large_are_431(server: ServerProcess) -> None:
     assert post(server, b"{}", X_Large="x" * 3000) == (431, "request headers of more than 2048 bytes")
     with closing(raw(server)) as connection:  # refused before their end
