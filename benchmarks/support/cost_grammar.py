@@ -130,7 +130,7 @@ def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int
     options |= _SAVED.get(kind, {})
     try:
         Image.new(mode, (width, height)).save(buffer, kind, **options)
-    except (OSError, ValueError, KeyError):  # not every kind has every mode and size
+    except (OSError, ValueError, KeyError, RuntimeError):  # not every kind has every mode and size
         return b""
     return buffer.getvalue()
 

@@ -1,6 +1,6 @@
 """The bytes of all requests in flight, and what a process may use without options."""
 
-from dataclasses import asdict
+from dataclasses import FrozenInstanceError, asdict
 
 import pytest
 
@@ -58,3 +58,9 @@ def test_what_could_never_be_queued_is_refused() -> None:
     assert ServeOptions(queue=10).limits.images == 10
     assert ServeOptions(max_memory_mib=10).limits.memory_bytes == 10 * 2**20  # less than a body may have
     assert ServeOptions(timeout_ms=250).batching.timeout == 0.25
+
+
+@pytest.mark.parametrize(("record", "name"), [("limits", "images"), ("batching", "queue")])
+def test_limits_stay_as_they_were_given(record: str, name: str) -> None:
+    with pytest.raises(FrozenInstanceError):
+        setattr(getattr(ServeOptions(), record), name, 1)

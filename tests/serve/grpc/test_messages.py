@@ -108,13 +108,29 @@ def test_numbers_that_are_sent_together_are_one_field() -> None:
         check_fields(alone)
 
 
-@pytest.mark.parametrize("field", [b"\x09" + bytes(8), b"\x0d" + bytes(4), b"\x08\xff\xff\xff\x01", b"\x12\x03abc"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"\x09" + bytes(8),
+        b"\x0d" + bytes(4),
+        b"\x08\x01",
+        b"\x08\xff\xff\xff\x01",
+        b"\x12\x03abc",
+        b"\x12\x80\x01" + bytes(128),
+    ],
+)
 def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
     check_fields(field * MOST_FIELDS)
     with pytest.raises(RequestError):
         check_fields(field * (MOST_FIELDS + 1))
     with pytest.raises(RequestError):
         check_fields(b"\x0b" + field * (MOST_FIELDS - 1) + b"\x0c")  # a group has a field for each of its ends
+
+
+def test_numbers_of_another_type_are_no_message() -> None:
+    """Field 5 of an input's contents are uint64 numbers, together."""
+    inner = b"\x2a\xa0\x1f" + b"\x08\x01" * 2000
+    check_fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner)
 
 
 @pytest.mark.parametrize(

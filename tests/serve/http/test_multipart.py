@@ -84,6 +84,7 @@ def test_any_multipart_parses_or_is_refused_cleanly(content_type: str, pieces: l
         (b"form-data; name=a; name=b; filename=x.png ; filename=y.png", "a", "x.png"),
         (b"form-data; name=a; filename=x.png; filename*=utf-8''%c3%b6%ff'.png", "a", "ö\ufffd'.png"),
         (b"form-data; name=a; filename=b=c.png", "a", "b=c.png"),
+        (b"form-data; name=a; filename=\xff.png", "a", "\ufffd.png"),
         (b'form-data; name=a; filename="no end', "a", ""),
     ],
 )
@@ -98,6 +99,20 @@ def test_the_names_of_a_part(header: bytes, name: str, filename: str | None) -> 
 def test_a_part_without_a_name_is_refused(header: bytes) -> None:
     with pytest.raises(RequestError, match="has no Content-Disposition: form-data with a name"):
         parse_multipart(TYPE, form(b"Content-Disposition: " + header + b"\r\n\r\nx"), 2)
+
+
+def test_the_headers_of_a_part_have_a_limit() -> None:
+    name = b"Content-Disposition: form-data; name=a\r\nX: "
+    part = name + b"y" * (8188 - len(name)) + b"\r\n\r\nx"
+    assert parse_multipart(TYPE, form(part, part), 2) == [Part("a", None, b"x")] * 2
+    with pytest.raises(RequestError, match="no headers, or more than 8192 bytes of them"):
+        parse_multipart(TYPE, form(b"X" + part), 2)
+
+
+@pytest.mark.parametrize("boundary", ["x" * 71, "ä", '""', ""])
+def test_a_boundary_that_is_none_is_refused(boundary: str) -> None:
+    with pytest.raises(RequestError, match="has no valid boundary"):
+        parse_multipart(f"multipart/form-data; boundary={boundary}", f"--{boundary}--".encode(), 2)
 
 
 @pytest.mark.parametrize("boundary", ["a", '"a b"', "a; charset=x", "A", '"a\\"b"', "=a=", "x" * 70])

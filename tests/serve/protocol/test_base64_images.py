@@ -52,6 +52,14 @@ def test_texts_are_read_as_the_standard_library_reads_them(monkeypatch: pytest.M
     assert right > 300
 
 
+def test_what_is_wrong_with_a_text_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PIECE_BYTES", 4)
+    texts = {"AA==AAAA": "Excess data after padding", "AAAAA": "Incorrect padding", "AAA": "Incorrect padding"}
+    for text, reason in texts.items():
+        (found,) = base64_images(json.dumps([text]).encode(), LIMITS)
+        assert (type(found), str(found)) == (RequestError, f"not base64: {reason}")
+
+
 def test_a_backslash_that_stands_for_itself_is_no_base64() -> None:
     for text in ("AAA\\\\", "\\\\", "AAAA\\\\/", "AA\\u0041A", "AAAA\\"):
         assert read(f'["{text}"]'.encode()) == ["error"]

@@ -45,14 +45,14 @@ def _decoded(body: bytes, start: int, stop: int) -> bytes | RequestError:
     try:
         for place in range(start, stop, _PIECE_BYTES):
             text = left + body[place : min(place + _PIECE_BYTES, stop)]
-            whole, last = text.removesuffix(b"\\").replace(b"\\/", b"/"), place + _PIECE_BYTES >= stop
-            size = len(whole) if last else len(whole) - len(whole) % 4
+            whole = text.removesuffix(b"\\").replace(b"\\/", b"/")
+            size = len(whole) - len(whole) % 4
             if pieces and size and len(pieces[-1]) % 3:
                 raise binascii.Error("Excess data after padding")
             pieces.append(binascii.a2b_base64(whole[:size], strict_mode=True))
             left = whole[size:] + (b"\\" if text.endswith(b"\\") else b"")
         if left:
-            raise binascii.Error("Only base64 data is allowed")
+            raise binascii.Error("Incorrect padding")
     except (binascii.Error, ValueError) as error:
         return RequestError(f"not base64: {error}")
     return b"".join(pieces)
