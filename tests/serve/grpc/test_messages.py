@@ -124,7 +124,7 @@ def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
     with pytest.raises(RequestError):
         check_fields(field * (MOST_FIELDS + 1))
     with pytest.raises(RequestError):
-        check_fields(b"\x0b" + field * (MOST_FIELDS - 1) + b"\x0c")  # a group has a field for each of its ends
+        check_fields(b"\x0b" + field * MOST_FIELDS + b"\x0c")  # a group has a field for each of its ends
 
 
 def test_numbers_of_another_type_are_no_message() -> None:
