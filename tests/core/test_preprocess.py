@@ -225,6 +225,21 @@ def test_the_limit_of_pixels_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None
         Preprocessing(image_size=10).apply(Image.new("RGB", (11, 1)))
 
 
+def test_a_thin_image_is_refused_before_it_is_decoded() -> None:
+    """Of 32,768 × 1 pixels a side would become 65,536 pixels long, of one more 65,538."""
+    cut = {width: encoded(Image.new("L", (width, 1)), "PNG")[:60] for width in (32_768, 32_769)}
+    for image_size, crop_mode in ((2, "center"), (2, "squash")):
+        small = Preprocessing.model_validate({"image_size": image_size, "crop_mode": crop_mode})
+        with pytest.raises(ImageError, match=r"truncated|cannot decode"):
+            small.from_bytes(cut[32_768])
+        expected = (
+            "too thin to be resized to 2 on its short side$" if crop_mode == "center" else r"truncated|cannot decode"
+        )
+        with pytest.raises(ImageError, match=expected):
+            small.from_bytes(cut[32_769])
+    small.check_size(10**9, 1)
+
+
 @pytest.mark.parametrize("kind", ["ICO", "PPM", "TGA"])
 def test_other_formats_of_pillow_are_refused(kind: str) -> None:
     with pytest.raises(ImageError, match=r"format that can be read \(JPEG, PNG, WebP, BMP, GIF, TIFF\)"):

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
-from vitx.core.bundle import MANIFEST, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import Progress
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
@@ -24,6 +24,7 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
+from vitx.predict.pipeline.draft import DraftCheck
 from vitx.predict.pipeline.executor import LocalExecutor, Performance
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job
@@ -246,3 +247,104 @@ def test_progress_is_of_images_where_they_are_counted_and_of_shards_elsewhere(
             archive.add(path, path.name)
     assert run(tiny_bundle, Spy(), tmp_path / "a.tar", tmp_path / "tar").images == 6
     assert asked == [("predict", 6, True), ("predict", 1, True)]
+
+
+def test_a_url_is_no_folder_of_this_machine(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^--out 's3:/bucket/out': predictions are written to a folder of this mach"):
+        run(tiny_bundle, Spy(), images, Path("s3://bucket/out"))
+    with pytest.raises(InputError, match=r"^--out 'gs:/b': "):
+        run(tiny_bundle, Spy(), images, Path("gs://b"))
+    assert run(tiny_bundle, Spy(), images, Path("c:/out")).images == 6  # a drive's letter
+
+
+def test_a_part_says_what_it_was_made_with(uncertified_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    spy = Spy(work=False)
+    run(uncertified_bundle, spy, images, tmp_path / "out", allow_uncertified=True)
+    assert spy.jobs[0].footer == {
+        "vitx.bundle": uncertified_bundle.manifest.name,
+        "vitx.bundle_sha256": sha256_file(uncertified_bundle.path / MANIFEST),
+    }
+    assert not spy.jobs[0].certified
+
+
+def test_a_certified_part_names_the_certificate(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    spy = Spy(work=False)
+    run(tiny_bundle, spy, images, tmp_path / "out")
+    assert spy.jobs[0].footer["vitx.certificate_sha256"] == sha256_file(tiny_bundle.path / CERTIFICATE)
+    assert spy.jobs[0].certified
+
+
+def test_what_is_tried_again_is_said_and_done(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    good = (images / "5.png").read_bytes()
+    for name in ("1.png", "4.png", "5.png"):
+        (images / name).write_bytes(b"")
+    assert run(tiny_bundle, Spy(), images, out).errors == 3
+    (images / "5.png").write_bytes(good)
+    assert run(tiny_bundle, Spy(), images, out).errors == 3  # not unless it is asked for
+    options = PredictOptions(shard_size=2, retry_errors=True)
+    summary = predict(tiny_bundle, Spy(), images, out, options)
+    said = capsys.readouterr().err
+    assert "predict: 3 unreadable images in 2 files are tried again\n" in said
+    assert "predict: 1 of 3 shards are done and verified\n" in said
+    assert (summary.images, summary.errors) == (6, 2)
+    assert json.loads((out / SUMMARY).read_text())["errors"] == 2
+    idle = Spy(work=False)
+    predict(tiny_bundle, idle, images, out, options)
+    assert "2 unreadable images in 2 files" in capsys.readouterr().err
+
+
+def test_a_summary_of_what_another_process_did_is_left(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    """It tells of the process that did the work; this one did nothing, and all was done when it came."""
+    out = tmp_path / "out"
+    run(tiny_bundle, Spy(), images, out)
+    (out / SUMMARY).write_text((out / SUMMARY).read_text().replace('"seconds": ', '"seconds": 1'))
+    before = (out / SUMMARY).read_text()
+    found = run(tiny_bundle, Spy(), images, out)
+    assert found.seconds == json.loads(before)["seconds"]
+    assert (out / SUMMARY).read_text() == before
+
+
+def test_without_pyarrow_the_error_names_the_extra(
+    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
+    with pytest.raises(EnvironmentMissing, match=r"pyarrow.*pip install 'vitx\[serve\]'"):
+        run(tiny_bundle, Spy(), images, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_session_that_was_drafted_with_is_enough(
+    tiny_bundle: Bundle,
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checked = DraftCheck(
+        images=6,
+        drafted=4,
+        flips=1,
+        flip_rate_bound=0.5,
+        max_flip_rate=0.6,
+        max_logit_difference=0.1,
+        max_grey_difference=2,
+    )
+    asked: list[Any] = []
+
+    def check(bundle: Bundle, model: Any, inventory: Any, listing: Path, column: str | None, *, batch_size: int) -> Any:
+        asked.append((bundle, model, len(inventory.shards), listing.read_bytes().count(b"\0"), column, batch_size))
+        return checked
+
+    monkeypatch.setattr("vitx.predict.job.check_draft", check)
+    session, options = NumpySession(), PredictOptions(shard_size=2, batch_size=3, draft=True)
+    summary = predict(tiny_bundle, session, images, tmp_path / "out", options)
+    assert asked == [(tiny_bundle, session, 3, 6, None, 3)]
+    assert "predict: --draft changes the class of 1 of 6 sampled images\n" in capsys.readouterr().err
+    assert (summary.draft, summary.images, summary.certified) == (checked, 6, True)
+    assert settings(tmp_path / "out")["measured"] == {"draft": checked.model_dump(mode="json")}

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.predict import ledger as ledger_module
 from vitx.predict.inputs.inventory import Inventory, Shard
-from vitx.predict.ledger import Ledger, ShardRecord
+from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.ledger import Claim, Ledger, ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 
@@ -322,3 +324,158 @@ def test_the_shards_of_jobs_have_numbers_of_their_own(store: Store, share: tuple
     with closing(store.open()) as one:
         one.create_or_join(lambda: ("", Inventory("", SHARDS, "", Share(*share))))
         assert [claim.id for claim in iter(one.claim, None)] == numbers
+
+
+def done(ledger: Ledger, **changes: Any) -> Claim:
+    """A shard that was claimed and recorded."""
+    claim = ledger.claim()
+    assert claim is not None
+    assert ledger.commit(claim, DONE._replace(**changes), lambda: None)
+    return claim
+
+
+def test_shards_with_errors_are_tried_again_and_know_their_file(ledger: Ledger, second: Ledger) -> None:
+    done(ledger)
+    done(ledger, errors=0)
+    done(ledger, digest="third", errors=2)
+    assert ledger.first_shard_with_errors() == 1
+    assert ledger.retry_errors() == 2
+    assert (ledger.remaining(), ledger.first_shard_with_errors()) == (2, None)
+    again = [second.claim(), second.claim(), second.claim()]
+    assert again == [Claim(1, SHARDS[0], DONE.digest), Claim(3, SHARDS[2], "third"), None]
+    assert again[0] is not None
+    assert second.commit(again[0], DONE._replace(digest="new", errors=0), lambda: None)
+    assert second.retry_errors() == 0  # what is being done is nobody else's
+    second.release()
+    claim = second.claim()
+    assert claim == again[1]  # what was kept of it is still known
+    assert claim is not None
+    assert second.commit(claim, DONE._replace(errors=1), lambda: None)
+    assert second.verify(lambda shard: Path("nowhere")) == [1, 2, 3]
+    assert [claim.kept for claim in iter(second.claim, None)] == [None] * 3  # a recorded file is all that counts
+
+
+def test_counts_are_by_kind_and_of_finished_shards(store: Store) -> None:
+    shards = (Shard("tar", "a"), Shard("images", "", 0, 4), Shard("tar", "b"), Shard("tar", "c"))
+    with closing(store.open()) as one:
+        one.create_or_join(lambda: ("", Inventory("", shards, "")))
+        assert one.counts() == {}
+        assert list(one.skipped_names()) == []
+        done(one, images=5, errors=2, listed=8, skipped=SkippedNames({".txt": 3}, ["a/x.txt"]))
+        done(one, listed=4)
+        done(one, images=7, errors=1, listed=9, skipped=SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"]))
+        assert one.counts() == {"images": (4, 4, 1, 0), "tar": (17, 12, 3, 5)}
+        assert list(one.skipped_names()) == [
+            SkippedNames({".txt": 3}, ["a/x.txt"]),
+            SkippedNames(),
+            SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"]),
+        ]
+        assert one.has_single_files()
+        assert one.totals() == (4, 3, 16, 4, None)
+
+
+def test_every_finished_shard_is_read_however_many_there_are(store: Store) -> None:
+    """They are read a thousand at a time."""
+    shards = tuple(Shard("tar", f"{index}.tar") for index in range(2001))
+    with closing(store.open()) as one:
+        one.create_or_join(lambda: ("", Inventory("", shards, "")))
+        one._change("SET digest = 'd', classes = '{\"' || id || '\": 1}'", ())
+        assert list(one.class_counts()) == [{number: 1} for number in range(1, 2002)]
+
+
+def test_a_file_that_was_made_anew_while_it_was_compared_stays(ledger: Ledger, second: Ledger, tmp_path: Path) -> None:
+    """Another process set it free, did it again and recorded it between the two."""
+    claim = done(ledger)
+
+    def output(shard: int) -> Path:
+        second._change("SET digest = 'new' WHERE id = ?", (claim.id,))
+        return tmp_path / "gone"
+
+    assert ledger.verify(output) == []
+    assert ledger.remaining() == 2
+
+
+def test_another_thread_has_the_same_name_and_lease(ledger: Ledger) -> None:
+    claim = ledger.claim()
+    assert claim is not None
+    with closing(ledger.for_thread()) as other:
+        assert (other.worker, other.lease_seconds, other.path) == (ledger.worker, 10, ledger.path)
+        assert other.commit(claim, DONE, lambda: None)
+    with closing(Ledger(ledger.path, lease_seconds=10)) as stranger:
+        assert stranger.worker != ledger.worker
+
+
+def test_what_is_no_fault_of_the_file_is_not_called_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(ledger: Ledger) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(sqlite3.OperationalError, match="unable to open"):
+        Ledger(tmp_path / "no" / "such" / "folder", lease_seconds=1)
+    monkeypatch.setattr(Ledger, "_open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(Ledger, "_create_tables", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
+    with pytest.raises(sqlite3.OperationalError, match=r"^disk$"):
+        Ledger(tmp_path / "ledger.sqlite", lease_seconds=1)
+
+
+def busy(code: int = sqlite3.SQLITE_BUSY) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = code
+    return error
+
+
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_BUSY, sqlite3.SQLITE_BUSY_SNAPSHOT])
+def test_a_lock_is_waited_for_to_the_end_of_its_time(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    clock, slept = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += 20
+
+    monkeypatch.setattr(ledger_module, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+
+    def free_after(seconds: float) -> None:
+        if clock[0] < 1000 + seconds:
+            raise busy(code)
+
+    ledger._retry_busy(lambda: free_after(80))  # it is asked for when the time is just over
+    assert slept == [0.01] * 4
+    clock[0] = 1000.0
+    with pytest.raises(EnvironmentMissing, match="was locked for 60 s: is it on a network file system"):
+        ledger._retry_busy(lambda: free_after(81))
+    assert clock[0] == 1080
+    clock[0] = 1000.0
+    ledger._retry_busy(lambda: free_after(3600), no_limit=True)
+    with pytest.raises(sqlite3.OperationalError, match="locked"):
+        ledger._retry_busy(lambda: (_ for _ in ()).throw(busy(sqlite3.SQLITE_READONLY)))
+
+
+def test_only_the_listing_is_waited_for_without_limit(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    begin = ledger._retry_busy
+
+    def record(statement: Any, *, no_limit: bool = False) -> None:
+        asked.append(no_limit)
+        begin(statement)
+
+    monkeypatch.setattr(ledger, "_retry_busy", record)
+    ledger.create_or_join(lambda: pytest.fail("planned twice"))
+    ledger.claim()
+    ledger.renew()
+    assert asked == [True, False, False]
+
+
+def test_a_transaction_that_is_over_does_not_hide_the_error(ledger: Ledger) -> None:
+    """SQLite ends it by itself when the disk is full."""
+
+    def work() -> None:
+        ledger._connection.execute("ROLLBACK")
+        raise ValueError("full")
+
+    with pytest.raises(ValueError, match=r"^full$"):
+        ledger._write(work)
+    assert ledger.claim() is not None

@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 from vitx.core.files import sync
 from vitx.predict import PREDICTIONS
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import ShardRecord
+from vitx.predict.options import Share
 from vitx.predict.outputs import parts
 from vitx.predict.outputs.parts import (
+    KeptRows,
     Part,
     PartWriter,
     Rows,
@@ -200,3 +203,115 @@ def test_a_label_may_appear_twice(out: Path) -> None:
     assert table["class"].to_pylist() == ["same", "same"]
     assert table["class_index"].to_pylist() == [1, 0]
     assert table.schema.field("path").type == pa.string()
+
+
+def test_a_record_has_what_was_listed_and_skipped_and_the_file_its_footer(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", LABELS, footer={"vitx.bundle": "b"})
+    writer.listed = (5, SkippedNames({".txt": 4}, ["a.txt"]))
+    writer.add(rows("a", [None], [[1, 0, 0]]))
+    part = writer.finish()
+    assert (part.record.listed, part.record.skipped.count) == (5, 4)
+    assert pq.read_metadata(part.temporary).metadata[b"vitx.bundle"] == b"b"
+    assert PartWriter(out, 2, "s", LABELS).finish().record.listed == 0
+
+
+def finished(out: Path, *groups: Rows, kept: KeptRows | None = None, footer: str = "") -> Part:
+    """Shard 3, published."""
+    writer = PartWriter(out, 3, "s", LABELS, lists=("logits",), footer={"made": footer})
+    for group in groups:
+        writer.add(group)
+    writer.kept = kept
+    part = writer.finish()
+    part.publish()
+    return part
+
+
+def with_logits(keys: str, errors: Sequence[str | None], outputs: Sequence[Sequence[float]]) -> Rows:
+    values = np.array(outputs, dtype=np.float32).reshape(-1, 3)
+    return rows(keys, errors, outputs, lists={"logits": values})
+
+
+def test_kept_rows_stay_as_they_were_among_the_new_ones(out: Path) -> None:
+    first = with_logits("abcdef", [None, "bad", None, "bad", None, None], [[9, 0, 0], [0, 9, 0], [0, 0, 9], [9, 1, 0]])
+    part = finished(out, first, footer="first")
+    kept = KeptRows.of(part.path, part.record.digest)
+    assert kept is not None
+    # The fifth place has another image now, and there is a seventh.
+    assert [kept.keep(key) for key in "abcdXfg"] == [True, False, True, False, False, True, False]
+    new = with_logits("bdXg", [None, "still bad", None, None], [[0, 9, 2], [0, 1, 9], [9, 0, 3]])
+    again = finished(out, new, kept=kept, footer="second")
+    table = pq.read_table(again.path)
+    assert table["path"].to_pylist() == list("abcdXfg")
+    assert table["error"].to_pylist() == [None, None, None, "still bad", None, None, None]
+    assert table["class_index"].to_pylist() == [0, 1, 1, None, 2, 0, 0]
+    assert table["logits"].to_pylist() == [[9, 0, 0], [0, 9, 2], [0, 9, 0], None, [0, 1, 9], [9, 1, 0], [9, 0, 3]]
+    assert (again.record.images, again.record.errors, again.record.classes) == (7, 1, {0: 3, 1: 2, 2: 1})
+    assert again.record.digest == hashlib.sha256(again.path.read_bytes()).hexdigest()
+    assert pq.read_metadata(again.path).metadata[b"made"] == b"second"
+
+
+def test_only_the_file_that_was_recorded_is_kept(out: Path) -> None:
+    part = finished(out, with_logits("a", [None], [[9, 0, 0]]))
+    assert KeptRows.of(part.path, part.record.digest) is not None
+    for path, digest in ((part.path, "other"), (part.path, None), (out / "gone", part.record.digest)):
+        assert KeptRows.of(path, digest) is None
+
+
+def test_a_name_that_is_not_utf8_is_kept(out: Path) -> None:
+    none = np.zeros((0, 2))
+    one = Rows(["\udcff"], [None], np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+    writer = PartWriter(out, 3, "s", LABELS)
+    writer.add(one)
+    writer.add(Rows(["b"], ["bad"], none.astype(np.int32), none.astype(np.float32)))
+    part = writer.finish()
+    kept = KeptRows.of(part.temporary, part.record.digest)
+    assert kept is not None
+    assert [kept.keep("\udcff"), kept.keep("b"), kept.keep("\udcff")] == [True, False, False]
+
+
+def test_a_group_without_a_readable_image_has_null_lists(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "ROW_GROUP", 1)
+    unread = rows("a", ["bad"], [])
+    part = finished(out, unread, with_logits("b", [None], [[0, 9, 0]]), unread)
+    assert pq.read_table(part.path)["logits"].to_pylist() == [None, [0, 9, 0], None]
+
+
+def test_leftovers_of_other_jobs_are_theirs(out: Path) -> None:
+    names = {number: f".{part_path(out, number).name}.w" for number in range(1, 7)}
+    for name in (*names.values(), ".part-x.parquet.w"):
+        (out / PREDICTIONS / name).touch()
+    remove_leftovers(out, share=Share(3, 3))
+    left = {path.name for path in (out / PREDICTIONS).iterdir()}
+    assert left == {".part-x.parquet.w", *(names[number] for number in (1, 2, 4, 5))}
+    remove_leftovers(out, share=Share(2, 3))
+    assert names[2] not in {path.name for path in (out / PREDICTIONS).iterdir()}
+    assert (out / PREDICTIONS / names[4]).exists()
+
+
+def test_an_ascii_name_is_left_alone_and_one_with_an_escape_is_doubled() -> None:
+    assert escape_invalid_utf8("a\\b/c") == "a\\b/c"
+    assert escape_invalid_utf8("a\\x0g") == "a\\x0g"
+    assert escape_invalid_utf8("a\\xff\\b") == "a\\\\xff\\\\b"
+    assert escape_invalid_utf8("ö\\") == "ö\\"
+    assert escape_invalid_utf8("\udcff\\ö") == "\\xff\\\\ö"
+
+
+def test_a_file_is_whole_on_the_disk_before_it_has_its_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(monkeypatch)
+    part = PartWriter(out, 1, "s", LABELS).finish()
+    assert steps.taken == [("close", ""), ("sync", ".part-00000001.parquet.s")]
+    part.publish()
+    assert steps.taken[2:] == [("rename", "part-00000001.parquet")]
+    assert [path.name for path in (out / PREDICTIONS).iterdir()] == ["part-00000001.parquet"]
+
+
+def test_an_abandoned_file_is_closed(out: Path) -> None:
+    writer = PartWriter(out, 1, "s", LABELS)
+    writer.abandon()
+    assert not writer._writer.is_open
+
+
+def test_names_of_files_and_columns_are_as_documented(out: Path) -> None:
+    assert part_path(out, 12) == out / "predictions.parquet" / "part-00000012.parquet"
+    schema = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding", "attention"))._schema
+    assert schema.names[7:] == ["logits", "embeddings", "attention"]

@@ -1,5 +1,6 @@
 """What the processes of a run share: who creates it, who may join it, and what is removed when that fails."""
 
+import errno
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,9 +13,9 @@ from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Ledger
-from vitx.predict.options import PredictOptions
+from vitx.predict.options import PredictOptions, Share
 from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.state import LEDGER, STATE, SharedRun, open_ledger, open_run
+from vitx.predict.state import AGREEMENT, LEDGER, STATE, SharedRun, open_ledger, open_run
 
 
 @pytest.fixture
@@ -195,3 +196,127 @@ def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
         there = {path.relative_to(out).as_posix() for path in out.rglob("*") if STATE not in path.parts}
         assert there == {"notes.txt", "more", "more/notes.txt"}
         assert lists(out) == []
+
+
+def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], Path]:
+    """One job of several: the numbers of its shards, and its list."""
+    with opened(out, shard=share) as ledger:
+        run = open_run(ledger, out, settings_of(images, **changes), DiskFullBackoff(out), share=share)
+        return [claim.id for claim in iter(ledger.claim, None)], run.listing
+
+
+def test_each_job_has_a_folder_and_a_list_and_all_have_one_agreement(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+    first, listing = job(out, images, Share(1, 2))
+    assert (first, listing.read_bytes()) == ([1], b"a.png\0c.png\0")
+    assert listing.parent == out / STATE / "shard-00001-of-00002"
+    agreed = json.loads((out / STATE / AGREEMENT).read_text())
+    digest = agreed.pop("listing")
+    assert len(digest) == 64
+    assert agreed == settings_of(images, shards=2)
+    second, listing = job(out, images, Share(2, 2))
+    assert (second, listing.read_bytes()) == ([2], b"b.png\0")
+    assert json.loads((out / STATE / AGREEMENT).read_text()) == agreed | {"listing": digest}
+    assert job(out, images, Share(2, 2)) == ([], listing)  # the run is joined; its shards are held
+
+
+@pytest.mark.parametrize(
+    ("share", "changes", "expected"),
+    [
+        (Share(2, 3), {}, "another run: shards was 2, is 3 now; choose another folder, or pass --overwrite"),
+        (Share(2, 2), {"top_k": 1}, "another run: top_k was 5, is 1 now"),
+        (Share(1, 2), {"top_k": 1}, "another run: top_k was 5, is 1 now"),
+    ],
+)
+def test_a_job_with_other_settings_is_refused_before_it_lists_anything(
+    tmp_path: Path, images: Path, share: Share, changes: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    job(out, images, Share(1, 2))
+    monkeypatch.setattr("vitx.predict.state.take_inventory", lambda *_: pytest.fail("listed"))
+    with pytest.raises(InputError, match=expected):
+        job(out, images, share, **changes)
+    assert [path.name for path in (out / STATE).iterdir() if path.is_dir()] == ["shard-00001-of-00002"]
+    assert (out / PREDICTIONS).is_dir()
+
+
+def test_a_job_that_finds_another_input_is_refused(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+    job(out, images, Share(1, 2))
+    (images / "d.png").touch()
+    expected = rf"^images were added to '{images}' or removed since the first job listed it: the jobs would leave some"
+    with pytest.raises(InputError, match=expected):
+        job(out, images, Share(2, 2))
+    assert not (out / STATE / "shard-00002-of-00002").exists()
+
+
+def test_runs_with_and_without_shards_do_not_mix(tmp_path: Path, images: Path, ledger: Ledger, out: Path) -> None:
+    job(tmp_path / "cut", images, Share(1, 2))
+    with pytest.raises(InputError, match=rf"^'{tmp_path}/cut' holds predictions of a run with --shard: choose another"):
+        opened(tmp_path / "cut").__enter__()
+    with pytest.raises(InputError, match=r"or continue it with --shard$"):
+        opened(tmp_path / "cut").__enter__()
+    with pytest.raises(InputError, match=r"holds predictions of a run without --shard: .*, or continue it without$"):
+        opened(out, shard=Share(1, 2)).__enter__()
+    with pytest.raises(InputError, match=r"^--overwrite with --shard would remove what the other jobs did: remove the"):
+        opened(tmp_path / "cut", shard=Share(1, 2), overwrite=True).__enter__()
+    with opened(tmp_path / "cut", overwrite=True) as anew:
+        assert anew.path == tmp_path / "cut" / STATE / LEDGER
+        assert not (tmp_path / "cut" / STATE / AGREEMENT).exists()
+
+
+def test_overwriting_removes_the_summaries_of_jobs(tmp_path: Path) -> None:
+    for name in ("summary-00001-of-00002.json", SUMMARY, "summary-of-mine.txt"):
+        (tmp_path / name).touch()
+    with opened(tmp_path, overwrite=True):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [STATE, "summary-of-mine.txt"]
+
+
+def test_a_job_that_fails_removes_its_own_folder_alone(tmp_path: Path, images: Path) -> None:
+    """Predictions are there, those of the other job."""
+    out = tmp_path / "out"
+    job(out, images, Share(1, 2))
+    with pytest.raises(ValueError, match="later"), opened(out, shard=Share(2, 2)):
+        raise ValueError("later")
+    assert sorted(path.name for path in (out / STATE).iterdir()) == ["shard-00001-of-00002", AGREEMENT]
+
+
+def test_a_folder_with_a_list_is_left_to_who_made_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    begun = opened(out)
+    begun.__enter__()
+    (out / STATE / "images-1").touch()
+    assert not begun.__exit__(ValueError, ValueError("later"), None)
+    assert (out / STATE / LEDGER).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=rf"^cannot write to the folder '{tmp_path}/file/out': Not a directory$"):
+        opened(tmp_path / "file" / "out").__enter__()
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"1", b"\xff", b"[1]"])
+def test_an_agreement_that_cannot_be_read_is_refused(tmp_path: Path, images: Path, damage: bytes) -> None:
+    job(tmp_path, images, Share(1, 2))
+    (tmp_path / STATE / AGREEMENT).write_bytes(damage)
+    with pytest.raises(
+        InputError, match=rf"^'{tmp_path}/\.vitx/shards\.json', in which the jobs agree, is damaged: ch"
+    ):
+        job(tmp_path, images, Share(2, 2))
+
+
+def test_a_job_needs_hard_links_and_waits_for_a_full_disk(
+    tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised = [OSError(errno.ENOSPC, "No space left on device"), PermissionError(errno.EPERM, "Operation not permitted")]
+
+    def fail(path: Path, data: bytes) -> None:
+        raise raised.pop(0)
+
+    monkeypatch.setattr("vitx.predict.state.write_bytes_once", fail)
+    with pytest.raises(
+        InputError, match=rf"^--shard needs hard links, which the file system of '{tmp_path}/out' lacks: Operation not"
+    ):
+        job(tmp_path / "out", images, Share(1, 2))
+    assert raised == []  # tried again after the first one

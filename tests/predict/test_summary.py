@@ -15,8 +15,9 @@ from vitx.core.machine import installed_versions
 from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
-from vitx.predict.summary import bundle_digest, summarize
+from vitx.predict.summary import PredictionSummary, SourceCounts, bundle_digest, summarize, summary_name
 
 
 def test_every_field_of_a_summary(tmp_path: Path) -> None:
@@ -173,3 +174,78 @@ def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
     summary.check_errors(0.04)
     with pytest.raises(CheckFailed, match=r"^2 of 50 images are unreadable, more than --max-error-rate 0\.039: the"):
         summary.check_errors(0.039)
+
+
+def test_every_job_has_a_file_of_its_own() -> None:
+    assert summary_name(WHOLE) == "summary.json"
+    assert summary_name(Share(2, 5)) == "summary-00002-of-00005.json"
+
+
+def summary_of(
+    tmp_path: Path, shards: dict[Shard, ShardRecord], beside: SkippedNames, share: Share | None = None
+) -> PredictionSummary:
+    """Of a ledger with these shards, all done; what names single images is a pattern."""
+    performance = Performance(6, 1.5, {"read": 0.2}, {})
+    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
+        ledger.create_or_join(lambda: ("", Inventory("", tuple(shards), "")))
+        for record in shards.values():
+            claim = ledger.claim()
+            assert claim is not None
+            ledger.commit(claim, record, lambda: None)
+        bundle = write_bundle(tmp_path / "b.vitx")
+        return summarize(
+            *(ledger, bundle, "", performance), certified=True, source="pattern", beside=beside, shard=share
+        )
+
+
+def counts_of(listed: int, predicted: int, unreadable: int, skipped: int) -> SourceCounts:
+    return SourceCounts(listed=listed, predicted=predicted, unreadable=unreadable, skipped=skipped)
+
+
+def test_each_source_has_its_counts_and_what_was_skipped_beside_them(tmp_path: Path) -> None:
+    in_tar = SkippedNames({".json": 3, "(\udcff)": 1}, ["x.json", "\udcff"])
+    shards = {
+        Shard("images", "", 0, 4): ShardRecord("a", 4, 1, {0: 3}, 4),
+        Shard("tar", "b.tar"): ShardRecord("b", 7, 2, {1: 5}, 11, in_tar),
+        Shard("parquet", "c", 0, 5): ShardRecord("c", 5, 0, {2: 5}, 5),
+    }
+    found = summary_of(tmp_path, shards, SkippedNames({".txt": 2, ".json": 1}, ["y.txt"]), Share(2, 3))
+    assert found.sources == {
+        "pattern": counts_of(7, 3, 1, 3),
+        "tar": counts_of(11, 5, 2, 4),
+        "parquet": counts_of(5, 5, 0, 0),
+    }
+    assert found.skipped_names.by_suffix == {".txt": 2, ".json": 4, "(\\xff)": 1}
+    assert found.skipped_names.first == ["y.txt", "x.json", "\\xff"]
+    assert (found.complete, found.shard, found.errors, found.images) == (True, "2/3", 3, 16)
+
+
+def test_names_beside_are_counted_where_no_single_image_is(tmp_path: Path) -> None:
+    shards = {Shard("tar", "b.tar"): ShardRecord("b", 7, 2, {1: 5}, 7)}
+    found = summary_of(tmp_path, shards, SkippedNames({".txt": 2}, ["y.txt"]))
+    assert found.sources == {"tar": counts_of(7, 5, 2, 0), "pattern": counts_of(2, 0, 0, 2)}
+    assert found.shard is None
+
+
+def test_a_name_that_is_missing_is_said(tmp_path: Path) -> None:
+    assert counts_of(9, 4, 3, 2).missing == 0
+    assert counts_of(10, 4, 3, 2).missing == 1
+    shards = {
+        Shard("images", "", 0, 4): ShardRecord("a", 4, 0, {0: 4}, 4),
+        Shard("tar", "b.tar"): ShardRecord("b", 7, 2, {1: 5}, 12, SkippedNames({".json": 3})),
+    }
+    found = summary_of(tmp_path, shards, SkippedNames())
+    assert not found.complete
+    with pytest.raises(
+        CheckFailed,
+        match=r"^not complete: of 12 names listed \(tar\) 5 were predicted, 2 are unreadable and 3 were skipped\. The",
+    ):
+        found.check_errors(1.0)
+
+
+def test_as_many_unreadable_images_as_allowed_are_no_error(tmp_path: Path) -> None:
+    shards = {Shard("images", "", 0, 4): ShardRecord("a", 4, 1, {0: 3}, 4)}
+    found = summary_of(tmp_path, shards, SkippedNames())
+    found.check_errors(0.25)
+    with pytest.raises(CheckFailed, match=r"^1 of 4 images are unreadable, more than --max-error-rate 0\.2: "):
+        found.check_errors(0.2)

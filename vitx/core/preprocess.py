@@ -7,6 +7,7 @@ not here: it lives inside the exported graph.
 import io
 import math
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,6 +29,9 @@ HALF: Triple = (0.5, 0.5, 0.5)
 
 # Above this many pixels an image is refused before it is decoded (a decompression bomb fits in a small file).
 MAX_PIXELS = 100_000_000
+# And above this side of the resized image: for a million columns Pillow's table takes a third of a second, during which
+# no other thread runs.
+MAX_SIDE = 65_536
 
 # Not every format Pillow reads: EPS runs a program, an ICO holds images of other sizes than its header says.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
@@ -95,12 +99,9 @@ class Preprocessing(Record):
         draft: resize the crop alone, a third less work. Pillow then holds the crop's bounds in float32 and may resize
         columns before rows, so some pixels differ by a few grey levels.
         """
+        self.check_size(*image.size)
         width, height = image.size
         scaled = self._scaled(width, height)
-        if scaled[0] * scaled[1] > MAX_PIXELS:  # 1×500,000 pixels, say: both sides are enlarged
-            raise ImageError(
-                f"image of {width}×{height} pixels: too thin to be resized to {self.scaled_side} on its short side"
-            )
         size = self.image_size
         padded = min(scaled) < size
         left = round((scaled[0] - size) / 2)
@@ -114,6 +115,14 @@ class Preprocessing(Record):
         if padded:
             return self._padded(image)
         return np.asarray(image.crop((left, top, left + size, top + size)))
+
+    def check_size(self, width: int, height: int) -> None:
+        """Raise ImageError for an image that would be resized to too many pixels, or too long a side."""
+        scaled = self._scaled(width, height)
+        if scaled[0] * scaled[1] > MAX_PIXELS or max(scaled) > MAX_SIDE:  # 1×500,000, say: both sides are enlarged
+            raise ImageError(
+                f"image of {width}×{height} pixels: too thin to be resized to {self.scaled_side} on its short side"
+            )
 
     def _scaled(self, width: int, height: int) -> tuple[int, int]:
         """Width and height before the crop, rounded as torchvision's Resize and timm's ResizeKeepRatio round them."""
@@ -143,7 +152,7 @@ class Preprocessing(Record):
         alone is resized.
         """
         shorter_side = DRAFT_MARGIN * self.scaled_side if draft else None
-        return self.apply(decode(data, shorter_side=shorter_side), draft=draft)
+        return self.apply(decode(data, shorter_side=shorter_side, check_size=self.check_size), draft=draft)
 
 
 def ignore_bomb_warnings() -> None:
@@ -156,9 +165,16 @@ def ignore_bomb_warnings() -> None:
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
-def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: int | None = None) -> Image.Image:
+def decode(
+    source: bytes | Path,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    shorter_side: int | None = None,
+    check_size: Callable[[int, int], object] | None = None,
+) -> Image.Image:
     """Return an upright RGB image.
 
+    check_size: called with width and height before anything is decoded.
     shorter_side: a JPEG is decoded at 1/8, 1/4 or 1/2 of its size if its shorter side then still has so many pixels,
     and only where that divides both sides: else libjpeg pads the last row and column, and all pixels move.
     Raises ImageError when the source is not an image, is truncated, or has more than `max_pixels` pixels.
@@ -167,6 +183,8 @@ def decode(source: bytes | Path, *, max_pixels: int = MAX_PIXELS, shorter_side: 
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as image:
             if image.width * image.height > max_pixels:
                 raise TooManyPixels(image.width, image.height, max_pixels)
+            if check_size is not None:
+                check_size(*image.size)
             if shorter_side is not None:
                 _decode_smaller(image, shorter_side)
             image.load()

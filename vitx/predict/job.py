@@ -152,7 +152,7 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
         raise InputError(f"--out '{out}': expected a folder or a URL; in Python a URL is a text, not a Path")
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
-    return None, Path(out)
+    return None, Path(out).absolute()  # a relative path with a colon is a URL to pyarrow
 
 
 def _refuse_options(options: PredictOptions) -> None:

@@ -32,7 +32,6 @@ from vitx.serve.models.offer import Offer
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.node_bundles import require_same
 from vitx.serve.process.process_settings import configure_process, freeze_heap
 from vitx.serve.process.worker_metrics import merge
 from vitx.serve.protocol.shared_memory import SharedMemory
@@ -46,31 +45,17 @@ _START_ATTEMPTS = 3  # of a replica, until the deployment is given up
 _CPU_BATCH = 8  # full, where nothing was measured: on a CPU more images are seldom faster, each
 
 
-# What replicas on Ray do not take, and what to do instead.
-_CONNECTION = "the connections are those of Ray's proxies, and so are their limits"
+# What replicas on Ray do not take, by what to do instead.
 _NOT_ON_RAY = {
-    "host": "it is in Ray Serve's own http_options",
-    "port": "it is in Ray Serve's own http_options",
-    "ray": "the application is on Ray",
-    "replicas": "give min_replicas and max_replicas",
-    "repository": "name the bundles, and deploy again for new ones",
-    "grpc_port": "Ray's proxies pass on HTTP",
-    "shared_memory": "a region is known to one replica",
-    "workers": "give --replicas",
-    "watch": "deploy again for new bundles",
-    "management": "deploy again for new bundles",
-    "management_token_file": "there are no management calls",
-    "tls_cert": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
-    "tls_key": "let a proxy end TLS, or give Ray Serve the files in its own http_options",
-    "access_log": "Ray Serve has one, see its logging_config",
-    "otlp_endpoint": "Ray Serve has traces of its own",
-    "max_header_kib": _CONNECTION,
-    "max_connections": _CONNECTION,
-    "header_timeout": _CONNECTION,
-    "body_timeout": _CONNECTION,
-    "write_timeout": _CONNECTION,
-    "max_memory_mib": "Ray's proxies have read the whole body before",
-    "message_timeout": "Ray's proxies pass on HTTP",
+    "it is in Ray Serve's own http_options": "host port tls_cert tls_key",
+    "give min_replicas and max_replicas": "ray replicas",
+    "give --replicas": "workers",
+    "name the bundles, and deploy again for new ones": "repository watch management management_token_file",
+    "a region is known to one replica": "shared_memory",
+    "Ray's proxies pass on HTTP": "grpc_port message_timeout",
+    "Ray Serve has logs and traces of its own": "access_log otlp_endpoint",
+    "the connections are those of Ray's proxies, and so are their limits": "max_header_kib max_connections "
+    "header_timeout body_timeout write_timeout max_memory_mib",
 }
 
 
@@ -101,8 +86,8 @@ class ServeArgs(ServeOptions):
 
     @model_validator(mode="after")
     def _offered_on_ray(self) -> "ServeArgs":
-        for name, instead in _NOT_ON_RAY.items():
-            if name in self.model_fields_set:
+        for instead, names in _NOT_ON_RAY.items():
+            for name in self.model_fields_set.intersection(names.split()):
                 raise ValueError(f"--{name.replace('_', '-')} is not offered with --ray: {instead}")
         if self.max_replicas is not None and self.max_replicas < self.min_replicas:
             raise ValueError(f"max_replicas is {self.max_replicas}: expected at least {self.min_replicas}")
@@ -167,8 +152,12 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     digests = tuple(sha256_file(path / MANIFEST) for path in paths)
     full = max(_full_batch(offer.bundle, args.max_batch, on_gpu=bool(share.gpus)) for offer in offers)
     target = args.target_ongoing_requests or float(args.instances * full)
+    scaling: dict[str, Any] = {"num_replicas": args.min_replicas}
+    if args.max_replicas is not None:
+        replicas = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
+        scaling = {"autoscaling_config": {**replicas, "target_ongoing_requests": target}}
     deployed = serve.deployment(
-        **_scaling(args, target),
+        **scaling,
         ray_actor_options={"num_cpus": share.cpus, "num_gpus": share.gpus},
         # Those that wait to be decoded, for a batch, and for its end: a replica refuses what is too much itself.
         max_ongoing_requests=max(int(target) + 1, 2 * args.queue + 2 * args.instances * args.max_batch),
@@ -183,11 +172,13 @@ def application(args: ServeArgs, offers: Sequence[Offer]) -> serve.Application:
     return deployed(Replica).bind(settled, digests)
 
 
-def _scaling(args: ServeArgs, target: float) -> dict[str, Any]:
-    if args.max_replicas is None:
-        return {"num_replicas": args.min_replicas}
-    replicas = {"min_replicas": args.min_replicas, "max_replicas": args.max_replicas}
-    return {"autoscaling_config": {**replicas, "target_ongoing_requests": target}}
+def require_same(bundles: Sequence[Path], digests: Sequence[str]) -> None:
+    """Raise InputError unless the bundles are on this node, and those that the application was built with."""
+    for path, digest in zip(bundles, digests, strict=True):
+        if not (path / MANIFEST).is_file():
+            raise InputError(f"no bundle at '{path}': every node needs it there, in a shared folder or as a copy")
+        if sha256_file(path / MANIFEST) != digest:
+            raise InputError(f"the bundle at '{path}' is not the one that was deployed: deploy the application again")
 
 
 def _full_batch(bundle: Bundle, max_batch: int, *, on_gpu: bool) -> int:
@@ -210,8 +201,7 @@ class Replica:
         digests: sha256 of each bundle's manifest when the application was built, so that all replicas are the same.
         """
         configure_process()
-        for path, digest in zip(args.bundles, digests, strict=True):
-            require_same(path, digest)
+        require_same(args.bundles, digests)
         offers = open_offers(
             args.bundles, allow_uncertified=args.allow_uncertified, required_signature=args.require_signature
         )

@@ -10,6 +10,7 @@ import tracemalloc
 import pytest
 
 from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tars import ERRORS, tar_images
 
 NAMES = [f"{index:02}.png" for index in range(20)]
@@ -109,3 +110,21 @@ def test_gzip_is_read_to_its_checksum() -> None:
     assert "CRC check failed" in read(bytes(damaged))[1]
     for length in (1, 12, len(packed) // 2, len(packed) - 8, len(packed) - 1):
         assert read(packed[:length])[1] != "", length
+
+
+def test_what_is_no_image_is_counted_and_a_folder_is_nothing() -> None:
+    """A name is hidden by its last part alone."""
+    names = ["a/b.PNG", "notes.txt", "a/b/.c.png", ".a/.b/c.png", "a.png.txt", "a/README", ".d.png"]
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
+        folder = tarfile.TarInfo("folder.png")
+        folder.type = tarfile.DIRTYPE
+        tar.addfile(folder)
+    skipped = SkippedNames()
+    found = [name for name, _ in tar_images(io.BytesIO(file.getvalue()), skipped)]
+    assert found == ["a/b.PNG", ".a/.b/c.png"]
+    assert skipped.by_suffix == {".txt": 2, "(hidden)": 2, "(no suffix)": 1}
+    assert skipped.first == ["notes.txt", "a/b/.c.png", "a.png.txt", "a/README", ".d.png"]
+    assert [name for name, _ in tar_images(io.BytesIO(file.getvalue()))] == found

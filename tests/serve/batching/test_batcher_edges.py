@@ -6,6 +6,7 @@ import math
 import pytest
 from batcher_by_hand import Asked, counts, images, made, now, numbers, pending, run, seven_together
 
+from vitx.serve.batching.instance_threads import BatchResult
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, RequestError
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 
@@ -274,5 +275,30 @@ def test_a_batch_is_cut_to_whole_halves() -> None:
         for number in range(2, 8):
             ask(f"{number}", number)
         assert [numbers(batch) for batch in instances.batches] == [[0], [1, 2, 3]]
+
+    run(test)
+
+
+def test_a_client_that_hangs_up_while_its_batch_ends_takes_nobody_elses_answer() -> None:
+    """Its future was cancelled, and its task had not run: giving it its logits failed, and the others got none."""
+
+    async def test() -> None:
+        batcher, instances = made({1: 0.1, 8: 0.4})
+        Asked(batcher)("runs", 0)
+        leaves, stays = (asyncio.ensure_future(batcher.submit(images(number))) for number in (1, 2))
+        await asyncio.sleep(0)
+        await instances.run()
+        assert numbers(instances.batches[0]) == [1, 2]
+        deliver = instances.on_result
+
+        def hang_up_first(result: BatchResult) -> None:
+            leaves.cancel()
+            deliver(result)
+
+        instances.on_result = hang_up_first
+        await instances.run()
+        assert (await asyncio.wait_for(stays, 1)).tolist() == [[2]]
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
 
     run(test)

@@ -11,8 +11,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from tritonclient.grpc import model_config_pb2, service_pb2
 
+from vitx.serve.errors import RequestError
 from vitx.serve.grpc import messages
-from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.messages import MOST_FIELDS, check_fields, message_class
 
 FOLDER = Path(messages.__file__).parent
 NOT_TRITONS = ("Empty", "HealthCheckRequest", "HealthCheckResponse")
@@ -75,3 +76,66 @@ def test_a_request_of_tritons_client_reads_the_same() -> None:
     assert (read.inputs[0].name, list(read.inputs[0].shape)) == ("images", [1, 3])
     assert read.parameters["priority"].WhichOneof("parameter_choice") == "uint64_param"
     assert read.SerializeToString(deterministic=True) == request.SerializeToString(deterministic=True)
+
+
+def message(**fields: int) -> Any:
+    """A request of 9 KB with so many entries of each kind."""
+    request = message_class("ModelInferRequest")(model_name="m" * 9000)
+    tensor = request.inputs.add(name="images", shape=[1, 2, 3])
+    tensor.contents.uint_contents.extend([7] * fields.get("numbers", 1))
+    for number in range(fields.get("parameters", 0)):
+        tensor.parameters[f"{number}"].double_param = 1.0
+    for _ in range(fields.get("outputs", 0)):
+        request.outputs.add(name="x")
+    request.raw_input_contents.extend([b""] * fields.get("raw", 0))
+    return request
+
+
+@pytest.mark.parametrize(("kind", "each"), [("parameters", 1), ("raw", 1), ("outputs", 2)])
+def test_the_fields_of_a_message_are_counted_at_all_depths(kind: str, each: int) -> None:
+    others = 2 + 3 + 1  # the name and the input, the input's name, shape and contents, and the numbers together
+    fits = (MOST_FIELDS - others) // each
+    check_fields(message(**{kind: fits}).SerializeToString())
+    with pytest.raises(RequestError, match=f"^a message of more than {MOST_FIELDS} fields$") as refused:
+        check_fields(message(**{kind: fits + 1}).SerializeToString())
+    assert refused.value.status == 413
+
+
+def test_numbers_that_are_sent_together_are_one_field() -> None:
+    check_fields(message(numbers=100_000).SerializeToString())
+    alone = b"\x2a\xa3\x1f" + b"\x2a\xa0\x1f" + b"\x30\x07" * 2000  # an input, its contents, numbers with a tag each
+    with pytest.raises(RequestError):
+        check_fields(alone)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        b"\x09" + bytes(8),
+        b"\x0d" + bytes(4),
+        b"\x08\x01",
+        b"\x08\xff\xff\xff\x01",
+        b"\x12\x03abc",
+        b"\x12\x80\x01" + bytes(128),
+    ],
+)
+def test_fields_of_every_wire_type_are_counted(field: bytes) -> None:
+    check_fields(field * MOST_FIELDS)
+    with pytest.raises(RequestError):
+        check_fields(field * (MOST_FIELDS + 1))
+    with pytest.raises(RequestError):
+        check_fields(b"\x0b" + field * MOST_FIELDS + b"\x0c")  # a group has a field for each of its ends
+
+
+def test_numbers_of_another_type_are_no_message() -> None:
+    """Field 5 of an input's contents are uint64 numbers, together."""
+    inner = b"\x2a\xa0\x1f" + b"\x08\x01" * 2000
+    check_fields(b"\x2a\xa6\x1f" + b"\x2a\xa3\x1f" + inner)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 10**6, b"\x12\xff\xff\xff\xff\x0f" * 2000, b"\x0a" * 3, b"\x2a\x88\x27" + b"\x2a" * 5000],
+)
+def test_what_is_no_message_is_left_to_the_parser(data: bytes) -> None:
+    check_fields(data)

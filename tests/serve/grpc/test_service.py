@@ -268,3 +268,21 @@ def test_malformed_and_too_large_messages_are_refused(channel: grpc.Channel) -> 
         infer(bytes(64 * 2**20 + 1))
     assert error.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert channel.unary_unary(SERVICE + "ServerLive")(b"") == b"\x08\x01"
+
+
+@pytest.mark.parametrize("field", [b"\x2a\x00", b"\x32\x00", b"\x3a\x00"])
+@pytest.mark.parametrize("method", ["ModelInfer", "RepositoryModelLoad"])
+def test_a_message_of_many_fields_is_refused_unparsed(channel: grpc.Channel, method: str, field: bytes) -> None:
+    """490,000 empty inputs in a MB were read one by one on the event loop."""
+    with pytest.raises(grpc.RpcError, match="a message of more than 1024 fields") as error:
+        channel.unary_unary(SERVICE + method)(field * 490_000)
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_long_shape_is_refused(channel: grpc.Channel) -> None:
+    request = message_class("ModelInferRequest")(model_name="tiny")
+    request.inputs.add(name="images", datatype="UINT8", shape=[1] * 490_000)
+    request.raw_input_contents.append(b"")
+    with pytest.raises(grpc.RpcError, match="unexpected shape") as error:
+        channel.unary_unary(SERVICE + "ModelInfer")(request.SerializeToString())
+    assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -382,3 +382,54 @@ def test_pipelined_requests_that_are_parsed_are_answered_in_order_and_reading_wa
         protocol.connection_lost(None)
 
     run(test)
+
+
+def test_of_many_small_requests_in_one_segment_a_piece_is_parsed_at_a_time() -> None:
+    """All 7,000 were parsed before anybody else was answered, for a tenth of a second and more."""
+
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        transport, protocol = server.connect()
+        count = 3000
+        bodies = [b"%04d" % number for number in range(count)]
+        protocol.data_received(b"".join(request(body, b"X-%b: 1" % body) for body in bodies))
+        assert len(protocol.pipeline) < 300
+        assert not transport.reading
+        assert not protocol.is_idle()
+        for _ in range(10 * count):
+            await asyncio.sleep(0)
+            assert len(protocol.pipeline) < 300
+        assert bodies_of(transport.written) == bodies
+        assert (transport.reading, protocol.is_idle()) == (True, True)
+        assert server.refused == []
+
+    run(test)
+
+
+def test_what_waits_unparsed_is_not_slow_and_goes_with_its_connection() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=1, body_seconds=1)
+        waiting = asyncio.Event()
+
+        async def held(scope: Scope, receive: Receive, send: Send) -> None:
+            await waiting.wait()
+            await server.app(scope, receive, send)
+
+        transport, protocol = server.connect()
+        protocol.app = held
+        requests = [request(b"%05d" % number) for number in range(400)]
+        protocol.data_received(b"".join(requests))  # the piece ends within a head or a body
+        await asyncio.sleep(60)
+        assert (transport.closed, server.refused) == (False, [])
+        waiting.set()
+        for _ in range(4000):
+            await asyncio.sleep(0)
+        assert len(bodies_of(transport.written)) == 400
+        waiting.clear()
+        protocol.data_received(b"".join(requests))
+        protocol.connection_lost(ConnectionResetError())
+        waiting.set()
+        await asyncio.sleep(60)
+        assert server.refused == []
+
+    run(test)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from bundle_fixture import colour_image, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
-from vitx.core.preprocess import TooManyPixels
+from vitx.core.preprocess import ImageError, TooManyPixels
 from vitx.serve.errors import DeadlineMissed, QueueFull
 from vitx.serve.http.decode import Decoder
 
@@ -31,6 +31,10 @@ class Held:
     def __init__(self) -> None:
         self.sides: list[int] = []
         self.go = threading.Event()
+
+    def check_size(self, width: int, height: int) -> None:
+        if width > 9_000:
+            raise ImageError("too thin")
 
     def apply(self, image: Image.Image) -> Any:
         self.sides.append(image.width)
@@ -180,6 +184,58 @@ def test_a_cancelled_image_is_not_decoded() -> None:
         await first
         await decoder.decode([grey(13)], held)
         assert held.sides == [10, 13]
+
+    run(test, threads=1)
+
+
+def test_pixels_for_a_request_that_was_cancelled_in_the_same_moment_are_dropped() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        jobs: list[Any] = []
+        push = decoder._push
+
+        def noted(*given: Any) -> Any:
+            jobs.append(push(*given))
+            return jobs[-1]
+
+        vars(decoder)["_push"] = noted
+        asked = asyncio.ensure_future(decoder.decode([grey(10)], held))
+        await held.seen(1)
+        asked.cancel()  # its task has not run when the pixels come
+        decoder._settle(jobs.pop(), np.zeros((1, 1, 3), np.uint8))
+        with suppress(asyncio.CancelledError):
+            await asked
+        held.go.set()
+        assert len(await decoder.decode([grey(11)], held)) == 1
+
+    run(test, threads=1)
+
+
+def test_an_image_that_is_too_thin_is_refused_by_its_header() -> None:
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        stream = io.BytesIO()
+        Image.new("L", (9_001, 1)).save(stream, "PNG")
+        (refused,) = await decoder.decode([stream.getvalue()[:60]], held)  # there are no pixels to decode
+        assert str(refused) == "too thin"
+        assert held.sides == []
+
+    run(test, threads=1)
+
+
+def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
+    """Each scan goes over the whole image: 1.6 KB of gzip took three seconds for 112,000 pixels."""
+    stream = io.BytesIO()
+    Image.new("L", (16, 16)).save(stream, "JPEG", progressive=True)
+    start, scan, end = *stream.getvalue().removesuffix(b"\xff\xd9").rpartition(b"\xff\xda")[::2], b"\xff\xd9"
+    scans = start.count(b"\xff\xda")
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        many = [start + (b"\xff\xda" + scan) * (count - scans) + end for count in (100, 101)]
+        fits, refused = await decoder.decode(many, held)
+        assert isinstance(fits, np.ndarray)
+        assert str(refused) == "JPEG of 101 scans: more than the 100 allowed"
+        assert held.sides == [16]
 
     run(test, threads=1)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import support.cost_grammar as cost_grammar
 import support.fuzz_grpc as fuzz_grpc
 import support.fuzz_openapi as fuzz_openapi
 from fuzz import MANAGEMENT_TOKEN, OPTIONS, Outcome, fuzz_over_grpc, fuzz_over_http, held_by
@@ -75,6 +76,23 @@ def test_a_request_is_made_from_its_seed_and_number() -> None:
     assert made == [make_request(0, number, "tiny") for number in range(300)]
     assert made != [make_request(1, number, "tiny") for number in range(300)]
     assert {kind for kind, _ in made} == set(MAKERS)
+
+
+@pytest.mark.parametrize("kind", cost_grammar.KINDS)
+def test_the_grammar_of_costs_writes_requests_of_less_than_a_mb(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_grammar, "_MOST_UNPACKED", 2**17)
+    chance, sizes = random.Random(0), set[int]()
+    for _ in range(40):
+        values = cost_grammar.chosen(kind, chance)
+        for _ in range(3):
+            if "pixels" in values:
+                values = {**values, "pixels": 10_000, "width": min(values["width"], 1000)}
+            if (request := cost_grammar.made(kind, values, "tiny")) is not None:
+                assert request.data == getattr(cost_grammar.made(kind, values, "tiny"), "data", b"")
+                sizes.add(len(request.data))
+            values = cost_grammar.mutated(kind, values, chance)
+    assert max(sizes) <= cost_grammar.MOST_BYTES
+    assert len(sizes) > 10
 
 
 @pytest.mark.parametrize("status", ["INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED", "UNAVAILABLE", "CANCELLED", "hang"])

@@ -102,6 +102,16 @@ def test_json_depth_is_of_brackets_and_not_of_texts(server: ServerProcess) -> No
     assert post(server, text) == (400, "expected 1 input but got 0 inputs for model 'tiny'")
 
 
+def test_a_request_that_brings_no_image_is_small(server: ServerProcess) -> None:
+    """60 KB of gzip were parsed on the event loop as 60 MiB of JSON, whatever was asked for."""
+    path = "/v2/systemsharedmemory/region/r/register"
+    text = b'{"key": "' + b"x" * 17_000 + b'"}'
+    for body, headers in ((text, {}), (gzip.compress(text), {"Content_Encoding": "gzip"})):
+        found = post(server, body, path, **headers)
+        assert found[0] == 413
+        assert found[1].startswith("request body of more than 16384 bytes")
+
+
 def test_headers_that_are_too_large_are_431(server: ServerProcess) -> None:
     assert post(server, b"{}", X_Large="x" * 3000) == (431, "request headers of more than 2048 bytes")
     with closing(raw(server)) as connection:  # refused before their end
@@ -403,6 +413,6 @@ def test_a_small_request_costs_little_however_large_its_json_becomes(tmp_path: P
             assert (found, reason in error) == (status, True), error
         after = [server.metric(f"process_{name}") for name in ("cpu_seconds_total", "resident_memory_bytes")]
         found, error = post(server, gzip.compress(lists, 9), "/v1/classify?model=tiny", **COMPRESSED_JSON)
-        assert (found, error) == (413, "JSON of more than 16384 values")
+        assert (found, error) == (413, "more than 16384 bytes of JSON besides the images")
     assert after[0] - before[0] < 5
     assert after[1] - before[1] < 400 * 2**20

@@ -43,12 +43,13 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
     from vitx.serve import ray_app
     from vitx.serve.options import ServeOptions
     from vitx.serve.process.ray_cluster import (
+        _require_bundles,
         _require_free_name,
         _require_room,
         _until_running,
         proxy_options,
     )
-    from vitx.serve.ray_app import ServeArgs, Share, share_of
+    from vitx.serve.ray_app import ServeArgs, Share, require_same, share_of
 
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, InputError
@@ -63,7 +64,6 @@ from vitx.serve.http.decode import Decoder
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.process.node_bundles import problem_on_node
 from vitx.serve.process.port import claim_port
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -297,10 +297,26 @@ def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, mon
 
 def test_every_node_needs_the_bundle_that_was_deployed(tiny_bundle: Bundle, tmp_path: Path) -> None:
     digest = sha256_file(tiny_bundle.path / MANIFEST)
-    assert problem_on_node([tiny_bundle.path], [digest]) is None
-    assert str(problem_on_node([tmp_path / "gone.vitx"], [digest])).startswith(f"no bundle at '{tmp_path}/gone.vitx'")
+    require_same([tiny_bundle.path], [digest])
+    with pytest.raises(InputError, match=rf"^no bundle at '{tmp_path}/gone.vitx': every node needs it there"):
+        require_same([tiny_bundle.path, tmp_path / "gone.vitx"], [digest, digest])
     write_bundle(tmp_path / "other.vitx", fault="bgr")
-    assert "is not the one that was deployed" in str(problem_on_node([tmp_path / "other.vitx"], [digest]))
+    with pytest.raises(
+        InputError, match=r"other.vitx' is not the one that was deployed: deploy the application again$"
+    ):
+        require_same([tmp_path / "other.vitx"], [digest])
+
+
+def test_a_node_without_the_bundle_is_named(cluster: str, tmp_path: Path) -> None:
+    """What the function raises there comes as Ray's error, with its traceback."""
+    (tmp_path / "b.vitx").mkdir()
+    (tmp_path / "b.vitx" / MANIFEST).write_text("{}")
+    bundle = tmp_path / "b.vitx"
+    _require_bundles([bundle], [sha256_file(bundle / MANIFEST)], Share(1, 0, 1))
+    with pytest.raises(
+        InputError, match=rf"^node .* of the cluster: the bundle at '{bundle}' is not the one that was deployed: deploy"
+    ):
+        _require_bundles([bundle], ["another digest"], Share(1, 0, 1))
 
 
 class Held(Session):

@@ -1,6 +1,5 @@
 """Open Inference Protocol v2, without a socket: golden bytes, exact error texts, and fuzzed requests."""
 
-import contextlib
 import json
 import sys
 from multiprocessing import shared_memory
@@ -12,7 +11,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vitx.serve.errors import RequestError
-from vitx.serve.http.multipart import Part, parse_multipart
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
 from vitx.serve.protocol.parameters import REGION_PARAMETERS, parse_json
@@ -434,65 +432,3 @@ def test_any_json_decodes_or_is_refused_cleanly(header: Any, binary: bytes | Non
 )
 def test_any_bytes_decode_or_are_refused_cleanly(body: bytes, length: int | None) -> None:
     decodes_or_refuses(body, length if length is None or length <= len(body) else None)
-
-
-TYPE = 'multipart/form-data; boundary="a b"'
-
-
-def form(*parts: bytes) -> bytes:
-    return b"".join(b"--a b\r\n" + part + b"\r\n" for part in parts) + b"--a b--\r\n"
-
-
-def test_multipart_parts_keep_their_order_and_bytes() -> None:
-    first = (
-        b'Content-Disposition: form-data; name="x"; filename="1.png"\r\nContent-Type: image/png\r\n\r\n\r\n--a\r\n\x00'
-    )
-    second = b"content-disposition:form-data; name=y\r\n\r\n"
-    assert parse_multipart(TYPE, form(first, second), 2) == [
-        Part("x", "1.png", b"\r\n--a\r\n\x00"),
-        Part("y", None, b""),
-    ]
-    assert parse_multipart(TYPE, b"--a b--", 2) == []
-
-
-@pytest.mark.parametrize(
-    ("content_type", "body", "text"),
-    [
-        ("multipart/form-data", b"", "multipart/form-data has no valid boundary (1 to 70 ASCII characters)"),
-        (TYPE, b"", "multipart body does not begin with its boundary"),
-        (TYPE, b"--a bX", "multipart boundary is not followed by a line end"),
-        (TYPE, form(b"A: b\r\n\r\n")[:-9], "multipart body ends before its closing boundary: is it truncated?"),
-        (TYPE, form(b"no headers"), "a multipart part has no headers, or more than 8192 bytes of them"),
-        (TYPE, form(b"A: b\r\n\r\n"), "a multipart part has no Content-Disposition: form-data with a name"),
-        (TYPE, form(*[b"A: b\r\n\r\n"] * 3), "a multipart part has no Content-Disposition: form-data with a name"),
-    ],
-)
-def test_broken_multipart_is_refused(content_type: str, body: bytes, text: str) -> None:
-    with pytest.raises(RequestError) as error:
-        parse_multipart(content_type, body, 2)
-    assert (error.value.status, str(error.value)) == (400, text)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.text(max_size=40),
-    st.lists(
-        st.sampled_from(
-            [
-                b"--a b",
-                b"--",
-                b"\r\n",
-                b"Content-Disposition: form-data;",
-                b" name=x",
-                b";",
-                b"\r\n\r\n",
-                b"\xff",
-                b"*=utf-8''%ff",
-            ]
-        )
-    ),
-)
-def test_any_multipart_parses_or_is_refused_cleanly(content_type: str, pieces: list[bytes]) -> None:
-    for kind in (TYPE, content_type):
-        with contextlib.suppress(RequestError):
-            assert len(parse_multipart(kind, b"".join(pieces), 4)) <= 4

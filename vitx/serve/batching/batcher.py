@@ -26,6 +26,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -36,6 +37,7 @@ from vitx.serve.batching.instance_threads import Infer as Infer
 from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.batching.request_queue import Batch, RequestPart, RequestQueue, priority_level
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
+from vitx.serve.futures import settle
 from vitx.serve.limits import Batching
 from vitx.serve.observe.model_statistics import BatchTimes, ModelStatistics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -113,14 +115,7 @@ class Batcher:
         RequestError: 400 for an unknown priority, 503 after `close`.
         """
         reply: asyncio.Future[Float32Array] = self._loop.create_future()
-
-        def on_logits(logits: Float32Array | Exception) -> None:
-            if isinstance(logits, Exception):
-                reply.set_exception(logits)
-            else:
-                reply.set_result(logits)
-
-        submission = self.enqueue(images, on_logits, priority=priority, deadline=deadline)
+        submission = self.enqueue(images, partial(settle, reply), priority=priority, deadline=deadline)
         try:
             answered = await reply
         except asyncio.CancelledError:

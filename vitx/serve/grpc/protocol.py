@@ -24,6 +24,8 @@ _InferResponse = message_class("ModelInferResponse")
 # Numbers that become Python's integers at once.
 _PIECE = 1 << 16
 
+_SIDES = 9  # of a shape, of which four are right
+
 # With this parameter a stream's client asks for an empty response after the last one of a request. Here each request
 # has exactly one response, which is marked as the last, so the parameter is ignored.
 _FINAL_RESPONSE = "triton_enable_empty_final_response"
@@ -80,7 +82,8 @@ def encode_infer_response(
 
 def _input(tensor: Any, raw: Sequence[bytes]) -> dict[str, Any]:
     parameters = _parameters(tensor.parameters)
-    read = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape), "parameters": parameters}
+    shape = list(tensor.shape[:_SIDES])  # a longer one is refused as well
+    read = {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": parameters}
     if raw:
         parameters["binary_data_size"] = len(raw[0])
     return read
@@ -91,7 +94,7 @@ def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array
 
     Raises RequestError for another number of them than the shape needs, and for a value above 255.
     """
-    shape, given = tuple(tensor.shape), tensor.contents.uint_contents
+    shape, given = tuple(tensor.shape[:_SIDES]), tensor.contents.uint_contents
     if shape[1:] != contract.image_shape or not 1 <= shape[0] <= limits.images:
         return np.empty(0, np.uint8)
     if len(given) != math.prod(shape):

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
-from vitx.serve.grpc.messages import message_class
+from vitx.serve.grpc.messages import check_fields, message_class
 from vitx.serve.grpc.service import Call, GrpcService
 from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.models.repository import Repository
@@ -296,9 +296,12 @@ def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
 
 
 def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Parse a message; return a RequestError if the bytes are not one."""
+    """Parse a message; return a RequestError if it has too many fields, or the bytes are not one."""
     try:
+        check_fields(data)
         return parse(data)
+    except RequestError as error:
+        return error
     except DecodeError:
         return RequestError("the bytes are not a message of this call")
 

@@ -24,7 +24,9 @@ from vitx.serve.http.asgi import (
     OnReply,
     Reply,
     StartRequest,
-    await_unless_gone,
+    answered,
+    beside,
+    client_of,
     compressed,
     error_reply,
     header,
@@ -119,25 +121,10 @@ class App:
         started = time.monotonic()
         self._models.get(name, version)  # refuse an unknown model before its body is read
         body = await read_body(scope, receive, self._limits.body_bytes)
-        length = header_length(header(scope, HEADER_LENGTH.encode()))
-        answer = self._answer(name, version, length, body, started, scope[CONNECTION].hold)
-        reply = await await_unless_gone(scope, answer)
-        self._cache("infer", scope, partial(self._start_infer, name, version, length))
+        start = partial(self._start_infer, name, version, header_length(header(scope, HEADER_LENGTH.encode())))
+        reply = await answered(scope, start, body, started)
+        self._cache("infer", scope, start)
         return reply
-
-    async def _answer(
-        self, name: str, version: str | None, length: int | None, body: bytes, started: float, hold: Hold
-    ) -> Reply:
-        """The reply to an infer request. `length`: bytes of JSON before the tensor; None: all."""
-        if _is_large_json(length, body):
-            reading = asyncio.ensure_future(asyncio.to_thread(self._decode, name, version, length, body, started))
-            hold(reading)
-            model, request, deadline = await asyncio.shield(reading)
-        else:
-            model, request, deadline = self._decode(name, version, length, body, started)
-        batcher = model.batcher_of(request.outputs)
-        rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._rows_reply(rows, request, model)
 
     def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
@@ -166,12 +153,12 @@ class App:
         on_reply: OnReply,
         hold: Hold,
     ) -> Callable[[], object]:
-        """`_answer` with a callback instead of a task; see `StartRequest`."""
+        """Answer an infer request; see `StartRequest`. `length`: bytes of JSON before the tensor; None: all."""
+        record.model = name  # it was served, when the head was read
+        decode = partial(self._decode, name, version, length, body, started)
         if _is_large_json(length, body):
-            answer = _recorded(record, self._answer(name, version, length, body, started, hold))
-            return self._start_task(answer, on_reply).cancel
-        record.model = name  # it was served, or its head would not be known
-        model, request, deadline = self._decode(name, version, length, body, started)
+            return self._start_task(self._read_beside(decode, record, hold), on_reply).cancel
+        model, request, deadline = decode()
 
         def replied(rows: Float32Array) -> Reply:
             record_times(record, submission.parts)
@@ -181,6 +168,16 @@ class App:
         batcher = model.batcher_of(request.outputs)
         submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
         return submission.cancel
+
+    async def _read_beside(
+        self, decode: Callable[[], tuple[ServedModel, InferRequest, float | None]], record: RequestRecord, hold: Hold
+    ) -> Reply:
+        """The reply to a request that is read on a thread."""
+        CURRENT_RECORD.set(record)  # of this task alone
+        model, request, deadline = await beside(hold, decode)
+        batcher = model.batcher_of(request.outputs)
+        rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
+        return self._rows_reply(rows, request, model)
 
     def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
         """Call back with the reply or the exception of `work`, unless it is cancelled."""
@@ -244,7 +241,7 @@ class App:
     async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         generation = self._enter()
-        record = CURRENT_RECORD.get() or RequestRecord("")
+        record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
             answer = await self._reply(handler, scope, receive, record)
@@ -322,8 +319,3 @@ class _Head:
     def record(self, client: tuple[str, int] | None, *, with_id: bool) -> RequestRecord:
         """The record of one request; its id is "" without `with_id`, which takes a microsecond."""
         return RequestRecord(request_id(self.id) if with_id else "", *self.parents, client[0] if client else "")
-
-
-async def _recorded(record: RequestRecord, work: Coroutine[Any, Any, Reply]) -> Reply:
-    CURRENT_RECORD.set(record)
-    return await work

@@ -4,14 +4,16 @@ import asyncio
 import json
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
+from vitx.serve.futures import settle
 from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 from vitx.serve.limits import UNCOUNTED_BYTES
-from vitx.serve.observe.request_record import RequestRecord
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -144,8 +146,39 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     return await inflating
 
 
+async def beside(hold: Hold, work: Callable[[], T]) -> T:
+    """What `work`, which reads a body, returns on a thread, while the event loop goes on."""
+    reading = asyncio.ensure_future(asyncio.to_thread(work))
+    hold(reading)
+    return await asyncio.shield(reading)
+
+
 def _body_too_large(limit: int) -> RequestError:
     return too_large(f"request body of more than {limit} bytes")
+
+
+async def answered(scope: Scope, start: StartRequest, body: bytes, started: float) -> Reply:
+    """The reply that `start` calls back with. Call after the request was read; raises ClientGone, and cancels it then.
+
+    started: time.monotonic() of the request's arrival.
+    """
+    connection, record = scope[CONNECTION], CURRENT_RECORD.get()
+    assert record is not None
+    if connection.lost:
+        raise ClientGone
+    reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    cancel = start(body, record, started, partial(settle, reply), connection.hold)
+
+    async def reached() -> Reply:
+        return await reply
+
+    try:
+        return await await_unless_gone(scope, reached())
+    finally:
+        if reply.cancelled():
+            cancel()
+        else:
+            reply.exception()  # marks it as retrieved; asyncio would log it otherwise
 
 
 async def await_unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:

@@ -1,7 +1,5 @@
 """`POST /v1/classify`: image bytes in, labels with scores out."""
 
-import base64
-import binascii
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +15,16 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Submission, record_times
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
-from vitx.serve.errors import RequestError, too_large
+from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
+    CONNECTION,
     Hold,
     OnReply,
     Reply,
     StartRequest,
+    answered,
     await_unless_gone,
+    beside,
     client_of,
     header,
     json_reply,
@@ -36,7 +37,9 @@ from vitx.serve.limits import Limits
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
-from vitx.serve.protocol.parameters import parse_json, quoted
+from vitx.serve.protocol.base64_images import base64_images
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
+from vitx.serve.protocol.parameters import quoted
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
@@ -68,18 +71,6 @@ class _Options:
         return {"predictions": predictions, "outputs": {name: found.tolist() for name, found in values.items()}}
 
 
-@dataclass(frozen=True, slots=True)
-class _Images:
-    """The images of a request: encoded bytes, or the error of one that is not base64.
-
-    names: the file names of a form. single: the body is the image, so the reply is no list.
-    """
-
-    encoded: list[bytes | RequestError]
-    names: list[str] | None = None
-    single: bool = False
-
-
 class Classifier:
     """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
@@ -104,19 +95,19 @@ class Classifier:
         options = self._options(query, timeout, started)
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
-        images = self._read(kind, content_type, await read_body(scope, receive, self._limits.body_bytes))
-        if images.single:
-            self._cache_head(scope, partial(self._start_single, query, timeout))
-        results = await await_unless_gone(scope, self._classify(options, images.encoded, client_of(scope)))
-        if images.single:
-            if "error" in results[0]:
-                raise RequestError(results[0]["error"], reason="bad_image")
-            return json_reply({"model": options.model.name, **results[0]})
+        body = await read_body(scope, receive, self._limits.body_bytes)
+        if kind == "image":
+            start = partial(self._start_single, query, timeout)
+            self._cache_head(scope, start)
+            return await answered(scope, start, body, started)
+        read = partial(self._images, kind, content_type, body)
+        names, images = await beside(scope[CONNECTION].hold, read) if len(body) > SMALL_BYTES else read()
+        results = await await_unless_gone(scope, self._classify(options, images, client_of(scope)))
         for result in results:
             if "error" in result:
                 self._metrics.reject("bad_image", options.model.name)
-        if images.names is not None:
-            results = [{"filename": name, **result} for name, result in zip(images.names, results, strict=True)]
+        if names is not None:
+            results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
 
     def _start_single(
@@ -129,7 +120,7 @@ class Classifier:
         on_reply: OnReply,
         _: Hold,
     ) -> Callable[[], object]:
-        """Classify one image with callbacks instead of a task; see `StartRequest`."""
+        """Classify one image, the body; see `StartRequest`."""
         options = self._options(query, timeout, started)
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         record.model, record.decode_started = options.model.name, time.monotonic()
@@ -178,21 +169,13 @@ class Classifier:
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
-    def _read(self, kind: str, content_type: str, body: bytes) -> _Images:
-        if kind == "json":
-            return _Images(self._json_images(body))
+    def _images(
+        self, kind: str, content_type: str, body: bytes
+    ) -> tuple[list[str] | None, Sequence[bytes | RequestError]]:
+        """The file names of a form, and the encoded images; of one that is not base64 its error."""
         if kind == "form":
-            names, parts = self._form_images(content_type, body)
-            return _Images([*parts], names)
-        return _Images([body], single=True)
-
-    def _json_images(self, body: bytes) -> list[bytes | RequestError]:
-        texts = parse_json(body, self._limits.json_depth)
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise RequestError("the JSON is not a list of one or more images, each a base64 text")
-        if len(texts) > self._limits.images:
-            raise too_large(f"{len(texts)} images in one request: at most {self._limits.images}")
-        return [_from_base64(text) for text in texts]
+            return self._form_images(content_type, body)
+        return None, base64_images(body, self._limits)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], list[bytes]]:
         parts = parse_multipart(content_type, body, self._limits.images)
@@ -283,13 +266,6 @@ def _number(name: str, given: str, least: int, most: int, why: str = "") -> int:
     if not (given.isascii() and given.isdigit() and len(given) < 10 and least <= int(given) <= most):
         raise RequestError(f"{name} is '{given[:40]}': expected {least} to {most}{why}")
     return int(given)
-
-
-def _from_base64(text: str) -> bytes | RequestError:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        return RequestError(f"not base64: {error}")
 
 
 def _kind(content_type: str) -> str:

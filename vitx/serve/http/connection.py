@@ -16,9 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import unquote
 
-import httptools
 from starlette.types import Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -26,12 +24,12 @@ from uvicorn.server import ServerState
 
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.http.asgi import CONNECTION, ClientGone, error_reply, send_reply
-from vitx.serve.http.cycle import SingleWriteCycle
 from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.options import ServeOptions
 
 _SURPLUS_SECONDS = 1.0  # a connection beyond the limit has this long to send a request and get its 503
-_RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow
+_RECHECK_SECONDS = 0.1  # for a body that is slow, but not yet too slow, and for what the server does not read
+_PIECE_BYTES = 16 * 2**10  # parsed at once
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -60,6 +58,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._in_head = True  # also between two requests
         self._begun = False  # whether the parser has seen a part of the head
         self._in_body = False
+        self._unparsed = b""  # behind a request that waits for another's reply
         self._received = 0  # bytes of the head, then of the body
         self._since = 0.0  # when the timer was set, time.monotonic()
         self._timer: asyncio.TimerHandle | None = None
@@ -80,7 +79,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
-        self.lost = True
+        self.lost, self._unparsed = True, b""
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
@@ -149,6 +148,18 @@ class HttpProtocol(HttpToolsProtocol):
         self._limit_writing()
 
     def data_received(self, data: bytes) -> None:
+        """Parse what came, a piece at a time, until a request waits for another's reply; 7,000 fit into one segment."""
+        self._unparsed += data
+        place = 0
+        while place < len(self._unparsed) and not self.pipeline and not self.transport.is_closing():
+            piece = self._unparsed[place : place + _PIECE_BYTES]
+            place += len(piece)
+            self._parse(piece)
+        self._unparsed = b"" if self.transport.is_closing() else self._unparsed[place:]
+        if self._unparsed:
+            self.flow.pause_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._in_head:
             self._received += len(data)
         super().data_received(data)
@@ -173,48 +184,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Start the application, or queue it behind earlier requests. WebSocket upgrades are not offered."""
         self._stop_timer()
         self._in_head, self._begun, self._in_body, self._received = False, False, True, 0
-        version = self._describe()
-        previous = self.cycle
-        self.cycle = SingleWriteCycle(
-            scope=self.scope,
-            transport=self.transport,
-            flow=self.flow,
-            logger=self.logger,
-            access_logger=self.access_logger,
-            access_log=self.access_log,
-            default_headers=self.server_state.default_headers,
-            message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
-            on_response=self.on_response_complete,
-        )
-        if previous is None or previous.response_complete:
-            self._start_asgi_task(self.cycle, self._app_or_refusal())
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((self.cycle, self._app_or_refusal()))
-
-    def _describe(self) -> str:
-        """Put the request line into the scope; return the HTTP version."""
         scope: Any = self.scope  # its type does not allow our key
-        version: str = self.parser.get_http_version()
-        url = httptools.parse_url(self.url)
-        path = url.path.decode("ascii")
-        scope["method"] = self.parser.get_method().decode("ascii")
-        scope["http_version"] = version
-        scope["path"] = unquote(path) if "%" in path else path
-        scope["raw_path"] = url.path
-        scope["query_string"] = url.query or b""
         scope[CONNECTION] = self
-        return version
-
-    def _app_or_refusal(self) -> Any:
-        """The ASGI application for this request: the server's, or one that refuses it."""
         if self._surplus:
-            return _refusing(unavailable(f"{self.limits.connections} connections are open", "connections"), self)
-        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
-            return _refusing(_head_too_large(self.limits), self)
-        return self.app
+            error = unavailable(f"{self.limits.connections} connections are open", "connections")
+            self.app = _refusing(error, self)  # for good: the reply ends the connection
+        elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
+            self.app = _refusing(_head_too_large(self.limits), self)
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""
@@ -227,8 +204,10 @@ class HttpProtocol(HttpToolsProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        elif self.timeout_keep_alive_task is None:
+        elif not self._unparsed and self.timeout_keep_alive_task is None:
             self._wait_for_request(self.timeout_keep_alive)
+        if self._unparsed and not self.pipeline:
+            self.loop.call_soon(self.data_received, b"")
 
     def _unset_keepalive_if_required(self) -> None:
         """Called by uvicorn when data comes. Nothing to do: `timeout_keep_alive_handler` checks for activity itself."""
@@ -247,7 +226,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def is_idle(self) -> bool:
         """Whether every request is answered and no part of another has arrived."""
-        return (self.cycle is None or self.cycle.response_complete) and not (self._received or self._begun)
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not (self._received or self._begun or self._unparsed)
 
     def may_answer(self) -> bool:
         """Whether no reply to the request that is being read has started."""
@@ -282,6 +262,9 @@ class HttpProtocol(HttpToolsProtocol):
         """Refuse a head or body that takes too long; a body gets more with its size, and while reading is paused."""
         self._timer = None
         if self.transport.is_closing():
+            return
+        if self._unparsed:
+            self._timer = self.loop.call_later(_RECHECK_SECONDS, self._on_timer)
             return
         if self._in_body:
             received = min(self._received, self.limits.body_bytes)

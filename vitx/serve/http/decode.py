@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
-from vitx.core.preprocess import Preprocessing, TooManyPixels, UInt8Array, decode
+from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
 from vitx.serve.errors import DeadlineMissed, QueueFull
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
+_MOST_SCANS = 100  # of a JPEG: progressive ones have about ten
 _CLIENTS = 4096  # remembered while images wait
 
 OnPixels = Callable[[UInt8Array | Exception], None]
@@ -76,7 +78,7 @@ class Decoder:
         self._admit(len(images))
         futures = [asyncio.get_running_loop().create_future() for _ in images]
         jobs = [
-            self._push(data, preprocessing, future.set_result, client, deadline)
+            self._push(data, preprocessing, partial(_set, future), client, deadline)
             for data, future in zip(images, futures, strict=True)
         ]
         try:
@@ -200,7 +202,9 @@ class Decoder:
         started = time.perf_counter()
         limit = self._max_pixels if job.large else min(self._max_pixels, _SMALL_PIXELS)
         try:
-            image = job.preprocessing.apply(decode(data, max_pixels=limit))
+            _check_scans(data)
+            check_size = job.preprocessing.check_size
+            image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, self._max_pixels)
         except Exception as failure:  # noqa: BLE001 - the edge of one image
@@ -208,3 +212,14 @@ class Decoder:
         if self._on_decode is not None:
             self._on_decode(time.perf_counter() - started)
         return image
+
+
+def _check_scans(data: bytes) -> None:
+    """Raise ImageError for a JPEG of too many scans: each goes over the whole image, in a few bytes."""
+    if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
+        raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")
+
+
+def _set(future: "asyncio.Future[UInt8Array | Exception]", result: UInt8Array | Exception) -> None:
+    if not future.cancelled():  # with its task, which has not run since
+        future.set_result(result)

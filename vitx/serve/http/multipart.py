@@ -1,11 +1,16 @@
-"""A strict parser of multipart/form-data (RFC 7578), with the whole body in memory."""
+"""A strict parser of multipart/form-data (RFC 7578), with the whole body in memory.
 
+The parameters of a header are read in one pass: `email.message` needs the square of their length, 0.1 s for 8 KB.
+"""
+
+import re
 from dataclasses import dataclass
-from email.message import Message
+from urllib.parse import unquote
 
 from vitx.serve.errors import RequestError, too_large
 
 _MAX_HEADER_BYTES = 8192  # of one part
+_PARAMETER = re.compile(r'\s*;\s*([^\s=;"]+)\s*=\s*("(?:[^"\\]|\\.)*"|[^;"]*)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +43,7 @@ def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[Part
 
 
 def _boundary(content_type: str) -> bytes:
-    message = Message()
-    message["content-type"] = content_type
-    boundary = message.get_boundary()
+    boundary = _parameters(content_type).get("boundary", "")
     if not boundary or len(boundary) > 70 or not boundary.isascii():
         raise RequestError("multipart/form-data has no valid boundary (1 to 70 ASCII characters)")
     return boundary.encode("ascii")
@@ -51,12 +54,29 @@ def _parse_part(body: bytes, start: int, end: int) -> Part:
     if headers_end < 0:
         raise RequestError("a multipart part has no headers, or more than 8192 bytes of them")
     disposition = _header(body[start:headers_end], b"content-disposition")
-    message = Message()
-    message["content-disposition"] = disposition
-    name = message.get_param("name", header="content-disposition")
-    if message.get_content_disposition() != "form-data" or not isinstance(name, str):
+    given = _parameters(disposition)
+    if disposition.partition(";")[0].strip().lower() != "form-data" or "name" not in given:
         raise RequestError("a multipart part has no Content-Disposition: form-data with a name")
-    return Part(name, message.get_filename(), body[headers_end + 4 : end])
+    filename = given.get("filename")
+    if "filename*" in given:  # RFC 5987: charset'language'text
+        filename = unquote(given["filename*"].split("'", 2)[-1], errors="replace")
+    return Part(given["name"], filename, body[headers_end + 4 : end])
+
+
+def _parameters(header: str) -> dict[str, str]:
+    """The parameters of a header by their lower-case names, up to the first that is none; of two equal ones the first.
+
+    In quotes a backslash stands before a quote or another backslash.
+    """
+    found: dict[str, str] = {}
+    place = _PARAMETER.match(header, header.find(";")) if ";" in header else None
+    while place is not None:
+        name, value = place[1].lower(), place[2].strip()
+        if value.startswith('"'):
+            value = re.sub(r'\\(["\\])', r"\1", value[1:-1])
+        found.setdefault(name, value)
+        place = _PARAMETER.match(header, place.end())
+    return found
 
 
 def _header(block: bytes, wanted: bytes) -> str:

@@ -1,240 +1,184 @@
 """The OpenAPI 3.1 description at /openapi.json: the routes, and the JSON they take and return."""
 
+import re
 from typing import Any
 
 Json = dict[str, Any]
 
-_TEXT: Json = {"type": "string"}
-_COUNT: Json = {"type": "integer", "minimum": 0}
-_OBJECT: Json = {"type": "object"}
-_ERROR: Json = {"type": "object", "required": ["error"], "properties": {"error": _TEXT}, "additionalProperties": False}
-_PARAMETERS: Json = {"type": "object", "additionalProperties": {"type": ["string", "integer", "boolean"]}}
-_PREDICTION: Json = {
-    "type": "object",
-    "required": ["label", "score", "index"],
-    "properties": {"label": _TEXT, "score": {"type": "number", "minimum": 0, "maximum": 1.000001}, "index": _COUNT},
-}
-_PREDICTIONS: Json = {"type": "array", "items": {"$ref": "#/components/schemas/Prediction"}, "minItems": 1}
-_RESULT: Json = {
-    "type": "object",
-    "properties": {"filename": _TEXT, "predictions": _PREDICTIONS, "error": _TEXT},
-}
-_CLASSIFIED: Json = {
-    "type": "object",
-    "required": ["model"],
-    "properties": {
-        "model": _TEXT,
-        "predictions": _PREDICTIONS,
-        "results": {"type": "array", "items": {"$ref": "#/components/schemas/Result"}},
-    },
-}
-_TENSOR: Json = {
-    "type": "object",
-    "required": ["name", "shape", "datatype"],
-    "properties": {
-        "name": _TEXT,
-        "shape": {"type": "array", "items": {"type": "integer"}},
-        "datatype": _TEXT,
-        "data": {"type": "array"},
-        "parameters": {"$ref": "#/components/schemas/Parameters"},
-    },
-}
-_OUTPUT_WANTED: Json = {
-    "type": "object",
-    "required": ["name"],
-    "properties": {"name": _TEXT, "parameters": {"$ref": "#/components/schemas/Parameters"}},
-}
-_INFER: Json = {
-    "type": "object",
-    "required": ["inputs"],
-    "properties": {
-        "id": _TEXT,
-        "parameters": {"$ref": "#/components/schemas/Parameters"},
-        "inputs": {"type": "array", "items": {"$ref": "#/components/schemas/Tensor"}, "minItems": 1, "maxItems": 1},
-        "outputs": {"type": "array", "items": {"$ref": "#/components/schemas/RequestedOutput"}},
-    },
-}
-_INFERRED: Json = {
-    "type": "object",
-    "required": ["model_name", "model_version", "outputs"],
-    "properties": {
-        "model_name": _TEXT,
-        "model_version": _TEXT,
-        "id": _TEXT,
-        "outputs": {"type": "array", "items": {"$ref": "#/components/schemas/Tensor"}},
-    },
-}
-_REGION: Json = {
-    "type": "object",
-    "required": ["key", "byte_size"],
-    "properties": {"key": _TEXT, "offset": _COUNT, "byte_size": {"type": "integer", "minimum": 1}},
-    "additionalProperties": False,
-}
-_REGIONS: Json = {"type": "array", "items": _OBJECT}
-_STATISTICS: Json = {
-    "type": "object",
-    "required": ["model_stats"],
-    "properties": {"model_stats": {"type": "array", "items": _OBJECT}},
-}
-
-_SCHEMAS = {
-    "Error": _ERROR,
-    "Parameters": _PARAMETERS,
-    "Prediction": _PREDICTION,
-    "Result": _RESULT,
-    "Classified": _CLASSIFIED,
-    "Tensor": _TENSOR,
-    "RequestedOutput": _OUTPUT_WANTED,
-    "InferRequest": _INFER,
-    "InferResponse": _INFERRED,
-    "Region": _REGION,
-}
-_BINARY: Json = {"type": "string", "format": "binary"}
-_IMAGE_BODY: Json = {
-    "image/*": {"schema": _BINARY},
-    "application/octet-stream": {"schema": _BINARY},
-    "application/json": {"schema": {"type": "array", "items": {**_TEXT, "contentEncoding": "base64"}, "minItems": 1}},
-    "multipart/form-data": {"schema": {"type": "object", "additionalProperties": _BINARY}},
-}
-
-_UNKNOWN = (404,)
+_JSON, _BYTES = "application/json", "application/octet-stream"
+# The statuses with which requests of a kind are refused.
 _UNAVAILABLE = (404, 503)
 _RUNS = (400, 404, 405, 408, 413, 415, 429, 431, 500, 503)
 _MANAGE = (400, 401, 404, 408, 413, 415, 501, 503)
 _MEMORY = (400, 403, 404, 409, 413, 415, 429, 501)
 
 
-def describe_api(version: str) -> Json:
-    """The OpenAPI document."""
-    paths: Json = {
-        "/": {"get": _get("The page: drop an image, watch the server", "text/html")},
-        "/docs": {"get": _get("This description to read", "text/html")},
-        "/openapi.json": {"get": _get("This description", "application/json", _OBJECT)},
-        "/metrics": {"get": _get("Prometheus metrics", "text/plain")},
-        "/v1/stats": {"get": _get("Counters and recent percentiles", "application/json", _OBJECT)},
-        "/v1/classify": {"post": _classify()},
-        "/v2": {"get": _get("The server's name, version and extensions", "application/json", _OBJECT)},
-        "/v2/health/live": {"get": _get("Whether the process answers")},
-        "/v2/health/ready": {"get": _get("Whether every model is warm", errors=(503,))},
-        "/v2/models/stats": {"get": _get("Statistics of every model", "application/json", _STATISTICS)},
-    }
-    for root, names in (("", ("model",)), ("/versions/{version}", ("model", "version"))):
-        paths |= _model_paths("/v2/models/{model}" + root, [_in_path(name) for name in names])
-    for kind in ("system", "cuda"):
-        paths |= _memory_paths(f"/v2/{kind}sharedmemory")
-    paths |= _repository_paths()
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "vitx",
-            "version": version,
-            "description": "Image classification: the Open Inference Protocol v2 with Triton's extensions, and image "
-            "bytes in, labels out. Tensors may follow the JSON as bytes: see Inference-Header-Content-Length.",
-        },
-        "paths": paths,
-        "components": {"schemas": _SCHEMAS},
-    }
+def _object(required: str = "", *, closed: bool = False, **fields: Json) -> Json:
+    """An object with these fields. required: the names of those that it has. closed: it has no others."""
+    return {"type": "object", "required": required.split(), "properties": fields, "additionalProperties": not closed}
 
 
-def _model_paths(root: str, parameters: list[Json]) -> Json:
-    def get(summary: str, schema: Json | None) -> Json:
-        media = "application/json" if schema else None
-        return {"parameters": parameters, "get": _get(summary, media, schema, errors=_UNAVAILABLE)}
-
-    infer = {
-        "summary": "Tensors in, logits, classes and further outputs out",
-        "parameters": [_option("Inference-Header-Content-Length", "header", _COUNT)],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref("InferRequest")}, "application/octet-stream": {}},
-        },
-        "responses": {
-            "200": {
-                "description": "The answer",
-                "content": {"application/json": {"schema": _ref("InferResponse")}, "application/octet-stream": {}},
-            },
-            **_errors(_RUNS),
-        },
-    }
-    return {
-        root: get("A model's tensors, certificate and provenance", _OBJECT),
-        root + "/ready": get("Whether a model takes requests", None),
-        root + "/config": get("A model's configuration", _OBJECT),
-        root + "/stats": get("A model's statistics", _STATISTICS),
-        root + "/infer": {"parameters": parameters, "post": infer},
-    }
-
-
-def _memory_paths(root: str) -> Json:
-    paths: Json = {}
-    for path, parameters in ((root, []), (root + "/region/{region}", [_in_path("region")])):
-        status = _get("Registered regions", "application/json", _REGIONS, errors=_MEMORY)
-        paths[path + "/status"] = {"parameters": parameters, "get": status}
-        paths[path + "/unregister"] = {"parameters": parameters, "post": _post("Forget a region, or all of them")}
-    body = {"required": True, "content": {"application/json": {"schema": _ref("Region")}}}
-    register = {**_post("Name a region of shared memory"), "requestBody": body}
-    paths[root + "/region/{region}/register"] = {"parameters": [_in_path("region")], "post": register}
-    return paths
-
-
-def _repository_paths() -> Json:
-    asked = {"type": "object", "properties": {"ready": {"type": "boolean"}}, "additionalProperties": False}
-    parameters = {"type": "object", "properties": {"parameters": _OBJECT}, "additionalProperties": False}
-    paths: Json = {"/v2/repository/index": {"post": _manage("Every model there is, and its state", asked)}}
-    for what, summary in (("load", "Load a model, or load it again"), ("unload", "Serve a model no longer")):
-        path = {"parameters": [_in_path("model")], "post": _manage(summary, parameters)}
-        paths[f"/v2/repository/models/{{model}}/{what}"] = path
-    return paths
-
-
-def _manage(summary: str, body: Json) -> Json:
-    content = {"required": False, "content": {"application/json": {"schema": body}}}
-    return {**_post(summary), "requestBody": content, "responses": {"200": {"description": "Done"}, **_errors(_MANAGE)}}
-
-
-def _classify() -> Json:
-    count = {"type": "integer", "minimum": 1}
-    return {
-        "summary": "Image bytes in, labels out",
-        "parameters": [
-            _option("model", "query", _TEXT),
-            _option("version", "query", _TEXT),
-            _option("top_k", "query", count),
-            _option("priority", "query", {"type": "integer", "minimum": 0, "maximum": 3}),
-            _option("timeout_ms", "query", count),
-            _option("outputs", "query", _TEXT),
-            _option("Timeout-Ms", "header", count),
-        ],
-        "requestBody": {"required": True, "content": _IMAGE_BODY},
-        "responses": {
-            "200": {"description": "Labels", "content": {"application/json": {"schema": _ref("Classified")}}},
-            **_errors(_RUNS),
-        },
-    }
-
-
-def _get(summary: str, media: str | None = None, schema: Json | None = None, errors: tuple[int, ...] = ()) -> Json:
-    content = {"content": {media: {"schema": schema} if schema else {}}} if media else {}
-    return {"summary": summary, "responses": {"200": {"description": summary, **content}, **_errors(errors)}}
-
-
-def _post(summary: str) -> Json:
-    return {"summary": summary, "responses": {"200": {"description": "Done"}, **_errors(_MEMORY)}}
-
-
-def _errors(statuses: tuple[int, ...]) -> Json:
-    body = {"application/json": {"schema": _ref("Error")}}
-    # The body is optional in practice: a health probe's 503 has none.
-    return {str(status): {"description": "Refused; the text says why", "content": body} for status in statuses}
+def _list(items: Json, **bounds: int) -> Json:
+    return {"type": "array", "items": items, **bounds}
 
 
 def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _in_path(name: str) -> Json:
-    return {"name": name, "in": "path", "required": True, "schema": {**_TEXT, "minLength": 1}}
+_TEXT: Json = {"type": "string"}
+_BINARY: Json = {"type": "string", "format": "binary"}
+_COUNT: Json = {"type": "integer", "minimum": 0}
+_POSITIVE: Json = {"type": "integer", "minimum": 1}
+_OBJECT: Json = {"type": "object"}
+_ANY: Json = {}
+_PREDICTIONS = _list(_ref("Prediction"), minItems=1)
+_PARAMETERS = _ref("Parameters")
+_STATISTICS = _object("model_stats", model_stats=_list(_OBJECT))
+
+_SCHEMAS = {
+    "Error": _object("error", closed=True, error=_TEXT),
+    "Parameters": {"type": "object", "additionalProperties": {"type": ["string", "integer", "boolean"]}},
+    "Prediction": _object(
+        "label score index", label=_TEXT, score={"type": "number", "minimum": 0, "maximum": 1.000001}, index=_COUNT
+    ),
+    "Result": _object(filename=_TEXT, predictions=_PREDICTIONS, error=_TEXT),
+    "Classified": _object("model", model=_TEXT, predictions=_PREDICTIONS, results=_list(_ref("Result"))),
+    "Tensor": _object(
+        "name shape datatype",
+        name=_TEXT,
+        shape=_list({"type": "integer"}),
+        datatype=_TEXT,
+        data={"type": "array"},
+        parameters=_PARAMETERS,
+    ),
+    "RequestedOutput": _object("name", name=_TEXT, parameters=_PARAMETERS),
+    "InferRequest": _object(
+        "inputs",
+        id=_TEXT,
+        parameters=_PARAMETERS,
+        inputs=_list(_ref("Tensor"), minItems=1, maxItems=1),
+        outputs=_list(_ref("RequestedOutput")),
+    ),
+    "InferResponse": _object(
+        "model_name model_version outputs",
+        model_name=_TEXT,
+        model_version=_TEXT,
+        id=_TEXT,
+        outputs=_list(_ref("Tensor")),
+    ),
+    "Region": _object("key byte_size", closed=True, key=_TEXT, offset=_COUNT, byte_size=_POSITIVE),
+}
+_IMAGES = {
+    "image/*": _BINARY,
+    _BYTES: _BINARY,
+    _JSON: _list({**_TEXT, "contentEncoding": "base64"}, minItems=1),
+    "multipart/form-data": {"type": "object", "additionalProperties": _BINARY},
+}
 
 
-def _option(name: str, where: str, schema: Json) -> Json:
-    return {"name": name, "in": where, "required": False, "schema": schema}
+class _Paths(dict[str, Json]):
+    """The operations by path; the parameters in a path are read from it."""
+
+    def add(
+        self,
+        operation: str,
+        summary: str,
+        *,
+        reply: Json | None = None,
+        body: Json | None = None,
+        optional: bool = False,
+        errors: tuple[int, ...] = (),
+        parameters: tuple[Json, ...] = (),
+    ) -> None:
+        """operation: method and path. reply, body: schemas by media type. optional: the body is."""
+        method, path = operation.split()
+        refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
+        answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
+        made: Json = {"summary": summary, "responses": {"200": answer, **{str(status): refused for status in errors}}}
+        if body is not None:
+            made["requestBody"] = {"required": not optional, "content": _content(body)}
+        if parameters:
+            made["parameters"] = list(parameters)
+        named = [_parameter(name, "path", {**_TEXT, "minLength": 1}) for name in re.findall(r"{(\w+)}", path)]
+        self.setdefault(path, {"parameters": named} if named else {})[method] = made
+
+
+def _content(schemas: Json) -> Json:
+    return {media: {"schema": schema} if schema else {} for media, schema in schemas.items()}
+
+
+def _parameter(name: str, where: str, schema: Json) -> Json:
+    return {"name": name, "in": where, "required": where == "path", "schema": schema}
+
+
+def describe_api(version: str) -> Json:
+    """The OpenAPI document."""
+    paths = _Paths()
+    paths.add("get /", "The page: drop an image, watch the server", reply={"text/html": _ANY})
+    paths.add("get /docs", "This description to read", reply={"text/html": _ANY})
+    paths.add("get /openapi.json", "This description", reply={_JSON: _OBJECT})
+    paths.add("get /metrics", "Prometheus metrics", reply={"text/plain": _ANY})
+    paths.add("get /v1/stats", "Counters and recent percentiles", reply={_JSON: _OBJECT})
+    _add_classify(paths)
+    paths.add("get /v2", "The server's name, version and extensions", reply={_JSON: _OBJECT})
+    paths.add("get /v2/health/live", "Whether the process answers")
+    paths.add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
+    paths.add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
+    for root in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        _add_model(paths, root)
+    for root in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
+        region = root + "/region/{region}"
+        for path in (root, region):
+            regions = {_JSON: _list(_OBJECT)}
+            paths.add(f"get {path}/status", "Registered regions", reply=regions, errors=_MEMORY)
+            paths.add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
+        body = {_JSON: _ref("Region")}
+        paths.add(f"post {region}/register", "Name a region of shared memory", body=body, errors=_MEMORY)
+    managed = {_JSON: _object(closed=True, parameters=_OBJECT)}
+    for operation, summary, body in (
+        ("index", "Every model there is, and its state", {_JSON: _object(closed=True, ready={"type": "boolean"})}),
+        ("models/{model}/load", "Load a model, or load it again", managed),
+        ("models/{model}/unload", "Serve a model no longer", managed),
+    ):
+        paths.add(f"post /v2/repository/{operation}", summary, body=body, optional=True, errors=_MANAGE)
+    about = (
+        "Image classification: the Open Inference Protocol v2 with Triton's extensions, and image bytes in, labels "
+        "out. Tensors may follow the JSON as bytes: see Inference-Header-Content-Length."
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vitx", "version": version, "description": about},
+        "paths": paths,
+        "components": {"schemas": _SCHEMAS},
+    }
+
+
+def _add_model(paths: _Paths, root: str) -> None:
+    about = "A model's tensors, certificate and provenance"
+    paths.add(f"get {root}", about, reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+    paths.add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
+    paths.add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+    paths.add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
+    paths.add(
+        f"post {root}/infer",
+        "Tensors in, logits, classes and further outputs out",
+        parameters=(_parameter("Inference-Header-Content-Length", "header", _COUNT),),
+        body={_JSON: _ref("InferRequest"), _BYTES: _ANY},
+        reply={_JSON: _ref("InferResponse"), _BYTES: _ANY},
+        errors=_RUNS,
+    )
+
+
+def _add_classify(paths: _Paths) -> None:
+    asked = {"model": _TEXT, "version": _TEXT, "top_k": _POSITIVE, "priority": {**_COUNT, "maximum": 3}}
+    asked |= {"timeout_ms": _POSITIVE, "outputs": _TEXT}
+    query = [_parameter(name, "query", schema) for name, schema in asked.items()]
+    paths.add(
+        "post /v1/classify",
+        "Image bytes in, labels out",
+        parameters=(*query, _parameter("Timeout-Ms", "header", _POSITIVE)),
+        body=_IMAGES,
+        reply={_JSON: _ref("Classified")},
+        errors=_RUNS,
+    )

@@ -11,6 +11,7 @@ from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import NOT_OFFERED, Repository, repository_parameters
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json_object
 
 
@@ -21,7 +22,7 @@ def repository_routes(limits: Limits, repository: Repository | None) -> list[Rou
         """The repository and the request's JSON."""
         if repository is None:
             raise RequestError(NOT_OFFERED, status=501, reason="not_offered")
-        body = await read_body(request.scope, request.receive, limits.body_bytes)
+        body = await read_body(request.scope, request.receive, min(SMALL_BYTES, limits.body_bytes))
         return repository, parse_json_object(body, limits.json_depth) if body else {}
 
     async def repository_index(request: Request) -> Response:

@@ -20,6 +20,7 @@ from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.protocol.infer import EXTENSIONS
+from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json_object
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -136,7 +137,7 @@ def _memory_routes(limits: Limits, memory: SharedMemory) -> list[Route]:
         return JSONResponse(memory.status(request.path_params.get("region")))
 
     async def memory_register(request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, limits.body_bytes)
+        body = await read_body(request.scope, request.receive, min(SMALL_BYTES, limits.body_bytes))
         given = parse_json_object(body, limits.json_depth)
         if unknown := sorted(given.keys() - {"key", "offset", "byte_size"}):
             raise RequestError(f"unknown field '{unknown[0][:80]}': expected key, offset and byte_size")

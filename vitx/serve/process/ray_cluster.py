@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing, suppress
 from pathlib import Path
 
 import ray
@@ -30,9 +30,8 @@ from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.serve.models.loading import open_offers
 from vitx.serve.models.offer import Offer
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.node_bundles import problem_on_node
 from vitx.serve.process.port import hold_shared_port
-from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, share_of
+from vitx.serve.ray_app import ServeArgs, Share, application, cluster_resources, require_same, share_of
 
 APPLICATION = "vitx"
 _START_POLL_SECONDS = 0.2  # between two checks of an application that starts
@@ -71,7 +70,8 @@ def _serve(args: ServeArgs, offers: Sequence[Offer], host: str, port: int, held:
     share = share_of(args, cluster_resources())
     _require_room(args, share, local=local)
     if not local:
-        _require_bundles(args.bundles, share)
+        paths = [path.absolute() for path in args.bundles]
+        _require_bundles(paths, [sha256_file(path / MANIFEST) for path in paths], share)
     if held is not None:
         held.close()  # Ray's HAProxy cannot listen on a port that is held
     _start_serve(host, port)
@@ -115,11 +115,9 @@ def _require_room(args: ServeArgs, share: Share, *, local: bool) -> None:
     log(f"vitx: {what}; waiting for the cluster to grow")
 
 
-def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
-    """Raise InputError unless every node with room for a replica has the same bundles."""
-    paths = [path.absolute() for path in bundles]
-    digests = [sha256_file(path / MANIFEST) for path in paths]
-    check = ray.remote(num_cpus=0, max_retries=0)(problem_on_node)
+def _require_bundles(paths: Sequence[Path], digests: Sequence[str], share: Share) -> None:
+    """Raise InputError unless every node with room for a replica has the bundles whose manifests have these digests."""
+    check = ray.remote(num_cpus=0, max_retries=0)(require_same)
     nodes = [node for node in cluster_nodes() if share.fitting([node["Resources"]])]
     asked = {
         node["NodeManagerAddress"]: check.options(
@@ -129,11 +127,11 @@ def _require_bundles(bundles: Sequence[Path], share: Share) -> None:
     }
     for address, answer in asked.items():
         try:
-            problem = ray.get(answer, timeout=_NODE_SECONDS)
+            ray.get(answer, timeout=_NODE_SECONDS)
         except RayError as error:
-            problem = f"vitx does not run there: {str(error).strip().splitlines()[-1]}"
-        if problem is not None:
-            raise InputError(f"node {address} of the cluster: {problem}")
+            refusal, text = _failure(str(error)), str(error).strip().splitlines()[-1]
+            problem = refusal or f"vitx does not run there: {text}"
+            raise InputError(f"node {address} of the cluster: {problem}") from None
 
 
 def _start_serve(host: str, port: int) -> None:
@@ -198,27 +196,18 @@ def _failure(message: str) -> VitxError | None:
 
 
 def _where(stopped: threading.Event, *, local: bool) -> str:
-    """The URL of the proxies; with `local` wait until the proxy there answers."""
+    """The URL of the proxies; with `local` wait until the proxy there knows the application's route, or a signal."""
     options = proxy_options()
-    if local:
-        assert options.host is not None
-        _await_answer(options.host, options.port, stopped)
+    while local and not _answers(options.host or "", options.port) and not stopped.wait(_START_POLL_SECONDS):
+        pass
     return f"http://{options.host}:{options.port}"
 
 
-def _await_answer(host: str, port: int, stopped: threading.Event) -> None:
-    """Return when the proxy knows the application's route, or a signal came."""
-    while not stopped.is_set():
-        connection = http.client.HTTPConnection(host, port, timeout=10)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            if connection.getresponse().status == 200:
-                return
-        except OSError:
-            pass
-        finally:
-            connection.close()
-        stopped.wait(_START_POLL_SECONDS)
+def _answers(host: str, port: int) -> bool:
+    with suppress(OSError), closing(http.client.HTTPConnection(host, port, timeout=10)) as connection:
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    return False
 
 
 def _watch(stopped: threading.Event) -> None:

@@ -80,9 +80,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
 
 
 def _numbers(piece: bytes) -> npt.NDArray[np.uint16] | None:
-    """The numbers of a piece; None if it has anything but numbers, commas, brackets and white space, each in place."""
-    if piece.translate(None, _DIGITS + _SPACE + b",[]"):
-        return None
+    """The numbers of a piece; None if they are none. What else is in it its brackets tell."""
     text = np.frombuffer(piece.removesuffix(b",") + b",", np.uint8)
     places = np.flatnonzero(text > _LAST_SPACE)  # of all but white space
     text = text[places]

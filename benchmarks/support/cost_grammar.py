@@ -1,0 +1,324 @@
+"""A grammar of requests that may cost a server more than their bytes: JSON, forms, heads, images and gRPC messages.
+
+A request is a kind and some values; `mutated` changes a few of them, so that what was dear is made dearer. What the
+values say is written as it stands, right or wrong.
+"""
+
+import base64
+import functools
+import gzip
+import io
+import json
+import random
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from support.fuzz_grpc import SERVICE, good_request
+from support.fuzz_http import http
+from vitx.serve.grpc.messages import message_class
+
+MOST_BYTES = 1_000_000
+_MOST_UNPACKED = 66 * 2**20  # a little more than a server takes
+_SIDE = 16
+
+Choices = tuple[Any, ...]
+Values = Mapping[str, Any]
+# Numbers of things, from none to as many as fit.
+_FEW: Choices = (0, 0, 1, 2, 5, 20, 100)
+_MANY: Choices = (*_FEW, 500, 2_000, 10_000, 50_000, 200_000, 490_000)
+_MIB: Choices = (0, 0, 1, 8, 30, 63)
+
+
+@dataclass(frozen=True)
+class Request:
+    """`target`: "http", or the method of a gRPC call, of which `data` is the message."""
+
+    kind: str
+    values: Values
+    target: str
+    data: bytes
+
+
+def _limit(size: int) -> None:
+    if size > _MOST_UNPACKED:
+        raise OverflowError
+
+
+def _packed(body: bytes, values: Values, model: str, path: str, kind: str, *headers: str) -> bytes:
+    """A POST; with `values["gzip"]` its body is compressed."""
+    if values["gzip"]:
+        body, headers = gzip.compress(body, 3, mtime=0), (*headers, "Content-Encoding: gzip")
+    return http("POST", path.format(model=model), body, f"Content-Type: {kind}", "Connection: close", *headers)
+
+
+def _infer(values: Values, model: str) -> bytes:
+    count, item = values["numbers"], values["item"]
+    _limit(values["inputs"] * (count * (len(item) + 1) + 2**20 * values["padding"] + 2 * values["deep"]))
+    inner = ",".join([item] * count)
+    data = "[" * values["deep"] + inner + " " * (2**20 * values["padding"]) + "]" * values["deep"]
+    tensor = '{"name": "images", "datatype": "UINT8", "shape": %s, "data": %s}'
+    inputs = ",".join([tensor % (json.dumps(values["shape"]), data or "0")] * values["inputs"])
+    outputs = ",".join(['{"name": "logits"}'] * values["outputs"])
+    extra = "".join(f', "x{number}": 1' for number in range(values["fields"]))
+    body = f'{{"id": "{"i" * values["id"]}", "inputs": [{inputs}], "outputs": [{outputs}]{extra}}}'.encode()
+    length = (f"Inference-Header-Content-Length: {values['length']}",) if values["length"] is not None else ()
+    return _packed(body, values, model, "/v2/models/{model}/infer", "application/json", *length)
+
+
+def _texts(values: Values, model: str) -> bytes:
+    _limit(values["texts"] * (values["length"] + 3) + 2**20 * values["padding"])
+    text = {"image": base64.b64encode(_png(24)).decode(), "zeros": "A", "escapes": "\\/", "slashes": "\\\\"}
+    item = text[values["text"]] * (1 if values["text"] == "image" else values["length"])
+    texts = ",".join([f'"{item}"'] * values["texts"])
+    body = f"[{texts}{' ' * (2**20 * values['padding'])}]".encode()
+    return _packed(body, values, model, "/v1/classify?model={model}", "application/json")
+
+
+def _form(values: Values, model: str) -> bytes:
+    _limit(values["parts"] * (2**20 * values["padding"] + 9_000))
+    parameters = (values["mark"] * values["marks"])[:8000]
+    header = f'Content-Disposition: form-data; name="i"; filename="x"{values["joint"]}{parameters}'
+    lines = "\r\n".join([header, *["X: y"] * values["lines"]])
+    part = f"--b\r\n{lines}\r\n\r\n".encode() + _png(24) + bytes(2**20 * values["padding"]) + b"\r\n"
+    kind = f"multipart/form-data; {(values['mark'] * values['in_type'])[:30_000]}; boundary=b"
+    return _packed(part * values["parts"] + b"--b--\r\n", values, model, "/v1/classify?model={model}", kind)
+
+
+def _head(values: Values, model: str) -> bytes:
+    _limit(values["pipelined"] * (values["headers"] * values["length"] + 30 * values["query"]))
+    query = "&".join([values["field"]] * values["query"])
+    lines = [f"{values['header']}: {values['value'] * values['length']}"] * values["headers"]
+    target = values["path"].format(model=model) + (f"?{query}" if query else "")
+    last = http("GET", target, b"", "Connection: close", *lines)
+    before: bytes = http("GET", target, b"", *lines) * (values["pipelined"] - 1)
+    return before + last
+
+
+def _control(values: Values, model: str) -> bytes:
+    _limit(6 * values["length"] + 2**20 * values["padding"])
+    text = values["text"] * values["length"] + " " * (2**20 * values["padding"])
+    body = f'{{"key": "{text}", "byte_size": 1}}'.encode()
+    return _packed(body, values, model, values["path"], "application/json")
+
+
+@functools.lru_cache(64)
+def _png(side: int, mode: str = "RGB", level: int = 1) -> bytes:
+    buffer = io.BytesIO()
+    Image.new(mode, (side, side)).save(buffer, "PNG", compress_level=level)
+    return buffer.getvalue()
+
+
+_SAVED: dict[str, dict[str, Any]] = {
+    "JPEG": {"progressive": True},
+    "TIFF": {"compression": "tiff_adobe_deflate"},
+    "PNG": {"compress_level": 1},
+    "WEBP": {"method": 0},
+}
+
+
+@functools.lru_cache(64)
+def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int) -> bytes:
+    buffer, exif = io.BytesIO(), Image.Exif()
+    if orientation:
+        exif[0x0112] = orientation
+    options: dict[str, Any] = {"exif": exif} if kind in ("JPEG", "PNG", "WEBP", "TIFF") else {}
+    options |= _SAVED.get(kind, {})
+    try:
+        Image.new(mode, (width, height)).save(buffer, kind, **options)
+    except (OSError, ValueError, KeyError, RuntimeError):  # not every kind has every mode and size
+        return b""
+    return buffer.getvalue()
+
+
+def _image(values: Values, model: str) -> bytes:
+    _limit(values["chunks"] * (values["chunk"] >> 7 or 1))
+    width = values["width"]
+    height = min(values["height"], values["pixels"] // width + 1)
+    data = _plain_image(values["kind"], values["mode"], width, height, values["orientation"])
+    if values["kind"] == "PNG" and values["chunks"]:
+        text = b"k\0\0" + zlib.compress(bytes(values["chunk"]), 1)
+        chunk = struct.pack(">I", len(text)) + b"zTXt" + text + struct.pack(">I", zlib.crc32(b"zTXt" + text))
+        data = data[:33] + chunk * values["chunks"] + data[33:]
+    if values["kind"] == "JPEG" and values["chunks"]:
+        scans = data.split(b"\xff\xda")  # the scans after the first refine it, as often as they come
+        data = b"\xff\xda".join(scans[:-1] + [scans[-1].removesuffix(b"\xff\xd9")] * (1 + values["chunks"]))
+        data += b"\xff\xd9"
+    if values["kind"] == "GIF" and values["chunks"]:
+        frame = data[data.find(b",") : -1]
+        data = data[:-1] + frame * values["chunks"] + b";"
+    return _packed(data, values, model, "/v1/classify?model={model}", "image/png")
+
+
+def _call(values: Values, model: str) -> bytes:
+    _limit(40 * values["parameters"] + 5 * values["numbers"] + values["sides"])
+    request = good_request(model)
+    tensor = request.inputs[0]
+    tensor.shape.extend([1] * values["sides"])
+    if values["numbers"]:
+        del request.raw_input_contents[:]
+        tensor.contents.uint_contents.extend([values["number"] % 2**32] * values["numbers"])
+    for number in range(min(values["parameters"], 50_000)):
+        request.parameters[f"{number}"].bool_param = True
+        tensor.parameters[f"{number}"].bool_param = True
+    whole: bytes = request.SerializeToString()
+    whole += b"\x2a\x00" * values["inputs"] + b"\x32\x00" * values["outputs"] + b"\x3a\x00" * values["raws"]
+    return whole + b"\x0b" * values["groups"] + b"\x0c" * values["groups"]
+
+
+def _other_call(values: Values, model: str) -> bytes:
+    request = message_class("RepositoryModelLoadRequest")(model_name=values["text"] * values["length"])
+    whole: bytes = request.SerializeToString()
+    return whole + b"\x1a\x00" * values["entries"]
+
+
+_SHAPES: Choices = ([1, _SIDE, _SIDE, 3], [256, _SIDE, _SIDE, 3], [-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0])
+_PATHS: Choices = (
+    "/v2",
+    "/metrics",
+    "/v1/stats",
+    "/openapi.json",
+    "/",
+    "/v2/models/{model}",
+    "/v2/models/" + "%41" * 999,
+)
+_KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]] = {
+    "json": (
+        "http",
+        _infer,
+        {
+            "numbers": _MANY,
+            "item": ("7", "255", " 7", "[]", "[[]]", "{}", '""', "1e5", "7.5", "9" * 300, "null", '{"a":[1]}'),
+            "deep": (0, 1, 1, 4, 15, 17, 5_000, 300_000),
+            "padding": _MIB,
+            "shape": _SHAPES,
+            "inputs": (1, 1, 1, 0, 2, 1_000),
+            "outputs": _FEW,
+            "fields": _FEW,
+            "id": (*_FEW, 10_000, 900_000),
+            "length": (None, None, 0, 100, 10**6),
+            "gzip": (False, True),
+        },
+    ),
+    "base64": (
+        "http",
+        _texts,
+        {
+            "text": ("image", "zeros", "escapes", "slashes"),
+            "texts": (1, 1, 2, 20, 256, 300, 5_000, 100_000),
+            "length": (1, 3, 4, 100, 10_000, 900_000, 2**25),
+            "padding": _MIB,
+            "gzip": (False, True),
+        },
+    ),
+    "form": (
+        "http",
+        _form,
+        {
+            "mark": (";", '"', "\\", "; a=b", "%", "; filename*=utf-8''%ff", " ", "=", ";'"),
+            "marks": (0, 10, 1_000, 8_000),
+            "joint": ("", ";", '; x="', "; x=", "\\"),
+            "lines": _FEW,
+            "padding": _MIB,
+            "in_type": (0, 0, 100, 30_000),
+            "parts": (1, 1, 2, 10, 100, 120, 256, 300),
+            "gzip": (False, True),
+        },
+    ),
+    "head": (
+        "http",
+        _head,
+        {
+            "path": _PATHS,
+            "field": ("model=a", "a=b", "%41=%41", "", "=", "top_k=1"),
+            "query": (0, 0, 10, 1_000, 8_000),
+            "header": ("Accept-Encoding", "Accept", "Cookie", "X", "Authorization", "X-Request-Id", "Origin", "Expect"),
+            "value": ("a", ",", "gzip;q=0,", "[", "http://", ";"),
+            "length": (1, 10, 1_000, 30_000),
+            "headers": (0, 1, 10, 1_000, 8_000),
+            "pipelined": (1, 1, 10, 200, 2_000, 7_000, 20_000),
+        },
+    ),
+    "control": (
+        "http",
+        _control,
+        {
+            "path": (
+                "/v2/systemsharedmemory/region/r/register",
+                "/v2/systemsharedmemory/region/r/unregister",
+                "/v2/repository/index",
+                "/v2/repository/models/{model}/load",
+            ),
+            "text": ("a", "\\u0041", "[", "\\\\"),
+            "length": (1, 1_000, 100_000, 900_000),
+            "padding": _MIB,
+            "gzip": (False, True),
+        },
+    ),
+    "image": (
+        "http",
+        _image,
+        {
+            "kind": ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP"),
+            "mode": ("RGB", "RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "I", "F", "LA"),
+            "width": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000, 1_000_000, 49_000_000),
+            "height": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000),
+            "pixels": (10**4, 10**6, 4 * 10**6, 49 * 10**6, 60 * 10**6),
+            "orientation": (0, 0, 3, 6, 7),
+            "chunks": (0, 0, 1, 10, 100, 1_000, 5_000, 50_000),
+            "chunk": (0, 100, 2**20),
+            "gzip": (False, False, True),
+        },
+    ),
+    "call": (
+        SERVICE + "ModelInfer",
+        _call,
+        {
+            "sides": _MANY,
+            "numbers": _MANY,
+            "number": (7, 255, 256, 2**32 - 1),
+            "parameters": _MANY,
+            "inputs": _MANY,
+            "outputs": _MANY,
+            "raws": _MANY,
+            "groups": _FEW,
+        },
+    ),
+    "other call": (
+        SERVICE + "RepositoryModelLoad",
+        _other_call,
+        {"text": ("a", "/", "ö"), "length": (*_FEW, 900_000), "entries": _MANY},
+    ),
+}
+KINDS = tuple(_KINDS)
+
+
+def chosen(kind: str, chance: random.Random) -> Values:
+    """Any values of a kind."""
+    return {name: chance.choice(choices) for name, choices in _KINDS[kind][2].items()}
+
+
+def mutated(kind: str, values: Values, chance: random.Random) -> Values:
+    """One to three values changed: another of the choices, or a number made larger or smaller."""
+    changed = dict(values)
+    for name in chance.sample(sorted(values), k=min(len(values), chance.randrange(1, 4))):
+        given = values[name]
+        if type(given) is int and given > 1 and chance.randrange(2):
+            changed[name] = max(1, int(given * chance.choice((0.5, 0.9, 1.1, 1.5, 3))))
+        else:
+            changed[name] = chance.choice(_KINDS[kind][2][name])
+    return changed
+
+
+def made(kind: str, values: Values, model: str) -> Request | None:
+    """The request of these values; None for one that is too large, packed or unpacked."""
+    target, write, _ = _KINDS[kind]
+    try:
+        data = write(values, model)
+    except OverflowError:
+        return None
+    return Request(kind, values, target, data) if 0 < len(data) <= MOST_BYTES else None
