@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.targets import command_line, report_header, save_report, verdict
 from vitx.core.bundle import Bundle, timestamp
 from vitx.core.files import sha256_bytes, sha256_file
+from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import PlanInfo, PlanOptions
 from vitx.export.engines.profiles import profiles_for, write_plan
 from vitx.export.graph.execution import logits_of
@@ -153,9 +154,9 @@ def reading(server: Path, repository: Path, backends: Path, bundle: Bundle) -> d
 
 def asked(bundle: Bundle) -> dict[str, Any]:
     """What the server says of the model and of one batch of images."""
-    name, size = bundle.manifest.name, bundle.manifest.input.shape[1:]
+    name, size = bundle.manifest.name, [int(side) for side in bundle.manifest.input.shape[1:]]
     config = request(f"/v2/models/{name}/config")
-    images = np.random.default_rng(0).integers(0, 256, (3, *size), dtype=np.uint8)
+    images: UInt8Array = np.random.default_rng(0).integers(0, 256, (3, *size)).astype(np.uint8)
     sent = {"name": "images", "shape": list(images.shape), "datatype": "UINT8", "data": images.ravel().tolist()}
     body = {"inputs": [sent]}
     (logits,) = request(f"/v2/models/{name}/infer", body)["outputs"]

@@ -40,7 +40,7 @@ from vitx.export.precision.qdq import SWITCHES, QuantizedGraph
 # The entropy method assumes evenly spaced codes, which E4M3's are not.
 METHODS_FOR: dict[EightBit, tuple[Method, ...]] = {"int8": METHODS, "fp8": ("max", "percentile")}
 # Held-out images on which the error of one layer is measured: few, because it only orders the layers.
-SENSITIVITY_IMAGES = 16
+SENSITIVITY_IMAGES = 8
 # Of the weights that gain by one scale instead of one for each channel, the shares that are tried if not all may.
 SHARES = (7 / 8, 3 / 4, 1 / 2)
 FLOAT_NAMES: dict[Base, str] = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
