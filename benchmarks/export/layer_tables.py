@@ -4,7 +4,8 @@
 
 Published networks with random weights (a fusion depends on shapes and types, not on values) in fp16, and in int8 and
 fp8 beside fp16 with every layer quantised, for sm86, sm89 and sm120 (fp8: sm89 and sm120); profiles for batches of 1
-and 32.
+and 32. In int8 the weights of queries, keys and values have one scale where that fuses; "int8-per-channel", for sm89,
+has one for each channel everywhere, and is left out where nothing differs.
 Of each plan: kernels by the type they write, the kernels that write float32 without being an output or half a LayerNorm
 (target: none), and attention kernels by type. Exit code 1 when the target is missed.
 """
@@ -36,21 +37,27 @@ NETWORKS = {"deit_small_12": 224, "deepvit_s": 224, "deit_small_12_talking": 224
 ARCHITECTURES = {
     "fp16": ("sm86", "sm89", "sm120"),
     "int8": ("sm86", "sm89", "sm120"),
+    "int8-per-channel": ("sm89",),
     "fp8": ("sm89", "sm120"),
 }
 BATCHES = (1, 32)
 IMAGES = 4  # ranges only have to be numbers
 
 
-def lowered(exact: onnx.ModelProto, kind: Any, size: int) -> onnx.ModelProto:
-    """The graph in fp16, or in 8 bits beside it."""
+def lowered(exact: onnx.ModelProto, kind: Any, size: int) -> onnx.ModelProto | None:
+    """The graph in fp16, or in 8 bits beside it; None where it is that of int8."""
     flow = Dataflow(exact)
     if kind == "fp16":
         return HalfGraph(flow, HALVES[kind]).build(())
+    kind, per_channel, _ = kind.partition("-per-channel")
     quantized = QuantizedGraph(flow, kind, "tensorrt", "fp16")
+    one_scale = [layer.node for layer in quantized.layers.values() if layer.one_scale]
+    if per_channel and not one_scale:
+        return None
     tensors = sorted({name for layer in quantized.layers.values() for name in layer.tensors()})
     images = np.random.default_rng(0).integers(0, 256, (IMAGES, size, size, 3), dtype=np.uint8)
-    return quantized.build(list(quantized.layers), observe(exact, tensors, images), "max")
+    ranges = observe(exact, tensors, images)
+    return quantized.build(list(quantized.layers), ranges, "max", () if per_channel else one_scale)
 
 
 def measure(graph: Path, architecture: str) -> dict[str, Any]:
@@ -87,7 +94,10 @@ def main() -> int:
             model = rewrite_for_export(timm.create_model(name).eval(), preprocessing)
             exact = onnx_from_model(model, preprocessing, (), Path(folder) / "exact.onnx")
             for kind, architectures in ARCHITECTURES.items():
-                onnx.save(lowered(exact, kind, size), graph)
+                made = lowered(exact, kind, size)
+                if made is None:
+                    continue
+                onnx.save(made, graph)
                 for architecture in architectures:
                     found = report[f"{name} {kind} {architecture}"] = measure(graph, architecture)
                     fused = {batch: len(types) for batch, types in found["attention"].items()}

@@ -2,9 +2,9 @@
 
     python benchmarks/export/roofline.py [--batch 32] [--networks deit_small_12,deepvit_s] [--json FILE]
 
-TensorRT for RTX builds a plan of each network in fp16, and in int8 and fp8 beside fp16 with every layer quantised, for
-one batch size; random weights, for a kernel depends on shapes and types. The table of the plan says which nodes each
-kernel computes and what it reads and writes. A kernel is given the larger of
+TensorRT for RTX builds a plan of each network in fp16, and in int8 and fp8 beside fp16 with every layer quantised (the
+kinds of layer_tables.py), for one batch size; random weights, for a kernel depends on shapes and types. The table of
+the plan says which nodes each kernel computes and what it reads and writes. A kernel is given the larger of
 
 - its products' operations over the dense peak of the type that they read, with sums in float32;
 - its bytes, constants included, over the bandwidth of the memory.
@@ -58,7 +58,7 @@ GPUS = {
     "RTX 4090": Gpu("sm89", 165.2, 660.6, 330.3, 1.008),
     "RTX 5090": Gpu("sm120", 209.5, 838, 419, 1.792),
 }
-KINDS = ("fp16", "int8", "fp8")
+KINDS = ("fp16", "int8", "int8-per-channel", "fp8")
 
 
 def node_operations(graph: onnx.ModelProto, batch: int) -> dict[str, int]:
@@ -115,7 +115,7 @@ def plans(graph: onnx.ModelProto, kind: str, batch: int, folder: Path) -> dict[s
     found: dict[str, Any] = {}
     tables: dict[str, tuple[FusedLayer, ...]] = {}
     for name, gpu in GPUS.items():
-        if getattr(gpu, kind) is None:
+        if getattr(gpu, kind.partition("-")[0]) is None:
             continue
         if gpu.architecture not in tables:
             profiles = (Profile(minimum=batch, optimum=batch, maximum=batch),)
@@ -125,7 +125,8 @@ def plans(graph: onnx.ModelProto, kind: str, batch: int, folder: Path) -> dict[s
             )
             tables[gpu.architecture] = report.fused
         layers = tables[gpu.architecture]
-        found[name] = on_paper(layers, operations, gpu, batch) | {"kernels": len(layers)}
+        mb = round(sum(layer.bytes() or 0 for layer in layers) / 1e6)
+        found[name] = on_paper(layers, operations, gpu, batch) | {"kernels": len(layers), "mb": mb}
     whole = {"gflop_an_image": round(sum(operations.values()) / batch / 1e9, 2), "tensorrt_rtx": report.info.version}
     return whole | found
 
@@ -143,7 +144,10 @@ def main() -> int:
             model = rewrite_for_export(timm.create_model(name).eval(), preprocessing)
             exact = onnx_from_model(model, preprocessing, (), Path(folder) / "exact.onnx")
             for kind in KINDS:
-                found = plans(lowered(exact, kind, NETWORKS[name]), kind, arguments.batch, Path(folder))
+                graph = lowered(exact, kind, NETWORKS[name])
+                if graph is None:
+                    continue
+                found = plans(graph, kind, arguments.batch, Path(folder))
                 report[f"{name} {kind}"] = found
                 print(f"{name} {kind}: {found}", flush=True)
     save_report({**report_header(), "batch": arguments.batch, "on paper": report}, arguments.json)

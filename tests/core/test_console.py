@@ -23,8 +23,12 @@ def test_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with console.progress("train", 30, quiet=True) as bar:
         now = 1000.0
         bar.update(30)
+    now = 100.0
+    with console.progress("search", 0) as bar:
+        now = 110.0
+        bar.update(3, "two layers")
     captured = capsys.readouterr()
-    assert captured.err == "train: 2/30\ntrain: 4/30 loss 1\n"
+    assert captured.err == "train: 2/30, about 140 s left\ntrain: 4/30, about 130 s left loss 1\nsearch: 3 two layers\n"
     assert captured.out == ""
 
 

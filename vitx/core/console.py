@@ -20,21 +20,24 @@ class _Silent:
 
 
 class _Lines:
-    """One line at most every ten seconds, and one at the end."""
+    """A line at most every ten seconds, with the time that is left if all steps take as long."""
 
     def __init__(self, title: str, total: int) -> None:
-        self.title, self.total, self.next_time = title, total, time.monotonic() + 10
+        self.title, self.total, self.start = title, total, time.monotonic()
+        self.next_time = self.start + 10
 
     def update(self, done: int, note: str = "") -> None:
         now = time.monotonic()
         if now >= self.next_time:
             self.next_time = now + 10
-            print(f"{self.title}: {done}/{self.total} {note}".rstrip(), file=sys.stderr, flush=True)
+            of = f"/{self.total}" if self.total else ""
+            left = f", about {(now - self.start) * (self.total / done - 1):.0f} s left" if 0 < done < self.total else ""
+            print(f"{self.title}: {done}{of}{left} {note}".rstrip(), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progress]:
-    """Report the progress of `total` steps on standard error."""
+    """Report the progress of `total` steps, 0 if nobody knows how many, on standard error."""
     if quiet:
         yield _Silent()
         return
@@ -51,7 +54,7 @@ def progress(title: str, total: int, *, quiet: bool = False) -> Iterator[Progres
     )
     columns = (title_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), note_column)
     with RichProgress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total, note="")
+        task = bar.add_task(title, total=total or None, note="")
 
         class _Bar:
             def update(self, done: int, note: str = "") -> None:

@@ -242,3 +242,13 @@ def test_small_images_are_taken_in_larger_numbers(
     assert calibration.FEWEST == 512
     with pytest.raises(InputError, match="319 images to calibrate on"):
         sample_images(Numbered(319), Preprocessing(image_size=size))  # type: ignore[arg-type]
+
+
+def test_a_threshold_is_that_of_all_values_so_far() -> None:
+    found = Activations()
+    found.add(np.array([1.0, -2.0], np.float32))
+    assert found.threshold("max") == 2.0
+    found.add(np.array([3.0], np.float32))
+    assert found.threshold("max") == 3.0
+    found.add(np.array([-4.0, np.inf], np.float32), histogram=False)
+    assert (found.largest, found.smallest, found.not_finite, found.counts.sum()) == (4.0, -4.0, 1, 3)

@@ -174,3 +174,24 @@ def test_half_scales_need_their_opset() -> None:
     assert names(graph, "int8", base="fp32") == ["y"]
     with pytest.raises(InputError, match="int8 takes opset 19 or newer, the graph has 18"):
         find_layers(Dataflow(graph), "int8", "tensorrt", "fp16")
+
+
+def test_what_fused_attention_reads_gains_by_one_scale() -> None:
+    nodes = [
+        *(node("MatMul", "x Q", "q0"), node("Add", "q0 b", "q1"), node("Mul", "q1 f", "q")),
+        *(node("MatMul", "x K", "k0"), node("Transpose", "k0", "k", perm=[0, 1, 3, 2]), node("MatMul", "x V", "v")),
+        *(
+            node("MatMul", "q k", "scores"),
+            *PLAIN,
+            node("MatMul", "mixed v", "values"),
+            node("MatMul", "values P", "y"),
+        ),
+    ]
+    square = np.ones((32, 32))
+    graph = graph_of(nodes, [3, 65, 32], Q=square, K=square, V=square, P=square, b=np.ones(32), f=SCALE)
+
+    def gaining(kind: Any, target: Any) -> list[str]:
+        return [layer.node for layer in find_layers(Dataflow(graph), kind, target) if layer.one_scale]
+
+    assert gaining("int8", "tensorrt") == ["q0", "k0", "v"]
+    assert gaining("fp8", "tensorrt") == gaining("int8", "cpu") == []

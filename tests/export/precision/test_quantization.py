@@ -145,6 +145,10 @@ def test_scales_are_symmetric_and_per_channel(trained: Any, target: Any) -> None
                 assert int(zero_point) in (0, 128)
         if node.op_type == "DequantizeLinear" and node.input[0] in held:
             codes, scale, zero_point = (held[name] for name in node.input)
+            if scale.shape == () and "attn" in node.input[0]:  # queries, keys and values of a fused attention
+                assert target == "tensorrt"
+                assert int(np.abs(codes.astype(int)).max()) == 127
+                continue
             axis = next(item.i for item in node.attribute if item.name == "axis")
             assert scale.shape == (codes.shape[axis],)
             assert not zero_point.any()

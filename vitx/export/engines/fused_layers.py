@@ -54,8 +54,8 @@ class FusedLayer(NamedTuple):
     nodes: tuple[str, ...]
 
     def bytes(self) -> int | None:
-        """Read and written, constants included; None for a profile of several batch sizes."""
-        sizes = [tensor.bytes() for tensor in (*self.inputs, *self.constants, *self.outputs)]
+        """Read and written, constants included, a tensor that is listed twice once; None for several batch sizes."""
+        sizes = [tensor.bytes() for tensor in dict.fromkeys((*self.inputs, *self.constants, *self.outputs))]
         return None if None in sizes else sum(size or 0 for size in sizes)
 
 

@@ -35,10 +35,18 @@ def run_with_outputs(
 
 def logits_of(graph: onnx.ModelProto, images: UInt8Array, batch: int = 8, *, fused: bool = True) -> Float32Array:
     """Logits float32 (n, C) of uint8 images (n, S, S, 3)."""
+    return next(logits_in_parts(graph, (images,), batch, fused=fused))
+
+
+def logits_in_parts(
+    graph: onnx.ModelProto, parts: Iterable[UInt8Array], batch: int = 8, *, fused: bool = True
+) -> Iterator[Float32Array]:
+    """Logits float32 (n, C) of each part, uint8 (n, S, S, 3), in one session; a part is run when it is asked for."""
     session = open_session(graph, fused=fused)
     (source,) = session.get_inputs()
-    parts = [session.run(None, {source.name: chunk})[0] for chunk in batches(images, batch)]
-    return np.concatenate(parts).astype(np.float32)
+    for images in parts:
+        found = [session.run(None, {source.name: chunk})[0] for chunk in batches(images, batch)]
+        yield np.concatenate(found).astype(np.float32)
 
 
 def batches(images: UInt8Array, size: int) -> Iterable[UInt8Array]:

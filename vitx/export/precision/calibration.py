@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
+from vitx.core.console import Progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.data.image_set import ImageSet, evenly_spaced
-from vitx.export.graph.execution import run_with_outputs
+from vitx.export.graph.execution import BATCH, run_with_outputs
 
 Method = Literal["max", "percentile", "entropy"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -73,8 +74,12 @@ class Activations:
     smallest: float = 0.0
     not_finite: int = 0
     counts: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(BINS, np.int64))
+    # Thresholds by method and levels since the last values: the entropy of a tensor takes 15 ms, and every candidate of
+    # a search asks for that of all tensors.
+    _known: dict[tuple[Method, int], float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def add(self, values: npt.NDArray[Any]) -> None:
+    def add(self, values: npt.NDArray[Any], *, histogram: bool = True) -> None:
+        self._known.clear()
         flat = values.reshape(-1).astype(np.float32, copy=False)
         low, high = float(flat.min(initial=0.0)), float(flat.max(initial=0.0))
         if not (np.isfinite(low) and np.isfinite(high)):
@@ -84,6 +89,8 @@ class Activations:
             low, high = float(flat.min(initial=0.0)), float(flat.max(initial=0.0))
         self.smallest = min(self.smallest, low)
         self.largest = max(self.largest, -low, high)
+        if not histogram:
+            return
         self._widen()
         if self.limit > 0:
             sample = np.abs(flat[:: STRIDE if flat.size > LARGE else 1])
@@ -99,6 +106,11 @@ class Activations:
 
     def threshold(self, method: Method, levels: int = 128) -> float:
         """The |x| that is given the largest code; larger values saturate. `levels`: codes on one side of zero."""
+        if (method, levels) not in self._known:
+            self._known[method, levels] = self._threshold(method, levels)
+        return self._known[method, levels]
+
+    def _threshold(self, method: Method, levels: int) -> float:
         if self.largest == 0.0:
             return 1.0  # any scale codes a tensor of zeros exactly
         if method == "max":
@@ -147,12 +159,24 @@ def _divergence(counts: npt.NDArray[np.float64], keep: int, levels: int) -> floa
     return float((p[both] * np.log(p[both] / q[both])).sum()) + lost * float(np.log(1e4))
 
 
-def observe(graph: onnx.ModelProto, tensors: Sequence[str], images: UInt8Array) -> dict[str, Activations]:
-    """The distribution of every named tensor while `graph` runs over `images`; memory is that of one batch."""
+def observe(
+    graph: onnx.ModelProto,
+    tensors: Sequence[str],
+    images: UInt8Array,
+    *,
+    histograms: bool = True,
+    bar: Progress | None = None,
+) -> dict[str, Activations]:
+    """The distribution of every named tensor while `graph` runs over `images`; memory is that of one batch.
+
+    Without `histograms` only the extremes and the number of values that are not finite. bar: told of images.
+    """
     found = {name: Activations() for name in tensors}
-    for values in run_with_outputs(graph, tensors, images):
+    for done, values in enumerate(run_with_outputs(graph, tensors, images), start=1):
         for name, value in values.items():
-            found[name].add(value)
+            found[name].add(value, histogram=histograms)
+        if bar is not None:
+            bar.update(min(done * BATCH, len(images)))
     return found
 
 

@@ -107,7 +107,7 @@ def _to_half(
     if overflow.nodes and not allow_islands:
         raise CheckFailed(overflow.text(precision))
     judge = Judge(graph, judged, bounds or Bounds(SHARE_OF_STD[precision]), accept, runnable=cpu_twin)
-    with progress(f"{precision} islands", len(half.floating), quiet=quiet) as bar:
+    with progress(f"{precision} trials", 0, quiet=quiet) as bar:
         judge.bar = bar
         islands, added_error = find_islands(overflow, judge, allow_islands=allow_islands)
     lowered = half.build(islands)

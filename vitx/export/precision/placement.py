@@ -4,7 +4,7 @@ For TensorRT the rules are read from NVIDIA's Model-Optimizer (modelopt/onnx/qua
 a2fbac7b) and checked against the layer tables of plans that TensorRT for RTX 1.7 built (docs/precision.md).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +42,7 @@ class Layer:
     channel_axis: int = 0  # the axis of `weight` that is the output channel
     bias: tuple[str, str] | None = None  # the node that adds it, and the constant
     result: str | None = None  # the output, where it is quantised too
+    one_scale: bool = False  # whether a kernel gains by one scale for the whole weight
 
     def tensors(self) -> tuple[str, ...]:
         """The activations whose ranges are needed."""
@@ -74,6 +75,22 @@ class _Finder:
         # results whatever the base is: beside a half type that is slower than the convolution in that type.
         self.convolutions = kind == "int8" and (target == "cpu" or base == "fp32")
         self.fused_attention = _fused_attention(flow, self.readers, kind) if target == "tensorrt" else frozenset()
+        # With one scale for the weight, the builder rounds the result for attention in the product's own kernel; with
+        # one for each channel, in a kernel after it. It does so in int8 alone, and for no other product.
+        self.operands = self._operands_of(self.fused_attention) if kind == "int8" else frozenset()
+
+    def _operands_of(self, attention: Collection[str]) -> frozenset[str]:
+        """The nodes whose results become operands of these products by views, a bias or a scale."""
+        makers = {name: node for node in self.flow.nodes for name in node.output}
+        found: set[str] = set()
+        left = [name for node in self.flow.nodes if node.name in attention for name in node.input]
+        while left:
+            node = makers.get(left.pop())
+            if node is None or node.name in found:
+                continue
+            found.add(node.name)
+            left += [name for name in node.input if node.op_type in (*VIEWS, "Add", "Mul", "Div")]
+        return frozenset(found)
 
     def layer(self, node: onnx.NodeProto) -> Layer | None:
         if node.op_type not in ("Gemm", "MatMul", "Conv") or not self.flow.is_float(node.input[0]):
@@ -101,11 +118,13 @@ class _Finder:
         sides = self.flow.shapes.get(weight, ())
         if len(sides) != 2 or (self.target == "tensorrt" and min(side or MIN_SIDE for side in sides) < MIN_SIDE):
             return None
+        one_scale = node.name in self.operands
         if node.op_type == "MatMul":
-            return Layer(node.name, "MatMul", (data,), weight, 1, _added_bias(self.flow, node, self.readers))
+            bias = _added_bias(self.flow, node, self.readers)
+            return Layer(node.name, "MatMul", (data,), weight, 1, bias, one_scale=one_scale)
         plain = attribute(node, "alpha", 1.0) == attribute(node, "beta", 1.0) == 1.0
         axis = 0 if attribute(node, "transB", 0) else 1
-        layer = Layer(node.name, "Gemm", (data,), weight, axis, self._own_bias(node))
+        layer = Layer(node.name, "Gemm", (data,), weight, axis, self._own_bias(node), one_scale=one_scale)
         return layer if plain and attribute(node, "transA", 0) == 0 else None
 
     def _own_bias(self, node: onnx.NodeProto) -> tuple[str, str] | None:

@@ -30,6 +30,7 @@ from vitx.export.precision.half import HALVES, NUMPY_TYPES, SMALLEST, HalfGraph
 from vitx.export.precision.placement import EightBit, Layer, find_layers
 
 E4M3_MAX = 448.0
+SWITCHES = "quantized layers"
 
 
 class QuantizedGraph:
@@ -44,19 +45,40 @@ class QuantizedGraph:
         self.flow, self.kind, self.target, self.base, self.islands = flow, kind, target, base, islands
         found = find_layers(flow, kind, target, base)
         self.layers = {layer.node: layer for layer in found if layer.node not in islands}
-        self._weights: dict[tuple[str, int], dict[str, npt.NDArray[Any]]] = {}
+        self._weights: dict[tuple[str, int | None], dict[str, npt.NDArray[Any]]] = {}
 
-    def build(self, chosen: Sequence[str], ranges: Mapping[str, Activations], method: Method) -> onnx.ModelProto:
-        """The graph with the layers named in `chosen` in 8 bits, activation ranges by `method`."""
-        writer = _QdqWriter(self, ranges, method)
+    def build(
+        self,
+        chosen: Sequence[str],
+        ranges: Mapping[str, Activations],
+        method: Method,
+        per_tensor: Collection[str] = (),
+    ) -> onnx.ModelProto:
+        """The graph with the layers named in `chosen` in 8 bits, activation ranges by `method`.
+
+        per_tensor: layers whose weights have one scale instead of one for each output channel.
+        """
+        writer = _QdqWriter(self, ranges, method, per_tensor)
         layers = [self.layers[name] for name in self.layers if name in set(chosen)]
         for layer in layers:
             writer.add(layer)
         graph = self.flow.assemble(writer.nodes(), writer.constants)
         return graph if self.base == "fp32" else HalfGraph(Dataflow(graph), HALVES[self.base]).build(self.islands)
 
-    def weight(self, name: str, axis: int) -> dict[str, npt.NDArray[Any]]:
-        """Codes and per-channel scales of a constant; computed once for each axis that is the channel of some layer."""
+    def switched(self, ranges: Mapping[str, Activations], method: Method) -> onnx.ModelProto:
+        """The float32 graph with one input more, SWITCHES, bool: which layers, by their order, compute in 8 bits.
+
+        One session measures any choice of layers with it; what is not quantised is float32, whatever the base.
+        """
+        writer = _QdqWriter(self, ranges, method, ())
+        for layer in self.layers.values():
+            writer.add(layer)
+        graph = self.flow.assemble(writer.switched_nodes(list(self.layers)), writer.constants)
+        graph.graph.input.append(helper.make_tensor_value_info(SWITCHES, TensorProto.BOOL, [len(self.layers)]))
+        return graph
+
+    def weight(self, name: str, axis: int | None) -> dict[str, npt.NDArray[Any]]:
+        """Codes and per-channel scales of a constant, or its one scale where no axis is the channel; computed once."""
         key = (name, axis)
         if key not in self._weights:
             value = self.flow.array(name).astype(np.float32)
@@ -96,9 +118,11 @@ def _int_codes(scaled: npt.NDArray[Any], limit: int, dtype: Any = np.int8) -> np
 class _QdqWriter:
     """Writes one graph: new nodes by the tensor they follow, new constants, inputs that read another tensor."""
 
-    def __init__(self, quantized: QuantizedGraph, ranges: Mapping[str, Activations], method: Method) -> None:
+    def __init__(
+        self, quantized: QuantizedGraph, ranges: Mapping[str, Activations], method: Method, per_tensor: Collection[str]
+    ) -> None:
         self.quantized, self.flow = quantized, quantized.flow
-        self.ranges, self.method = ranges, method
+        self.ranges, self.method, self.per_tensor = ranges, method, per_tensor
         self.constants: dict[str, TensorProto] = {}
         self.renamed: dict[tuple[str, str], str] = {}  # (node, input): what it reads instead
         self.activations: dict[str, str] = {}  # tensor: the same after Q and DQ
@@ -110,7 +134,8 @@ class _QdqWriter:
         for name in layer.activations:
             self.renamed[layer.node, name] = self._activation(name)
         if layer.weight is not None:
-            self.renamed[layer.node, layer.weight] = self._weight(layer.weight, layer.channel_axis)
+            axis = None if layer.node in self.per_tensor else layer.channel_axis
+            self.renamed[layer.node, layer.weight] = self._weight(layer.weight, axis)
             if layer.bias is not None and self._integer_biases():
                 self.renamed[layer.bias] = self._bias(layer)
         if layer.result is not None:
@@ -123,12 +148,34 @@ class _QdqWriter:
         for name in self.flow.inputs:
             yield from self.after.get(name, ())
         for node in self.flow.nodes:
-            copy = copy_of(node)
-            for index, name in enumerate(node.input):
-                copy.input[index] = self.renamed.get((node.name, name), name)
+            yield self._renamed(node)
+            for name in node.output:
+                yield from self.after.get(name, ())
+
+    def switched_nodes(self, layers: Sequence[str]) -> Iterator[onnx.NodeProto]:
+        """The nodes with the operands of each layer twice, as they were and quantised, and a Where that takes one."""
+        yield from self.first
+        for name in self.flow.inputs:
+            yield from self.after.get(name, ())
+        for node in self.flow.nodes:
+            copy = self._renamed(node) if node.name in layers else node
+            if node.name in layers:
+                index, switch = f"{node.name}/index", f"{node.name}/switch"
+                self.constants[index] = named_tensor(index, np.array(layers.index(node.name)))
+                yield helper.make_node("Gather", [SWITCHES, index], [switch])
+                for place, (name, quantized) in enumerate(zip(node.input, copy.input, strict=True)):
+                    if name != quantized:
+                        copy.input[place] = f"{node.name}/operand {place}"
+                        yield helper.make_node("Where", [switch, quantized, name], [copy.input[place]])
             yield copy
             for name in node.output:
                 yield from self.after.get(name, ())
+
+    def _renamed(self, node: onnx.NodeProto) -> onnx.NodeProto:
+        copy = copy_of(node)
+        for index, name in enumerate(node.input):
+            copy.input[index] = self.renamed.get((node.name, name), name)
+        return copy
 
     def _integer_biases(self) -> bool:
         """ONNX Runtime's integer kernels add them; in a half type their scale, a product of two, would round to 0."""
@@ -160,9 +207,9 @@ class _QdqWriter:
             return scale(threshold * 127 / 255), np.zeros((), np.uint8)
         return scale(threshold), np.full((), 128, np.uint8)
 
-    def _weight(self, name: str, axis: int) -> str:
+    def _weight(self, name: str, axis: int | None) -> str:
         weight = self.quantized.weight(name, axis)
-        tag = f"{name}/axis{axis}"
+        tag = f"{name}/per tensor" if axis is None else f"{name}/axis{axis}"
         return self._constant(tag, weight["codes"], weight["scale"], axis)
 
     def _bias(self, layer: Layer) -> str:
@@ -175,7 +222,7 @@ class _QdqWriter:
         codes = _int_codes(value.astype(np.float64) / scale, 2**31 - 1, np.int32)
         return self._constant(f"{layer.bias[1]}/of {layer.node}", codes, scale, 0)
 
-    def _constant(self, tag: str, codes: npt.NDArray[Any], scale: npt.NDArray[np.float32], axis: int) -> str:
+    def _constant(self, tag: str, codes: npt.NDArray[Any], scale: npt.NDArray[np.float32], axis: int | None) -> str:
         """A quantised constant after its DQ, one node for all its readers."""
         back = f"{tag}/dequantized"
         if f"{tag}/quantized" not in self.constants:
