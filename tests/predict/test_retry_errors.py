@@ -6,15 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
+from vitx.core.files import sha256_file
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import part_path
+from vitx.predict.outputs.parts import KeptRows, part_path
 
 IMAGES = [png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)]
 
@@ -180,3 +182,39 @@ def test_the_command_says_what_it_tries_again(tiny_bundle: Bundle, folder: Path,
     code, _, err = vitx(*arguments, "--retry-errors")
     assert code == 0, err
     assert "3 unreadable images in 2 files are tried again" in err
+
+
+@pytest.mark.parametrize("block", [1, 2, 5, 12])
+def test_rows_are_merged_by_blocks(
+    tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
+) -> None:
+    """One file of twelve rows, in row groups of a few; what is made anew lies within and across them."""
+    monkeypatch.setattr("vitx.predict.outputs.parts.ROW_GROUP", block)
+    out = tmp_path / "out"
+    run(tiny_bundle, folder, out, shard_size=12, batch_size=1)
+    before = rows(out)
+    for index in (1, 11):
+        (folder / f"{index:02d}.png").write_bytes(IMAGES[index])
+    mended, predicted = run(tiny_bundle, folder, out, shard_size=12, batch_size=1, retry_errors=True)
+    assert (mended.images, mended.errors, predicted) == (12, 1, 2)
+    after = rows(out)
+    assert [row["path"] for row in after] == [row["path"] for row in before]
+    assert [row["error"] is None for row in after] == [index != 3 for index in range(12)]
+    assert [index for index in range(12) if after[index] != before[index]] == [1, 11]
+    groups = pq.read_metadata(part_path(out, 1))
+    assert groups.row_group(0).num_rows == block
+    assert not list((out / PREDICTIONS).glob(".*"))
+
+
+def test_a_file_that_another_worker_replaced_is_not_merged(tmp_path: Path) -> None:
+    """Its rows are no longer those that were looked at."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for path, keys in ((old, ["a", "b"]), (new, ["b"])):
+        pq.write_table(pa.table({"path": keys, "error": pa.nulls(len(keys), pa.string())}), path)
+    kept = KeptRows.of(old, sha256_file(old), frozenset({1}))
+    assert kept is not None
+    assert [kept.keep("a"), kept.keep("b")] == [True, False]
+    pq.write_table(pa.table({"path": ["c"], "error": pa.nulls(1, pa.string())}), old)
+    with pytest.raises(FileNotFoundError, match="another worker has replaced it"):
+        kept.merge_into(new)
+    assert pq.read_table(new)["path"].to_pylist() == ["b"]

@@ -9,7 +9,11 @@ opens no file with a column of float16), and those of the input that are copied.
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
+import errno
+import hashlib
+import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -106,46 +110,80 @@ class Part:
 class KeptRows:
     """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
 
-    The file is read into memory.
+    Its keys are in memory; the other columns are read by blocks, at the end.
     """
 
-    def __init__(self, path: Path, again: frozenset[int] = frozenset()) -> None:
+    def __init__(self, path: Path, digest: str, again: frozenset[int] = frozenset()) -> None:
         import pyarrow.parquet as pq
 
         with path.open("rb") as file:
-            self._table = pq.ParquetFile(file).read()
-        self._keys = self._table["path"].to_pylist()
-        self._again = again.union(np.flatnonzero(self._table["error"].is_valid().to_numpy()).tolist())
-        # The row of the old file at each place of the new one, None for a new row.
-        self._order: list[int | None] = []
+            table = pq.ParquetFile(file).read(columns=["path", "error"])
+        self._path, self._digest, self._keys = path, digest, table["path"].to_pylist()
+        self._again = again.union(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
+        # Whether the row at each place of the new file is that of the old one.
+        self._kept: list[bool] = []
 
     @classmethod
     def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
         """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
         found = digest is not None and path.is_file() and sha256_file(path) == digest
-        return cls(path, again) if found else None
+        return cls(path, digest, again) if digest is not None and found else None
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
-        row = len(self._order)
+        row = len(self._kept)
         kept = row < len(self._keys) and row not in self._again and self._keys[row] == escape_invalid_utf8(key)
-        self._order.append(row if kept else None)
+        self._kept.append(kept)
         return kept
 
     def merge_into(self, path: Path) -> tuple[int, int, dict[int, int]]:
-        """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes."""
+        """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes.
+
+        Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with path.open("rb") as file:
-            new = pq.ParquetFile(file).read()
-        rows = iter(range(len(self._table), len(self._table) + len(new)))
-        both = pa.concat_tables([self._table.replace_schema_metadata(new.schema.metadata), new])
-        merged = both.take(pa.array([next(rows) if row is None else row for row in self._order], pa.int64()))
-        pq.write_table(merged, path, row_group_size=ROW_GROUP)
-        counts = merged["class_index"].drop_null().value_counts().to_pylist()
-        errors = len(merged) - merged["error"].null_count
-        return len(merged), errors, {one["values"]: one["counts"] for one in counts}
+        merged, errors, classes = path.with_name(f"{path.name}.merged"), 0, Counter[int]()
+        with self._path.open("rb") as old_file, path.open("rb") as new_file:
+            if hashlib.file_digest(old_file, "sha256").hexdigest() != self._digest:
+                raise FileNotFoundError(errno.ENOENT, "another worker has replaced it", str(self._path))
+            parquet, schema = pq.ParquetFile(old_file), pq.read_schema(new_file)
+            # As large as the old file's groups: they are small where there are images in the columns.
+            groups = (parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups))
+            block = max(groups, default=ROW_GROUP)
+            old, new = _Rows(parquet, block), _Rows(pq.ParquetFile(new_file), block)
+            with pq.ParquetWriter(merged, schema) as writer:
+                for start in range(0, len(self._kept), block):
+                    kept = self._kept[start : start + block]
+                    before, made = old.take(len(kept)), new.take(kept.count(False))
+                    further = itertools.count(len(before))
+                    order = [place if stays else next(further) for place, stays in enumerate(kept)]
+                    both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
+                    writer.write_table(both.replace_schema_metadata(schema.metadata))
+                    errors += len(both) - both["error"].null_count
+                    classes.update(both["class_index"].drop_null().to_pylist())
+        rename(merged, path)
+        return len(self._kept), errors, dict(classes)
+
+
+class _Rows:
+    """The rows of a Parquet file in turn, by blocks."""
+
+    def __init__(self, file: Any, block: int) -> None:
+        import pyarrow as pa
+
+        self._batches = (pa.Table.from_batches([batch]).replace_schema_metadata() for batch in file.iter_batches(block))
+        self._rest = file.schema_arrow.remove_metadata().empty_table()
+
+    def take(self, count: int) -> Any:
+        """The next `count` rows, or what is left."""
+        import pyarrow as pa
+
+        while len(self._rest) < count and (more := next(self._batches, None)) is not None:
+            self._rest = pa.concat_tables([self._rest, more])
+        taken, self._rest = self._rest.slice(0, count), self._rest.slice(count)
+        return taken
 
 
 def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
