@@ -13,7 +13,7 @@ from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Ledger
-from vitx.predict.options import PredictOptions, Share
+from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.state import AGREEMENT, LEDGER, STATE, SharedRun, open_ledger, open_run
 
@@ -43,11 +43,11 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
     return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
 
 
-def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], *more: Any) -> SharedRun:
+def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], *more: Any, share: Share = WHOLE) -> SharedRun:
     def take(listing: Path) -> Inventory:
-        return take_inventory(settings["input"], listing, settings["shard_size"])
+        return take_inventory(settings["input"], listing, settings["shard_size"], share=share)
 
-    return open_run(ledger, out, settings, DiskFullBackoff(out), take, *more)
+    return open_run(ledger, out, settings, DiskFullBackoff(out), take, *more, share=share)
 
 
 def lists(out: Path) -> list[str]:
@@ -201,7 +201,7 @@ def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
 def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], Path]:
     """One job of several: the numbers of its shards, and its list."""
     with opened(out, shard=share) as ledger:
-        run = open_run(ledger, out, settings_of(images, **changes), DiskFullBackoff(out), share=share)
+        run = opened_run(ledger, out, settings_of(images, **changes), share=share)
         return [claim.id for claim in iter(ledger.claim, None)], run.listing
 
 
@@ -233,7 +233,7 @@ def test_a_job_with_other_settings_is_refused_before_it_lists_anything(
 ) -> None:
     out = tmp_path / "out"
     job(out, images, Share(1, 2))
-    monkeypatch.setattr("vitx.predict.state.take_inventory", lambda *_: pytest.fail("listed"))
+    monkeypatch.setattr(f"{__name__}.take_inventory", lambda *_, **__: pytest.fail("listed"))
     with pytest.raises(InputError, match=expected):
         job(out, images, share, **changes)
     assert [path.name for path in (out / STATE).iterdir() if path.is_dir()] == ["shard-00001-of-00002"]
