@@ -32,17 +32,15 @@ def cut_out_data(body: bytes) -> tuple[bytes, bytes]:
     Raises RequestError 413 if more than `SMALL_BYTES` would be left to parse.
     """
     found = _DATA.search(body, 0, SMALL_BYTES)
-    rest, data = body, b""
+    start = stop = 0
     if found is not None:
         start = found.end()
         # The array of pixels has neither quotes nor braces, and its object goes on with one of them.
         ends = [end for end in (body.find(b'"', start), body.find(b"}", start)) if end >= 0]
-        stop = body.rfind(b"]", start, min(ends, default=len(body))) + 1
-        if stop > start:
-            rest, data = body[:start] + b"null" + body[stop:], body[start:stop]
-    if len(rest) > SMALL_BYTES:
-        raise too_large(f"{len(rest)} bytes of JSON besides the pixels: at most {SMALL_BYTES}")
-    return rest, data
+        stop = max(start, body.rfind(b"]", start, min(ends, default=len(body))) + 1)
+    if (left := len(body) - (stop - start)) > SMALL_BYTES:  # before anything is copied
+        raise too_large(f"{left} bytes of JSON besides the pixels: at most {SMALL_BYTES}")
+    return (body[:start] + b"null" + body[stop:], body[start:stop]) if stop > start else (body, b"")
 
 
 def pixels_of(text: bytes, shape: Sequence[int], name: str) -> UInt8Array:
