@@ -167,13 +167,15 @@ def _call(values: Values, model: str) -> bytes:
         tensor.parameters[f"{number}"].bool_param = True
     whole: bytes = request.SerializeToString()
     whole += b"\x2a\x00" * values["inputs"] + b"\x32\x00" * values["outputs"] + b"\x3a\x00" * values["raws"]
-    return whole + b"\x0b" * values["groups"] + b"\x0c" * values["groups"]
+    groups: int = values["groups"]
+    return whole + b"\x0b" * groups + b"\x0c" * groups
 
 
 def _other_call(values: Values, model: str) -> bytes:
     request = message_class("RepositoryModelLoadRequest")(model_name=values["text"] * values["length"])
     whole: bytes = request.SerializeToString()
-    return whole + b"\x1a\x00" * values["entries"]
+    entries: int = values["entries"]
+    return whole + b"\x1a\x00" * entries
 
 
 _SHAPES: Choices = ([1, _SIDE, _SIDE, 3], [256, _SIDE, _SIDE, 3], [-1], [1] * 4000, [2**62, _SIDE, _SIDE, 3], [0])

@@ -222,5 +222,7 @@ def _not_an_image(source: bytes | Path) -> str:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: keep the high byte, where convert("RGB") would clip to white
-        image = Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+        values = np.asarray(image)
+        high = (values.view(np.uint32) if values.dtype == np.int32 else values) >> 8  # few copies: it may be large
+        image = Image.fromarray(np.minimum(high, 255, out=high).astype(np.uint8))
     return image if image.mode == "RGB" else image.convert("RGB")

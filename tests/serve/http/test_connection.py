@@ -218,7 +218,7 @@ def test_a_client_that_stops_reading_near_the_end_of_the_last_reply_is_cut_off()
         await asyncio.sleep(2.9)
         assert server.refused == []
         await asyncio.sleep(0.2)
-        assert server.refused == ["slow_client"]
+        assert (server.refused, protocol.slow) == (["slow_client"], True)
         protocol.pause_writing()
         protocol.connection_lost(None)
         await asyncio.sleep(10)
@@ -396,9 +396,14 @@ def test_of_many_small_requests_in_one_segment_a_piece_is_parsed_at_a_time() -> 
         assert len(protocol.pipeline) < 300
         assert not transport.reading
         assert not protocol.is_idle()
-        for _ in range(10 * count):
+        for turn in range(10 * count):
             await asyncio.sleep(0)
             assert len(protocol.pipeline) < 300
+            if turn == 100:  # what comes meanwhile waits, and nothing more is read
+                assert transport.reading
+                protocol.data_received(request(b"last", b"X-last: 1"))
+                assert not transport.reading
+        bodies.append(b"last")
         assert bodies_of(transport.written) == bodies
         assert (transport.reading, protocol.is_idle()) == (True, True)
         assert server.refused == []
@@ -426,10 +431,56 @@ def test_what_waits_unparsed_is_not_slow_and_goes_with_its_connection() -> None:
             await asyncio.sleep(0)
         assert len(bodies_of(transport.written)) == 400
         waiting.clear()
-        protocol.data_received(b"".join(requests))
+        protocol.data_received(b"".join(request(b"%05d" % number, b"X-Other: 1") for number in range(400)))
+        assert protocol._unparsed
         protocol.connection_lost(ConnectionResetError())
+        assert not protocol._unparsed
         waiting.set()
         await asyncio.sleep(60)
         assert server.refused == []
+
+    run(test)
+
+
+def test_a_head_that_begins_behind_a_whole_request_has_its_time() -> None:
+    async def test() -> None:
+        server = Server(header_seconds=5)
+        transport, protocol = server.connect()
+        protocol.data_received(request() + request()[:20])
+        await asyncio.sleep(4.99)
+        assert not transport.closed
+        transport.written = b""
+        await asyncio.sleep(0.02)
+        assert refused(transport) == (408, "the request's headers took too long")
+
+    run(test)
+
+
+def test_a_body_that_goes_on_after_its_answer_ends_with_its_limit() -> None:
+    async def test() -> None:
+        server = Server(body_bytes=100)
+
+        async def answers_at_once(scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+            await send({"type": "http.response.body", "body": b"ok"})
+
+        transport, protocol = server.connect()
+        whole, protocol.app = protocol.app, answers_at_once
+        head, _, body = request(bytes(100)).partition(b"\r\n\r\n")
+        protocol.data_received(head + b"\r\n\r\n")
+        await settled()
+        protocol.data_received(body)
+        assert not transport.closed
+        protocol.app = whole
+        protocol.data_received(request())
+        await settled()
+        assert transport.written.count(b"200 OK") == 2
+        protocol.app = answers_at_once
+        protocol.data_received(head.replace(b"100", b"900") + b"\r\n\r\n")
+        await settled()
+        protocol.data_received(body)
+        assert not transport.closed
+        protocol.data_received(b"x")
+        assert transport.closed
 
     run(test)

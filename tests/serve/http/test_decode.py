@@ -210,6 +210,24 @@ def test_pixels_for_a_request_that_was_cancelled_in_the_same_moment_are_dropped(
     run(test, threads=1)
 
 
+def test_a_webp_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitx.serve.http.decode._SMALL_PIXELS", 50)
+    monkeypatch.setattr("vitx.serve.http.decode._WEBP_PIXELS", 100)
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        images = []
+        for side, kind in ((10, "WEBP"), (11, "WEBP"), (11, "PNG")):
+            images.append(stream := io.BytesIO())
+            Image.new("RGB", (side, side)).save(stream, kind)
+        found = await decoder.decode([image.getvalue() for image in images], held)
+        assert [isinstance(one, np.ndarray) for one in found] == [True, False, True]
+        assert str(found[1]) == "image of 11×11 pixels: more than the 100 allowed"
+        assert sorted(held.sides) == [10, 11]
+
+    run(test, threads=1)
+
+
 def test_an_image_that_is_too_thin_is_refused_by_its_header() -> None:
     async def test(decoder: Decoder, held: Any) -> None:
         held.go.set()

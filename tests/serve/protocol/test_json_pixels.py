@@ -98,9 +98,11 @@ def test_the_array_is_cut_out() -> None:
         assert found == data
         assert json.loads(rest) == {"inputs": [{"name": "images", "data": None, "datatype": "UINT8"}]}
     last = b'{"inputs": [{"shape": [2], "data": [1, 2] } ] }'
-    assert cut_out_data(last) == (b'{"inputs": [{"shape": [2], "data": null } ] }', b"[1, 2]")
+    rest, found = cut_out_data(last)
+    assert (rest, bytes(found)) == (b'{"inputs": [{"shape": [2], "data": null } ] }', b"[1, 2]")
     for without in (b'{"inputs": []}', b'{"data": 5}', b'{"data": [1', b'{"data"', b""):
-        assert cut_out_data(without) == (without, b"")
+        rest, found = cut_out_data(without)
+        assert (rest, bytes(found)) == (without, b"")
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,7 @@ def decode_infer_request(
         shape = (max(1, len(body) // row), *contract.image_shape)
         _check_count(shape[0], limits.images)
         return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
-    text, data = (body, b"") if length is None else (body[:length], b"")
+    text, data = body if length is None else body[:length], memoryview(b"")
     if len(text) > SMALL_BYTES:
         text, data = cut_out_data(text)
     if length is not None and length <= _CACHED_HEADER_BYTES and not any(word in text for word in _NOT_CACHED):
@@ -209,7 +209,9 @@ class _ParsedHeader:
         size, region = places.get("binary_data_size"), Region.of(places)
         return cls(tensor, shape, size, region, _request_id(header), parameters, outputs)
 
-    def request(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes = b"") -> InferRequest:
+    def request(
+        self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
+    ) -> InferRequest:
         """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
         parameters, output = self.parameters, self.outputs[0]
         outputs = () if len(self.outputs) == 1 and output.name == contract.output_name else self.outputs
@@ -219,7 +221,9 @@ class _ParsedHeader:
             outputs=outputs,
         )
 
-    def _images(self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes) -> UInt8Array:
+    def _images(
+        self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview
+    ) -> UInt8Array:
         """The input's pixels: from shared memory, from the bytes behind the JSON, or from the JSON."""
         if (region := self.region) is not None:
             if self.size is not None or "data" in self.tensor:

@@ -26,27 +26,26 @@ _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 _LAST_SPACE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = b" ,09[]"
 
 
-def cut_out_data(body: bytes) -> tuple[bytes, bytes]:
-    """Return the JSON with null in place of the array "data", and the array's text; (body, b"") if there is none.
+def cut_out_data(body: bytes) -> tuple[bytes, memoryview]:
+    """Return the JSON with null in place of the array "data", and the array's text, empty if there is none.
 
     Raises RequestError 413 if more than `SMALL_BYTES` would be left to parse.
     """
     found = _DATA.search(body, 0, SMALL_BYTES)
-    rest, data = body, b""
+    start = stop = 0
     if found is not None:
         start = found.end()
         # The array of pixels has neither quotes nor braces, and its object goes on with one of them.
         ends = [end for end in (body.find(b'"', start), body.find(b"}", start)) if end >= 0]
-        stop = body.rfind(b"]", start, min(ends, default=len(body))) + 1
-        if stop > start:
-            rest, data = body[:start] + b"null" + body[stop:], body[start:stop]
-    if len(rest) > SMALL_BYTES:
-        raise too_large(f"{len(rest)} bytes of JSON besides the pixels: at most {SMALL_BYTES}")
-    return rest, data
+        stop = max(start, body.rfind(b"]", start, min(ends, default=len(body))) + 1)
+    if (left := len(body) - (stop - start)) > SMALL_BYTES:  # before anything is copied
+        raise too_large(f"{left} bytes of JSON besides the pixels: at most {SMALL_BYTES}")
+    data = memoryview(body)[start:stop]  # it may be 60 MiB, and be refused for that
+    return (body[:start] + b"null" + body[stop:] if data else body), data
 
 
-def pixels_of(text: bytes, shape: Sequence[int], name: str) -> UInt8Array:
-    """Return the array of integers from 0 to 255 that `text` is, flat or nested as `shape`.
+def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UInt8Array:
+    """Return the array of integers from 0 to 255 that `given` is, flat or nested as `shape`.
 
     Raises RequestError 400 for anything else; `name` is the input's.
     """
@@ -54,8 +53,9 @@ def pixels_of(text: bytes, shape: Sequence[int], name: str) -> UInt8Array:
     wrong = RequestError(
         f"the data of input '{name}' is not {count} integers from 0 to 255, flat or nested as {list(shape)}"
     )
-    if len(text) > _BYTES_OF_A_NUMBER * (count + 1):
+    if len(given) > _BYTES_OF_A_NUMBER * (count + 1):
         raise wrong
+    text = bytes(given)
     values, brackets, read = np.empty(count, np.uint8), bytearray(), 0
     for piece in _pieces(text):
         brackets += piece.translate(None, _DIGITS + _SPACE)
