@@ -253,7 +253,9 @@ def test_a_url_is_no_folder_of_this_machine(
     tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"^--out 's3:/bucket/out': predictions are written to a folder of this mach"):
+    with pytest.raises(
+        InputError, match=r"^--out 's3:/bucket/out': expected a folder or a URL; in Python a URL is a te"
+    ):
         run(tiny_bundle, Spy(), images, Path("s3://bucket/out"))
     with pytest.raises(InputError, match=r"^--out 'gs:/b': "):
         run(tiny_bundle, Spy(), images, Path("gs://b"))
@@ -337,8 +339,11 @@ def test_a_session_that_was_drafted_with_is_enough(
     )
     asked: list[Any] = []
 
-    def check(bundle: Bundle, model: Any, inventory: Any, listing: Path, column: str | None, *, batch_size: int) -> Any:
-        asked.append((bundle, model, len(inventory.shards), listing.read_bytes().count(b"\0"), column, batch_size))
+    def check(
+        bundle: Bundle, model: Any, inventory: Any, listing: Path, columns: TableColumns, *, batch_size: int
+    ) -> Any:
+        names = listing.read_bytes().count(b"\0")
+        asked.append((bundle, model, len(inventory.shards), names, columns.image, batch_size))
         return checked
 
     monkeypatch.setattr("vitx.predict.job.check_draft", check)

@@ -43,11 +43,14 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
     return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
 
 
-def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], *more: Any, share: Share = WHOLE) -> SharedRun:
+def opened_run(
+    ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE
+) -> SharedRun:
     def take(listing: Path) -> Inventory:
         return take_inventory(settings["input"], listing, settings["shard_size"], share=share)
 
-    return open_run(ledger, out, settings, DiskFullBackoff(out), take, *more, share=share)
+    given = {} if measure is None else {"measure": measure}
+    return open_run(ledger, out, settings, DiskFullBackoff(out), take, share=share, **given)
 
 
 def lists(out: Path) -> list[str]:
