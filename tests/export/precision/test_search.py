@@ -1,6 +1,5 @@
 """What is measured and tried before a graph is lowered, and in which words it is refused: small graphs by hand."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +14,11 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.data.image_set import evenly_spaced
 from vitx.export.graph.dataflow import Dataflow
-from vitx.export.graph.execution import logits_in_parts, logits_of, open_session
-from vitx.export.precision import acceptance, lower, placement, qdq, quantization
+from vitx.export.graph.execution import logits_in_parts, logits_of
+from vitx.export.precision import acceptance, lower, placement, quantization
 from vitx.export.precision.acceptance import (
     FIRST_IMAGES,
     Bounds,
-    SamplingPlan,
     agreement_of,
     judging_order,
 )
@@ -28,7 +26,7 @@ from vitx.export.precision.calibration import MIN_IMAGES, observe, split_images
 from vitx.export.precision.half import HalfGraph, cpu_twin
 from vitx.export.precision.islands import added_error_by_node
 from vitx.export.precision.lower import lower_precision
-from vitx.export.precision.qdq import SWITCHES, QuantizedGraph
+from vitx.export.precision.qdq import QuantizedGraph
 from vitx.export.precision.quantization import quantize
 
 LARGE = Bounds(100.0, 0.0)
@@ -493,72 +491,3 @@ def test_the_caller_has_the_last_word_on_a_half_graph() -> None:
     trials = [(trial["what"], trial["accepted"]) for trial in lowered.details["trials"]]
     assert trials == [("no island", False), ("0 islands", False), ("1 islands", True)]
     assert len(lowered.islands) == 1
-
-
-def test_a_quantised_graph_with_islands_is_refused_when_islands_are_forbidden() -> None:
-    bounds = Bounds(measured(GRAPH, "max", ["first"]).max_error * 1.01, 0.0)
-    islands = lower_precision(GRAPH, "int8", IMAGES, bounds=bounds, quiet=True).islands
-    assert islands
-    with pytest.raises(CheckFailed) as refused:
-        lower_precision(GRAPH, "int8", IMAGES, bounds=bounds, allow_islands=False, quiet=True)
-    assert str(refused.value) == (
-        f"int8 fails with every layer quantised; {len(islands)} would have to stay in float32, first {islands[0]}"
-    )
-    lowered = lower_precision(GRAPH, "int8", IMAGES, bounds=LARGE, allow_islands=False, target="tensorrt", quiet=True)
-    assert lowered.details["target"] == "tensorrt"
-    planned = Bounds(100.0, 0.0, SamplingPlan(360, 360))
-    asked: list[onnx.ModelProto] = []
-    lower_precision(GRAPH, "fp8", IMAGES, bounds=planned, accept=lambda graph: not asked.append(graph), quiet=True)  # type: ignore[func-returns-value]
-    assert len(asked) == 1
-
-
-@pytest.mark.parametrize("base", ["fp32", "fp16"])
-def test_a_switched_graph_is_that_of_the_layers_switched_on(base: Any) -> None:
-    calibration, held_out = split_images(IMAGES)
-    ranges = observed(GRAPH, ["r", "t", "x"], calibration)
-    quantized = QuantizedGraph(Dataflow(GRAPH), "int8", "tensorrt", base)
-    session = open_session(quantized.switched(ranges, "max"), fused=False)
-    exact = QuantizedGraph(Dataflow(GRAPH), "int8", "tensorrt")
-    exact.scale = quantized.scale  # type: ignore[method-assign]
-    for on in itertools.product([False, True], repeat=3):
-        (found,) = session.run(None, {"images": held_out, SWITCHES: np.array(on)})
-        chosen = [name for name, switch in zip(LAYERS, on, strict=True) if switch]
-        graph = exact.build(chosen, ranges, "max") if chosen else GRAPH
-        np.testing.assert_allclose(found, logits_of(graph, held_out, fused=False), rtol=1e-5, atol=1e-5)
-
-
-def gaining_by_one_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every layer gains by one scale for its weight, whatever it computes."""
-    found = placement.find_layers
-    monkeypatch.setattr(
-        qdq, "find_layers", lambda *given: [dataclasses.replace(layer, one_scale=True) for layer in found(*given)]
-    )
-
-
-def test_one_scale_for_each_weight_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    gaining_by_one_scale(monkeypatch)
-    lowered = quantize(GRAPH, "int8", IMAGES, target="tensorrt", bounds=LARGE, quiet=True)
-    assert sorted(lowered.details["weights_with_one_scale"]) == LAYERS
-    assert [trial["what"] for trial in lowered.details["trials"]] == ["0 layers in float32, 3 weights with one scale"]
-    scales = {tensor.name: tensor.dims for tensor in lowered.graph.graph.initializer if tensor.name.endswith("/scale")}
-    assert [list(scales[f"{name}/per tensor/scale"]) for name in "ABC"] == [[], [], []]
-
-
-def test_a_scale_for_each_channel_where_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    gaining_by_one_scale(monkeypatch)
-    monkeypatch.setattr(quantization, "SHARES", (2 / 3, 1 / 3))
-    answers = iter([False, True, False, True])  # all with one scale, none, two, one
-    lowered = quantize(
-        GRAPH, "int8", IMAGES, target="tensorrt", bounds=LARGE, accept=lambda _: next(answers), quiet=True
-    )
-    (coarse,) = lowered.details["weights_with_one_scale"]
-    assert [trial["what"] for trial in lowered.details["trials"]] == [
-        "0 layers in float32, 3 weights with one scale",
-        "0 layers in float32",
-        "0 layers in float32, 2 weights with one scale",
-        "0 layers in float32, 1 weights with one scale",
-    ]
-    weights = {"first": "A", "second": "B", "third": "C"}
-    names = {tensor.name for tensor in lowered.graph.graph.initializer}
-    assert {name for name in names if name.endswith("per tensor/scale")} == {f"{weights[coarse]}/per tensor/scale"}
-    assert lowered.islands == ()

@@ -1,6 +1,7 @@
 """Calibration: the distribution of each tensor on real images, and the range that its 8-bit codes are given."""
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -172,11 +173,12 @@ def observe(
     Without `histograms` only the extremes and the number of values that are not finite. bar: told of images.
     """
     found = {name: Activations() for name in tensors}
-    for done, values in enumerate(run_with_outputs(graph, tensors, images), start=1):
-        for name, value in values.items():
-            found[name].add(value, histogram=histograms)
-        if bar is not None:
-            bar.update(min(done * BATCH, len(images)))
+    # Tensors are independent, and numpy computes outside of the interpreter's lock.
+    with ThreadPoolExecutor() as pool:
+        for done, values in enumerate(run_with_outputs(graph, tensors, images), start=1):
+            list(pool.map(lambda name: found[name].add(values[name], histogram=histograms), found))  # noqa: B023
+            if bar is not None:
+                bar.update(min(done * BATCH, len(images)))
     return found
 
 
