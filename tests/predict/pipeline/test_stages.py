@@ -118,12 +118,28 @@ def test_closing_ends_a_generator_that_waits_for_room_in_its_own_thread() -> Non
             closed_by.append(threading.current_thread().name)
 
     background = BackgroundGenerator(values(), 1, "its-thread")
-    wait_until(lambda: len(produced) == 2)
+    assert next(iter(background)) == 0
+    wait_until(lambda: len(produced) == 3)
     background.close()
     assert closed_by == ["its-thread"]
     assert not background._thread.is_alive()
-    assert len(produced) <= 4
+    assert len(produced) <= 5
     background.close()
+
+
+def test_nothing_is_made_before_somebody_asks_nor_after_it_is_closed() -> None:
+    """A signal between building a pipeline and running it must leave nothing claimed."""
+    produced: list[int] = []
+
+    def values() -> Generator[int, None, None]:
+        produced.append(1)
+        yield 1
+
+    background = BackgroundGenerator(values(), 1, "values")
+    assert not background._thread.is_alive()
+    background.close()
+    assert list(background) == []
+    assert produced == []
 
 
 @pytest.fixture

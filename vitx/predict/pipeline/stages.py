@@ -60,6 +60,7 @@ def results(futures: Iterable[Future[R]]) -> Iterator[R]:
 class BackgroundGenerator(Generic[T]):
     """Runs a generator in a thread, at most `depth` values ahead; its error is raised to whoever iterates.
 
+    The thread starts with the first value that is asked for, so that nothing is claimed before it can be closed.
     `close` ends the thread, which closes the generator: a generator must be closed by the thread that runs it.
     """
 
@@ -69,9 +70,9 @@ class BackgroundGenerator(Generic[T]):
         self._queue: Queue[tuple[T] | BaseException | None] = Queue(depth)
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
 
     def __iter__(self) -> Iterator[T]:
+        self._thread.start()
         while (got := self._queue.get()) is not None:
             if isinstance(got, BaseException):
                 raise got
@@ -89,7 +90,7 @@ class BackgroundGenerator(Generic[T]):
         end: BaseException | None = None
         try:
             with closing(self._values):
-                for value in self._values:
+                for value in () if self._closed else self._values:
                     self._queue.put((value,))
                     if self._closed:
                         break
