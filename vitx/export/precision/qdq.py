@@ -73,7 +73,7 @@ class QuantizedGraph:
         writer = _QdqWriter(self, ranges, method, ())
         for layer in self.layers.values():
             writer.add(layer)
-        graph = self.flow.assemble(writer.switched_nodes(list(self.layers)), writer.constants)
+        graph = self.flow.assemble(writer.nodes(switched=list(self.layers)), writer.constants)
         graph.graph.input.append(helper.make_tensor_value_info(SWITCHES, TensorProto.BOOL, [len(self.layers)]))
         return graph
 
@@ -143,33 +143,30 @@ class _QdqWriter:
             for reader in self.flow.readers()[layer.result]:
                 self.renamed[reader.name, layer.result] = replacement
 
-    def nodes(self) -> Iterator[onnx.NodeProto]:
+    def nodes(self, switched: Sequence[str] | None = None) -> Iterator[onnx.NodeProto]:
+        """switched: layers that get both their operands and a switch; see `QuantizedGraph.switched`."""
         yield from self.first
         for name in self.flow.inputs:
             yield from self.after.get(name, ())
         for node in self.flow.nodes:
-            yield self._renamed(node)
+            yield from (self._renamed(node),) if switched is None else self._switched(node, switched)
             for name in node.output:
                 yield from self.after.get(name, ())
 
-    def switched_nodes(self, layers: Sequence[str]) -> Iterator[onnx.NodeProto]:
-        """The nodes with the operands of each layer twice, as they were and quantised, and a Where that takes one."""
-        yield from self.first
-        for name in self.flow.inputs:
-            yield from self.after.get(name, ())
-        for node in self.flow.nodes:
-            copy = self._renamed(node) if node.name in layers else node
-            if node.name in layers:
-                index, switch = f"{node.name}/index", f"{node.name}/switch"
-                self.constants[index] = named_tensor(index, np.array(layers.index(node.name)))
-                yield helper.make_node("Gather", [SWITCHES, index], [switch])
-                for place, (name, quantized) in enumerate(zip(node.input, copy.input, strict=True)):
-                    if name != quantized:
-                        copy.input[place] = f"{node.name}/operand {place}"
-                        yield helper.make_node("Where", [switch, quantized, name], [copy.input[place]])
-            yield copy
-            for name in node.output:
-                yield from self.after.get(name, ())
+    def _switched(self, node: onnx.NodeProto, layers: Sequence[str]) -> Iterator[onnx.NodeProto]:
+        """A layer with its operands twice, as they were and quantised, and a Where that takes one; others alone."""
+        if node.name not in layers:
+            yield node
+            return
+        copy = self._renamed(node)
+        index, switch = f"{node.name}/index", f"{node.name}/switch"
+        self.constants[index] = named_tensor(index, np.array(layers.index(node.name)))
+        yield helper.make_node("Gather", [SWITCHES, index], [switch])
+        for place, (name, quantized) in enumerate(zip(node.input, copy.input, strict=True)):
+            if name != quantized:
+                copy.input[place] = f"{node.name}/operand {place}"
+                yield helper.make_node("Where", [switch, quantized, name], [copy.input[place]])
+        yield copy
 
     def _renamed(self, node: onnx.NodeProto) -> onnx.NodeProto:
         copy = copy_of(node)

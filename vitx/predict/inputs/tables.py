@@ -70,10 +70,9 @@ class Tables:
         try:
             with open_stream(join(base, name)) as file:
                 parquet = pq.ParquetFile(file)
-                schema, metadata = parquet.schema_arrow, parquet.metadata
+                schema, groups = parquet.schema_arrow, _row_groups(parquet)
                 _image_column(schema, self._columns.image, name)
                 _check_key(schema, self._columns.key, name)
-                counts = [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
         except (OSError, pa.ArrowException):
             return [(0, None)]  # reading it gives a row with the reason
         except InputError as error:
@@ -81,7 +80,7 @@ class Tables:
             return [(0, None)]
         self._copy(schema, name)
         self.readable.append(name)
-        return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
+        return groups
 
     def schema(self) -> Any:
         """Of the columns that go on to the output, in every file the same; None if there are none."""
@@ -146,15 +145,11 @@ def read_rows(base: str, name: str, start: int, count: int | None, columns: Tabl
     with open_stream(join(base, name)) as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
-        rows = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
         image = _image_column(schema, columns.image, name)
         _check_key(schema, columns.key, name)
-        groups = list(range(len(rows)))
-        if count is not None:
-            found = zip(itertools.accumulate(rows, initial=0), rows, strict=False)
-            groups = [index for index, group in enumerate(found) if group == (start, count)]
-            if not groups:
-                raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
+        groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (start, count)]
+        if not groups and count is not None:
+            raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
         copied = [] if columns.schema is None else [one for one in columns.schema.names if one in schema.names]
         wanted = dict.fromkeys([image, *([] if columns.key is None else [columns.key]), *copied])
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(wanted)):
@@ -166,6 +161,12 @@ def read_rows(base: str, name: str, start: int, count: int | None, columns: Tabl
                     None if key is None else str(key),
                     None if table is None else table.slice(index, 1),
                 )
+
+
+def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
+    """The first row and the number of rows of each row group of a `pyarrow.parquet.ParquetFile`."""
+    counts = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
+    return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
 def refuse_equal_keys(column: str, records: Iterable[str], scratch: Path) -> None:

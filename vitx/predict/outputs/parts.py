@@ -126,8 +126,9 @@ class KeptRows:
     @classmethod
     def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
         """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
-        found = digest is not None and path.is_file() and sha256_file(path) == digest
-        return cls(path, digest, again) if digest is not None and found else None
+        if digest is None or not path.is_file() or sha256_file(path) != digest:
+            return None
+        return cls(path, digest, again)
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""

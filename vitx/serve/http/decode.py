@@ -21,9 +21,8 @@ from vitx.serve.errors import DeadlineMissed, QueueFull
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
-_WEBP_PIXELS = (
-    25_000_000  # Pillow copies a WebP's, four bytes each, while no other thread runs: 0.1 s for twice as many
-)
+# Pillow copies a WebP's, four bytes each, while no other thread runs: 0.1 s for twice as many.
+_WEBP_PIXELS = 25_000_000
 _MOST_SCANS = 100  # of a JPEG: progressive ones have about ten
 _CLIENTS = 4096  # remembered while images wait
 
