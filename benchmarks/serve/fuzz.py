@@ -8,10 +8,8 @@ is malformed with 4xx or its gRPC status, or closes the connection; 5xx, INTERNA
 """
 
 import argparse
-import json
 import random
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
@@ -29,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_grpc as fuzz_grpc
 import support.fuzz_http as fuzz_http
 import support.fuzz_openapi as fuzz_openapi
-from support.targets import report_header, write_report
+from support.fuzzed_server import fuzz_server
+from support.targets import report_header
 
 # Small limits, so that what goes beyond them is cheap to send.
 OPTIONS = (
@@ -112,16 +111,7 @@ def main() -> None:
         token.write(MANAGEMENT_TOKEN)
         token.flush()
         managed = ("--management", "--management-token-file", token.name)
-        command = [sys.executable, "-m", "vitx", "serve", str(options.bundle), *OPTIONS, *managed]
-        command += ["--port", "0", "--grpc-port", "0", "--allow-uncertified"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                report = _measure(process, options)
-            finally:
-                process.send_signal(signal.SIGTERM)
-    report["exit_code"] = process.returncode
-    print(json.dumps(report, indent=2))
-    write_report(report, options.out)
+        fuzz_server(options, [*OPTIONS, *managed], _measure)
 
 
 def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:

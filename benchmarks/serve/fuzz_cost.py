@@ -12,12 +12,10 @@ it is called "waited". Linux only.
 import argparse
 import heapq
 import itertools
-import json
 import multiprocessing
 import random
 import select
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +33,8 @@ import grpc
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import support.fuzz_http as fuzz_http
 from support.cost_grammar import KINDS, MOST_BYTES, Request, chosen, made, mutated
-from support.targets import report_header, write_report
+from support.fuzzed_server import fuzz_server
+from support.targets import report_header
 
 MOST_DELAY = 0.1  # seconds
 PATIENCE_SECONDS = 60.0
@@ -221,16 +220,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "vitx", "serve", str(options.bundle), "--port", "0", "--grpc-port", "0"]
-        command += ["--allow-uncertified", "--shared-memory", "--access-log", f"{folder}/access.log"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                report = _measure(process, options)
-            finally:
-                process.send_signal(signal.SIGTERM)
-    report["exit_code"] = process.returncode
-    print(json.dumps(report, indent=2))
-    write_report(report, options.out)
+        fuzz_server(options, ["--shared-memory", "--access-log", f"{folder}/access.log"], _measure)
 
 
 def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> dict[str, Any]:
