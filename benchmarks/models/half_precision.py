@@ -44,9 +44,7 @@ from vitx.models import ReAttention, image_tensor
 
 TARGET = 0.99
 TRAINING_BATCH = 16
-NETWORKS = (
-    "deepvit_16b,deepvit_24b,deepvit_32b,deepvit_s,deepvit_l,plainvit_16b,deit_small_12,deit_small_12_talking,alternet_50"
-)
+NETWORKS = "deepvit_16b,deepvit_24b,deepvit_32b,deepvit_s,deepvit_l,plainvit_16b,deit_small_12,deit_small_12_talking,alternet_50"
 SCALES = {torch.bfloat16: 1.0, torch.float16: 1024.0}
 
 
@@ -71,8 +69,9 @@ def block_gradients(model: Any, images: Tensor, labels: Tensor, dtype: torch.dty
 
 def agreement(name: str, batch: int, steps: int, pixels: int) -> dict[str, Any]:
     torch.manual_seed(0)
-    fixed = not name.startswith("alternet")  # a network of convolutions takes any size
-    model: Any = timm.create_model(name, **({"img_size": pixels} if pixels and fixed else {})).train()
+    # A network of convolutions takes any size.
+    size_argument: dict[str, Any] = {"img_size": pixels} if pixels and not name.startswith("alternet") else {}
+    model: Any = timm.create_model(name, **size_argument).train()
     size = pixels or model.default_cfg["input_size"][-1]
     found: dict[str, Any] = {"pixels": size}
     if steps:

@@ -3,8 +3,8 @@
     python benchmarks/serve/perf_analyzer.py --perf-analyzer PROGRAM [--bundle B.vitx] [--json FILE]
 
 PROGRAM is in the Linux wheel of tritonclient 2.41 (data/bin/perf_analyzer) and needs libb64 and CUDA's runtime library
-on LD_LIBRARY_PATH, no GPU. It is built on Triton's C++ clients: HTTP by libcurl, gRPC, shared memory. The server has its
-defaults, --shared-memory and an access log. Without --bundle it is a ViT of random weights at 32 px. A way holds if
+on LD_LIBRARY_PATH, no GPU. It is built on Triton's C++ clients: HTTP by libcurl, gRPC, shared memory. The server has
+its defaults, --shared-memory and an access log. Without --bundle it is a ViT of random weights at 32 px. A way holds if
 perf_analyzer exits with 0, reports a rate and every request of its that reached the server was answered with 200.
 """
 

@@ -74,7 +74,7 @@ def _kind(path: str) -> Kind:
 
 
 def _check_type(content_type: str | None, *, curl: bool) -> None:
-    """curl: where no browser may ask, what libcurl calls its bodies is taken, as Triton's C++ client sends nothing else."""
+    """curl: where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other."""
     kind = content_type.partition(";")[0].strip().lower() if content_type else None
     if kind in _FORM_TYPES and not (curl and kind == _URL_ENCODED):
         raise RequestError(
