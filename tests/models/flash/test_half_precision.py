@@ -68,7 +68,7 @@ def test_gradients_in_float16_are_those_of_float64(name: str, size: int) -> None
     assert_near_float64(model, 8, size, DTYPES[1:])
 
 
-@pytest.mark.parametrize(("name", "size"), [("alternet_18", 64), ("alternet_50", 64), ("alternet_18_cifar", 32)])
+@pytest.mark.parametrize(("name", "size"), [("alternet_18", 64), ("alternet_18_cifar", 32)])
 def test_alternet_computes_in_float32_while_it_trains(name: str, size: int) -> None:
     torch.manual_seed(0)
     model: Any = timm.create_model(name, num_classes=8).train()
