@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files of tests that take long or wait: begun first, so that no worker is left with one when the others are done.
-LONGEST = ("test_readme.py", "test_two_nodes.py", "test_ray.py", "test_lease.py", "test_study.py", "test_reattention.py")
+LONGEST = ("test_readme.py", "test_two_nodes.py", "test_ray.py", "test_study.py", "test_reattention.py")
 
 pytest_plugins = ["ray_fixtures", "serving_fixtures"]
 

@@ -44,7 +44,9 @@ from vitx.models import ReAttention, image_tensor
 
 TARGET = 0.99
 TRAINING_BATCH = 16
-TRANSFORMERS = "deepvit_16b,deepvit_24b,deepvit_32b,deepvit_s,deepvit_l,plainvit_16b,deit_small_12,deit_small_12_talking"
+TRANSFORMERS = (
+    "deepvit_16b,deepvit_24b,deepvit_32b,deepvit_s,deepvit_l,plainvit_16b,deit_small_12,deit_small_12_talking"
+)
 NETWORKS = f"{TRANSFORMERS},alternet_50"
 SCALES = {torch.bfloat16: 1.0, torch.float16: 1024.0}
 
