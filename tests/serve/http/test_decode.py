@@ -3,7 +3,9 @@
 import asyncio
 import io
 import json
+import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -157,9 +159,12 @@ def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> Non
         first = asyncio.ensure_future(decoder.decode([grey(10)], held))
         await held.seen(1)
         start = time.monotonic()
-        with pytest.raises(DeadlineMissed):
+        with pytest.raises(DeadlineMissed) as missed:
             await decoder.decode([grey(11), grey(12)], held, deadline=start + 0.1)
-        assert 0.09 < time.monotonic() - start < 5
+        assert 0.09 < (waited := time.monotonic() - start) < 5
+        said = re.search(r"the deadline passed after (\d+) ms in the queue", str(missed.value))
+        assert said is not None
+        assert 90 <= int(said[1]) <= 1000 * waited + 1
         with pytest.raises(QueueFull):
             await decoder.decode([grey(13)] * 3, held)
         held.go.set()
@@ -168,6 +173,31 @@ def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> Non
         assert held.sides == [10, 14, 14, 14]
 
     run(test, threads=1, capacity=3)
+
+
+def test_of_many_clients_only_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a thousand clients sends one image; the one that sent most is remembered longest."""
+    monkeypatch.setattr("vitx.serve.http.decode._CLIENTS", 8)
+
+    async def test(decoder: Decoder, held: Any) -> None:
+        held.go.set()
+        await decoder.decode([grey(50)] * 9, held, client="greedy")
+        image, known = grey(10), []
+        for number in range(1000):
+            await decoder.decode([image], held, client=str(number))
+            known.append("greedy" in decoder._served_to)
+            assert len(decoder._served_to) <= 9
+        assert all(known[:8])
+        assert not known[-1]
+
+    run(test, threads=1)
+
+
+def test_by_default_there_is_a_thread_for_each_core_and_one_more() -> None:
+    before = threading.active_count()
+    decoder = Decoder(max_pixels=1, capacity=1)
+    assert threading.active_count() - before == min(8, os.cpu_count() or 1) + 1
+    decoder.close()
 
 
 def test_a_cancelled_image_is_not_decoded() -> None:
