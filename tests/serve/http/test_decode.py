@@ -167,6 +167,10 @@ def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> Non
         assert 90 <= int(said[1]) <= 1000 * waited + 1
         with pytest.raises(QueueFull):
             await decoder.decode([grey(13)] * 3, held)
+        cancel = [decoder.enqueue(grey(13), held, pytest.fail) for _ in range(2)]
+        with pytest.raises(QueueFull):
+            decoder.enqueue(grey(13), held, pytest.fail)
+        assert [each() for each in cancel] == [True, True]
         held.go.set()
         await first
         assert len(await decoder.decode([grey(14)] * 3, held, deadline=time.monotonic() + 60)) == 3
