@@ -104,7 +104,8 @@ def predict(
         copied = replace(columns, schema=run.schema)
         increment: Increment | None = None
         if options.incremental:
-            increment = _extend(ledger, run, where, copied, options, backoff, summary_path)
+            given = (ledger, run, where, copied, options.shard_size, summary_path)
+            increment = backoff.retry(lambda: extend_run(*given))
             log(f"predict: {increment}", quiet=quiet)
             run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
@@ -162,26 +163,6 @@ def _refuse_options(options: PredictOptions) -> None:
         )
     if options.incremental and options.draft:
         raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
-
-
-def _extend(
-    ledger: Ledger,
-    run: SharedRun,
-    source: str,
-    columns: TableColumns,
-    options: PredictOptions,
-    backoff: DiskFullBackoff,
-    summary: Path,
-) -> Increment:
-    """Add to the run what is new or changed since it was last listed; its summary is removed then."""
-    if run.created:
-        return Increment(new=ledger.names())
-
-    def remove_summary() -> None:
-        summary.unlink(missing_ok=True)
-
-    given = (ledger, summary.parent, run, source, columns, options.shard_size, remove_summary)
-    return backoff.retry(lambda: extend_run(*given))
 
 
 def _write_summary(path: Path, summary: PredictionSummary) -> None:
