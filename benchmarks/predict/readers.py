@@ -1,11 +1,11 @@
 """The output of `vitx predict` as pandas, Polars, DuckDB and Spark read it: every column of every row the same.
 
-    pip install pandas polars duckdb pyspark        # Spark needs Java 17
+    pip install pandas polars duckdb pytz pyspark        # Spark needs Java 17
     python benchmarks/predict/readers.py [--json FILE]
 
 Two Parquet files with columns of their own (times, lists, structs, nulls; one file lacks some), one image unreadable,
-go through predict with --logits, --embeddings, --attention and --incremental. Each reader opens the folder of parts with
-its defaults; compared are the names and all values, lists included, with those that pyarrow reads. Exit code 1 otherwise.
+go through predict with --logits, --embeddings, --attention and --incremental. Each reader opens the folder of parts by
+its defaults; names and all values are compared with those that pyarrow reads. Exit code 1 where one differs.
 """
 
 import sys
@@ -86,10 +86,10 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple | np.ndarray):
         return [plain(one) for one in value]
     if isinstance(value, datetime):
-        return value.timestamp()
+        return None if value != value else value.timestamp()  # pandas' NaT
     if isinstance(value, np.generic):
         value = value.item()
-    return None if value != value else value  # pandas has NaN and NaT for null
+    return None if value != value else value  # and its NaN
 
 
 def sorted_rows(rows: Table) -> Table:
