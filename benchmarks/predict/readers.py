@@ -99,13 +99,13 @@ def sorted_rows(rows: Table) -> Table:
 def with_pandas(folder: Path) -> Table:
     import pandas
 
-    return pandas.read_parquet(folder).to_dict("records")  # type: ignore[return-value]
+    return list(pandas.read_parquet(folder).to_dict("records"))
 
 
 def with_polars(folder: Path) -> Table:
     import polars
 
-    return polars.read_parquet(folder / "*.parquet").to_dicts()
+    return list(polars.read_parquet(folder / "*.parquet").to_dicts())
 
 
 def with_duckdb(folder: Path) -> Table:

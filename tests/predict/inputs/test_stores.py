@@ -172,7 +172,7 @@ def test_what_is_no_file_is_not_opened_for_ever(tmp_path: Path) -> None:
 
 
 @contextmanager
-def http_server(*statuses: int, answer: Callable[[Any], None] | None = None) -> Iterator[tuple[str, list[str]]]:
+def http_server(*statuses: int, answer: Callable[[Any], object] | None = None) -> Iterator[tuple[str, list[str]]]:
     """A server that answers each GET with the next status, then with 200, and HEAD with 405; its URL, and the requests.
 
     answer: called with the handler for each GET instead.
@@ -257,7 +257,7 @@ def test_a_server_that_stalls_is_given_up(waits: list[float], monkeypatch: pytes
     pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
     monkeypatch.setattr(stores, "READ_SECONDS", 0.01)
     release = Event()
-    with http_server(answer=lambda _: release.wait(30) and None) as (url, _):
+    with http_server(answer=lambda _: release.wait(30)) as (url, _):
         with pytest.raises(ImageError, match=r"^cannot read the object: TimeoutError: not read within 0\.01 s$"):
             read_bytes(f"{url}/a.png")
         release.set()

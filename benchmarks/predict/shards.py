@@ -1,7 +1,7 @@
 """`vitx predict --shard` on two nodes that share only a network, or only a folder; one is killed and restarted.
 
     pip install 'moto[server]' s3fs
-    python benchmarks/predict/two_nodes.py [--images 1000] [--json FILE]
+    python benchmarks/predict/shards.py [--images 1000] [--json FILE]
 
 The nodes are network namespaces of this machine (needs the right to make them), each with a `--state` of its own. On
 the first one moto's server is the S3 that both read and write; then both write to one folder. Job 2 is killed (SIGKILL)
