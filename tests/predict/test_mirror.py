@@ -123,8 +123,20 @@ def test_a_run_that_was_stopped_goes_on(tiny_bundle: Bundle, folder: Path, url: 
 
 @pytest.mark.parametrize("damage", ["removed", "shorter", "summary"])
 def test_what_is_missing_in_the_store_is_put_again(
-    tiny_bundle: Bundle, folder: Path, url: str, state: Path, damage: str
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in a process that has listed the store before: fsspec's stores keep their listings."""
+    listings: dict[str, Any] = {}
+    listed = MemoryFileSystem.ls
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *_: listings.clear())
+
+    def kept(self: Any, path: str, **more: Any) -> Any:
+        if path not in listings:
+            listings[path] = listed(self, path, **more)
+        return listings[path]
+
+    run(tiny_bundle, folder, url, state)
+    monkeypatch.setattr(MemoryFileSystem, "ls", kept)
     run(tiny_bundle, folder, url, state)
     before = objects(url)
     name = SUMMARY if damage == "summary" else f"{PREDICTIONS}/part-00000002.parquet"
@@ -183,6 +195,11 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
     run(tiny_bundle, folder, url, tmp_path / "other", overwrite=True)
     assert set(objects(url)) == names(1, 2, 3)
     STORE.rm_file(f"{url}/.vitx.json")
+    STORE.pipe_file(f"{url}/{PREDICTIONS}/other.parquet", b"")
+    for number in (1, 2, 3):
+        with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
+            run(tiny_bundle, folder, url, tmp_path / "third")
+        STORE.rm_file(f"{url}/{PREDICTIONS}/part-{number:08d}.parquet")
     with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
         run(tiny_bundle, folder, url, tmp_path / "third")
 

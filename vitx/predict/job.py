@@ -74,7 +74,8 @@ def predict(
     _refuse_options(options)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    where = _absolute(str(source))
+    # Absolute, so that processes started in different folders have the same settings.
+    where = str(source) if is_url(str(source)) else os.path.abspath(source)
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
@@ -209,11 +210,6 @@ def _footer(bundle: Bundle) -> dict[str, str]:
     certificate = bundle.path / CERTIFICATE
     found = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
     return found | ({"vitx.certificate_sha256": sha256_file(certificate)} if certificate.is_file() else {})
-
-
-def _absolute(source: str) -> str:
-    """An absolute path, so that processes started in different folders have the same settings."""
-    return source if is_url(source) else os.path.abspath(source)
 
 
 def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions, *, quiet: bool) -> bool:
