@@ -3,6 +3,7 @@
 import io
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,6 @@ def test_a_store_that_fails_is_one_error_and_the_run_goes_on_later(
 def test_parts_are_put_while_others_are_predicted(
     tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
 
     first_is_there = threading.Event()
     put = MemoryFileSystem.put_file
@@ -316,6 +316,34 @@ def test_parts_are_put_while_others_are_predicted(
     monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
     monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
     assert run(tiny_bundle, folder, url, state, Waiting()).images == 10
+
+
+def test_an_interrupt_waits_for_no_store(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    begun, release = threading.Event(), threading.Event()
+
+    def stalled(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert release.wait(30)
+
+    class Interrupted(NumpySession):
+        batches = 0
+
+        def _infer(self, images: Any) -> Any:
+            self.batches += 1
+            if self.batches == 3 and begun.wait(30):
+                raise KeyboardInterrupt
+            return super()._infer(images)
+
+    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", stalled)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, url, state, Interrupted())
+    (left,) = (one for one in threading.enumerate() if one.name == "mirror")  # still waits
+    release.set()
+    left.join()
 
 
 @pytest.mark.parametrize("given", ["http://x/y", "file:///tmp/x", "sftp://host/x", "foo://x"])

@@ -294,16 +294,19 @@ def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
 
 
 class Tree:
-    """A store with folders of which some cannot be listed."""
+    """A store with folders of which some cannot be listed; it has been listed before."""
+
+    stale = True
 
     def invalidate_cache(self) -> None:
-        pass
+        self.stale = False
 
     def __init__(self, listings: dict[str, list[str] | Exception]) -> None:
         self.listings = listings
 
     def ls(self, path: str, *, detail: bool) -> list[dict[str, Any]]:
         assert detail
+        assert not self.stale
         found = self.listings[path]
         if isinstance(found, Exception):
             raise found
