@@ -47,9 +47,8 @@ def test_images_are_known_by_their_last_suffix(name: str, image: bool) -> None:
 
 
 def test_the_largest_file_that_is_read() -> None:
-    check_size(None)
     check_size(400_000_000)
-    with pytest.raises(ImageError, match=r"^file of 400000001 bytes: more than the 400,000,000 that an image may"):
+    with pytest.raises(ImageError, match=r"^400000001 bytes or more: more than the 400,000,000 that an image may"):
         check_size(400_000_001)
 
 
@@ -150,7 +149,7 @@ def test_of_an_object_that_is_too_large_no_more_is_loaded(
     monkeypatch.setattr(stores, "MAX_IMAGE_BYTES", len("bucket/a.png"))
     assert read(Store([])) == b"bucket/a.png"
     monkeypatch.setattr(stores, "MAX_IMAGE_BYTES", len("bucket/a.png") - 1)
-    with pytest.raises(ImageError, match=r"^object of more than 11 bytes, which are the most that an image may have$"):
+    with pytest.raises(ImageError, match=r"^12 bytes or more: more than the 11 that an image may have$"):
         read(Store([]))
     assert waits == []
 
@@ -247,7 +246,7 @@ def test_of_an_http_body_without_end_no_more_is_read(waits: list[float], monkeyp
         handler.close_connection = True
 
     with http_server(answer=answer) as (url, gets):
-        with pytest.raises(ImageError, match=r"^object of more than 100,000 bytes"):
+        with pytest.raises(ImageError, match=r"^[0-9]+ bytes or more: more than the 100,000 that"):
             read_bytes(f"{url}/a.png")
         assert ended.wait(20)
     assert gets == ["/a.png"]

@@ -171,10 +171,10 @@ def _read_file(path: str) -> bytes:
         return file.read()
 
 
-def check_size(size: int | None) -> None:
-    """Raise ImageError for more bytes than MAX_IMAGE_BYTES. None: the store does not tell the size."""
-    if size is not None and size > MAX_IMAGE_BYTES:
-        raise ImageError(f"file of {size} bytes: more than the {MAX_IMAGE_BYTES:,} that an image may have")
+def check_size(size: int) -> None:
+    """Raise ImageError for more bytes than MAX_IMAGE_BYTES; of a store no more are read to count them."""
+    if size > MAX_IMAGE_BYTES:
+        raise ImageError(f"{size} bytes or more: more than the {MAX_IMAGE_BYTES:,} that an image may have")
 
 
 def _read_remote(location: str, stopped: threading.Event) -> bytes:
@@ -184,7 +184,7 @@ def _read_remote(location: str, stopped: threading.Event) -> bytes:
 
     def read() -> bytes:
         if location.startswith(("http://", "https://")):
-            return _completed(system, _get_http(system, path, limit), stopped)
+            return _completed(system, _get_http(system, path), stopped)
         try:
             if getattr(system, "async_impl", False):
                 return _completed(system, system._cat_file(path, start=0, end=limit), stopped)
@@ -198,13 +198,12 @@ def _read_remote(location: str, stopped: threading.Event) -> bytes:
             raise
 
     content = attempts(read, "cannot read the object")
-    if len(content) == limit:
-        raise ImageError(f"object of more than {MAX_IMAGE_BYTES:,} bytes, which are the most that an image may have")
+    check_size(len(content))
     return content
 
 
-async def _get_http(system: Any, url: str, limit: int) -> bytes:
-    """The first `limit` bytes: fsspec would read all that a server sends which ignores the range."""
+async def _get_http(system: Any, url: str) -> bytes:
+    """The object, if it is not too large: fsspec would read all that a server sends which ignores the range."""
     session = await system.set_session()
     async with session.get(system.encode_url(url), **system.kwargs) as answer:
         if answer.status in (404, 410):
@@ -215,9 +214,8 @@ async def _get_http(system: Any, url: str, limit: int) -> bytes:
         content = bytearray()
         async for block in answer.content.iter_any():
             content += block
-            if len(content) >= limit:
-                break
-        return bytes(content[:limit])
+            check_size(len(content))
+        return bytes(content)
 
 
 def _completed(system: Any, request: Coroutine[Any, Any, bytes], stopped: threading.Event) -> bytes:
