@@ -74,8 +74,7 @@ def predict(
     _refuse_options(options)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    # Absolute, so that processes started in different folders have the same settings.
-    where = str(source) if is_url(str(source)) else os.path.abspath(source)
+    where = str(source) if is_url(str(source)) else os.path.abspath(source)  # processes may start in other folders
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
@@ -105,8 +104,7 @@ def predict(
         copied = replace(columns, schema=run.schema)
         increment: Increment | None = None
         if options.incremental:
-            given = (ledger, run, where, copied, options.shard_size, summary_path)
-            increment = backoff.retry(lambda: extend_run(*given))
+            increment = backoff.retry(lambda: extend_run(ledger, run, where, copied, options.shard_size, summary_path))
             log(f"predict: {increment}", quiet=quiet)
             run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
