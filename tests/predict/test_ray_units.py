@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -16,7 +17,7 @@ from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import QueuedShards
+from vitx.predict.ray.actor import PredictionActor, QueuedShards
 
 pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray.pool")
@@ -71,6 +72,19 @@ def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
     with pytest.raises(CheckFailed) as raised:
         shards.submit(FIRST)
     assert raised.value is error
+
+
+def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
+    """So that the next death of an actor is counted for one of them alone."""
+    actor = object.__new__(PredictionActor)
+    actor._attempts, actor._shards, actor._started = tmp_path / "ray-1", QueuedShards("prefix"), None
+    actor._suspects = alone = MagicMock()
+    actor._shards.fail(CheckFailed("torn"))
+    for number, begun in ((1, 0), (1, 1), (2, 1), (1, 2)):
+        with pytest.raises(CheckFailed):
+            actor._do(Claim(number, Shard("tar", "1.tar")))
+        assert alone.__enter__.call_count == begun
+    assert (tmp_path / "ray-1.1").read_bytes() == b"..."
 
 
 def test_temporary_files_begin_with_the_token_and_differ() -> None:
