@@ -146,7 +146,7 @@ def check(store: Any, source: Input) -> dict[str, int]:
 
 
 def attack(images: int, seed: int, scratch: Path) -> list[dict[str, Any]]:
-    import s3fs  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    import s3fs
 
     store = s3fs.S3FileSystem()
     store.mkdir("bucket")

@@ -134,6 +134,7 @@ def test_files_with_different_columns_are_one_table(tiny_bundle: Bundle, tmp_pat
     (tmp_path / "in").mkdir()
     pq.write_table(table(label=pa.nulls(6)), tmp_path / "in" / "a.parquet")
     pq.write_table(table(label=list(range(6)), split=["x"] * 6), tmp_path / "in" / "b.parquet")
+    pq.write_table(table(label=pa.nulls(6)), tmp_path / "in" / "b2.parquet")
     (tmp_path / "in" / "c.png").write_bytes(IMAGES[0])
     run(tiny_bundle, tmp_path / "in" / "*", tmp_path / "out")
     for part in (tmp_path / "out" / PREDICTIONS).iterdir():
@@ -141,8 +142,8 @@ def test_files_with_different_columns_are_one_table(tiny_bundle: Bundle, tmp_pat
             field.name: field.type for field in pq.read_schema(part)
         }.items()
     found = output(tmp_path / "out")
-    assert found["label"].to_pylist() == [None] * 7 + list(range(6))
-    assert found["split"].to_pylist() == [None] * 7 + ["x"] * 6
+    assert found["label"].to_pylist() == [None] * 7 + list(range(6)) + [None] * 6
+    assert found["split"].to_pylist() == [None] * 7 + ["x"] * 6 + [None] * 6
 
 
 def test_a_column_of_two_types_is_refused_with_both_files(tiny_bundle: Bundle, tmp_path: Path) -> None:

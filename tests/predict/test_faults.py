@@ -7,10 +7,14 @@ the command, or a row with a reason, by which the command ends with exit code 1.
 import bz2
 import gzip
 import io
+import os
+import signal
 import socket
+import sqlite3
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -150,15 +154,31 @@ TABLES: dict[str, Callable[[Random], bytes]] = {
 HTTP = (401, 403, 404, 410, 429, 500, 503, "closed", "short", "page", "nothing", "loop")
 
 
+# Until it is set, a request for /stall/NAME gets no answer; as often as INTERRUPTS says it interrupts this process.
+RELEASE, INTERRUPTS = threading.Event(), threading.Semaphore(0)
+
+
 class Handler(BaseHTTPRequestHandler):
     """/OK/NAME is the image, /FAULT/NAME is not."""
 
     def do_HEAD(self) -> None:
-        self.send_error(405)
+        if not self.path.endswith(".tar"):
+            self.send_error(405)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(TAR)))
+        self.send_header("Accept-Ranges", "bytes")
+        self.end_headers()
 
     def do_GET(self) -> None:
         _, fault, name = self.path.split("/")
-        data = IMAGES[int(name[0])]
+        if fault == "stall" and (not name.endswith(".tar") or "Range" in self.headers):
+            if INTERRUPTS.acquire(blocking=False):
+                os.kill(os.getpid(), signal.SIGINT)
+            RELEASE.wait(30)
+            RELEASE.set()
+            return
+        data = TAR if name.endswith(".tar") else IMAGES[int(name[0])]
         if fault == "closed":
             self.connection.close()
             return
@@ -243,6 +263,24 @@ def test_an_image_that_http_does_not_give_is_noticed(
     urls = [f"{server}/200/{name}" for name in CLASSES]
     urls[Random(0).randrange(COUNT)] = f"{server}/{fault}/3.png"
     assert say(certified_original, tmp_path, "list.txt", "\n".join(urls).encode())
+
+
+@pytest.mark.parametrize("name", ["0.png", "a.tar"])
+def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: Path, server: str, name: str) -> None:
+    RELEASE.clear()
+    INTERRUPTS.release()
+    source = f"{server}/stall/{name}"
+    if name == "0.png":
+        source = str(tmp_path / "list.txt")
+        Path(source).write_text(f"{server}/200/1.png\n{server}/stall/{name}\n")
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            predict(certified_original, NumpySession(), source, tmp_path / "out", quiet=True)
+        assert not RELEASE.is_set()
+        with closing(sqlite3.connect(tmp_path / "out" / ".vitx" / "ledger.sqlite")) as ledger:
+            assert ledger.execute("SELECT max(lease) FROM shard").fetchone() == (0.0,)
+    finally:
+        RELEASE.set()
 
 
 def test_a_server_that_is_not_there_is_noticed(certified_original: Bundle, tmp_path: Path) -> None:

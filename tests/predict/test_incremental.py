@@ -11,7 +11,7 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pandas  # type: ignore[import-untyped]
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest

@@ -3,6 +3,7 @@
 import io
 import json
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,20 @@ def test_a_run_that_was_stopped_goes_on(tiny_bundle: Bundle, folder: Path, url: 
 
 @pytest.mark.parametrize("damage", ["removed", "shorter", "summary"])
 def test_what_is_missing_in_the_store_is_put_again(
-    tiny_bundle: Bundle, folder: Path, url: str, state: Path, damage: str
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also in a process that has listed the store before: fsspec's stores keep their listings."""
+    listings: dict[str, Any] = {}
+    listed = MemoryFileSystem.ls
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *_: listings.clear())
+
+    def kept(self: Any, path: str, **more: Any) -> Any:
+        if path not in listings:
+            listings[path] = listed(self, path, **more)
+        return listings[path]
+
+    run(tiny_bundle, folder, url, state)
+    monkeypatch.setattr(MemoryFileSystem, "ls", kept)
     run(tiny_bundle, folder, url, state)
     before = objects(url)
     name = SUMMARY if damage == "summary" else f"{PREDICTIONS}/part-00000002.parquet"
@@ -183,6 +196,11 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
     run(tiny_bundle, folder, url, tmp_path / "other", overwrite=True)
     assert set(objects(url)) == names(1, 2, 3)
     STORE.rm_file(f"{url}/.vitx.json")
+    STORE.pipe_file(f"{url}/{PREDICTIONS}/other.parquet", b"")
+    for number in (1, 2, 3):
+        with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
+            run(tiny_bundle, folder, url, tmp_path / "third")
+        STORE.rm_file(f"{url}/{PREDICTIONS}/part-{number:08d}.parquet")
     with pytest.raises(InputError, match=r"of another run \(nothing tells which\)"):
         run(tiny_bundle, folder, url, tmp_path / "third")
 
@@ -278,7 +296,6 @@ def test_a_store_that_fails_is_one_error_and_the_run_goes_on_later(
 def test_parts_are_put_while_others_are_predicted(
     tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import threading
 
     first_is_there = threading.Event()
     put = MemoryFileSystem.put_file
@@ -299,6 +316,34 @@ def test_parts_are_put_while_others_are_predicted(
     monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
     monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
     assert run(tiny_bundle, folder, url, state, Waiting()).images == 10
+
+
+def test_an_interrupt_waits_for_no_store(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    begun, release = threading.Event(), threading.Event()
+
+    def stalled(*_: Any, **__: Any) -> None:
+        begun.set()
+        assert release.wait(30)
+
+    class Interrupted(NumpySession):
+        batches = 0
+
+        def _infer(self, images: Any) -> Any:
+            self.batches += 1
+            if self.batches == 3 and begun.wait(30):
+                raise KeyboardInterrupt
+            return super()._infer(images)
+
+    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(MemoryFileSystem, "put_file", stalled)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, url, state, Interrupted())
+    (left,) = (one for one in threading.enumerate() if one.name == "mirror")  # still waits
+    release.set()
+    left.join()
 
 
 @pytest.mark.parametrize("given", ["http://x/y", "file:///tmp/x", "sftp://host/x", "foo://x"])

@@ -1,21 +1,25 @@
 """`vitx predict --ray` on a cluster of two nodes, simulated on this machine: the same files as without Ray."""
 
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
 import subprocess
 import sys
+import tarfile
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bundle_fixture import colour_image, png
+from bundle_fixture import LABELS, PREPROCESSING, colour_image, png
 from cli_fixture import Vitx
 from ray_fixtures import processes
 from server_process import wait_until
@@ -28,16 +32,7 @@ from vitx.predict.inputs.inventory import Shard
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import (
-    ATTEMPTS,
-    CLAIM,
-    RESULT,
-    Assignment,
-    PredictionActor,
-    claim_from_text,
-    claim_to_text,
-    part_from_result,
-)
+from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, PredictionActor
 from vitx.predict.ray.pool import RayPool
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
@@ -48,6 +43,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data")
 BAD = 7  # every so many images is unreadable
 IMAGES, SHARD = 840, 10
 BEGUN = 3  # shards
+IMAGE = png(colour_image(0, np.random.default_rng(1)))
 ACTOR = b"ray::MapWorker(MapBatches(PredictionActor))"
 
 
@@ -186,7 +182,7 @@ def test_interrupted_run_gives_its_shards_back(
     assert processes(b"/raylet/raylet", driver.pid)
     cluster = [pid for pid in family(driver.pid) if pid != driver.pid]
     os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-    _, errors = driver.communicate(timeout=60)
+    _, errors = driver.communicate(timeout=120)
     assert driver.returncode == 130, errors
     assert "Traceback" not in errors
     assert not unfinished(out, "AND lease > 0")
@@ -212,34 +208,34 @@ def test_strict_stops_with_the_first_unreadable_image(
     assert not unfinished(tmp_path / "out", "AND lease > 0")
 
 
+JOB = Job(
+    out=Path("out"),
+    listing=Path("out/images"),
+    base="",
+    labels=LABELS,
+    preprocessing=PREPROCESSING,
+    batch_size=8,
+    top_k=1,
+    logits=False,
+    strict=False,
+    read_threads=1,
+    decode_threads=1,
+)
+
+
 def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
     (out / PREDICTIONS).mkdir(parents=True)
-    token = out / "ray-token"
-    token.write_text(token.name)
     listing = out / "images"
     listing.write_bytes(b"none.png\0")
-    job = Job(
-        out=out,
-        listing=listing,
-        base=str(out),
-        labels=opened.manifest.labels,
-        preprocessing=opened.manifest.preprocessing,
-        batch_size=8,
-        top_k=1,
-        logits=False,
-        strict=False,
-        read_threads=1,
-        decode_threads=1,
-    )
     given: dict[str, Any] = {
-        "job": job,
+        "job": replace(JOB, out=out, listing=listing, base=str(out)),
         "bundle": opened.path,
         "bundle_sha256": bundle_digest(opened.path),
         "runtime": "onnxruntime",
         "device": "cpu",
         "threads": 1,
-        "token": token,
         "sample": None,
+        "prefix": "ray-1",
     }
     return Assignment(**given | changes)
 
@@ -248,7 +244,7 @@ def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
     ("changes", "message"),
     [
         (
-            {"token": Path("/absent/ray-1")},
+            {"job": replace(JOB, out=Path("/absent/out"), listing=Path("/absent/images"))},
             r"the node .* does not see the output folder '.*out' of this machine: with --r",
         ),
         ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
@@ -259,27 +255,43 @@ def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
 def test_node_that_does_not_see_the_files(
     certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    out = tmp_path / "out"
-    actor = PredictionActor(assignment(certified_original, out, **changes))
-    (result,) = actor({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[RESULT]
-    with pytest.raises(InputError, match=message):
-        part_from_result(json.loads(result), out)
+    actor = PredictionActor(assignment(certified_original, tmp_path / "out", **changes))
+    (result,) = actor({CLAIM: np.array([Claim(1, Shard("images", "", 0, 1))])})[RESULT]
+    assert isinstance(result, InputError)
+    assert re.search(message, str(result))
 
 
-def test_shard_that_kills_its_actors_is_given_up(certified_original: Bundle, tmp_path: Path) -> None:
-    """Each actor that begins a shard appends a byte to a file, which is removed when the shard is finished."""
-    given = assignment(certified_original, tmp_path / "out")
-    given.token.with_name(f"{given.token.name}.1").write_bytes(b"." * ATTEMPTS)
-    (result,) = PredictionActor(given)({CLAIM: [claim_to_text(Claim(1, Shard("images", "", 0, 1)))]})[RESULT]
-    with pytest.raises(EnvironmentMissing, match=r"10 actors died while working on shard 1 \(Shard\(kind='images', "):
-        part_from_result(json.loads(result), tmp_path / "out")
+def test_shard_that_kills_its_actors_is_given_up_and_the_others_done(
+    certified_original: Bundle, ray_cluster: str, tmp_path: Path
+) -> None:
+    """The first tar file is a pipe: an actor that opens it waits, and is killed."""
+    folder, out = tmp_path / "tars", tmp_path / "out"
+    folder.mkdir()
+    os.mkfifo(folder / "0.tar")
+    for name in ("1.tar", "2.tar"):
+        with tarfile.open(folder / name, "w") as tar:
+            image = tarfile.TarInfo("a.png")
+            image.size = len(IMAGE)
+            tar.addfile(image, io.BytesIO(IMAGE))
 
+    def kill() -> None:
+        with (folder / "0.tar").open("wb"):  # when an actor has opened it
+            (attempts,) = (out / ".vitx").glob("ray-*.1")
+            with attempts.open("ab") as file:  # as if others had died before
+                file.write(b"." * (ATTEMPTS - 1))
+            for actor in processes(ACTOR):
+                os.kill(actor, signal.SIGKILL)
 
-def test_claims_survive_the_conversion_to_text() -> None:
-    claim = Claim(3, Shard("tar", "a \udcff\n.tar", 0, None), "the sha256 of its file")
-    for one in (claim, Claim(3, claim.shard, None, frozenset({7, 2}), 5)):
-        again = claim_from_text(claim_to_text(one))
-        assert (again, again.attempt) == (one, one.attempt)
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(
+        EnvironmentMissing, match=r"^10 actors died while working on each of 1 shards, such as Claim\(id=1"
+    ):
+        on_ray(certified_original, folder, out, ray_cluster, (1, 1))
+    killer.join()
+    assert sorted(parts(out)) == ["part-00000002.parquet", "part-00000003.parquet"]
+    assert not unfinished(out, "AND lease > 0")
+    assert not list((out / ".vitx").glob("ray-*"))
 
 
 def test_missing_ray_names_the_extra(

@@ -1,24 +1,23 @@
 """Parts of the Ray job that need no cluster: an actor's queue of shards, its results, and how large the pool is."""
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from bundle_fixture import LABELS, PREPROCESSING
 from vitx.core.bundle import Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, ShardRecord
-from vitx.predict.outputs.parts import Part, part_path
+from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import QueuedShards, part_from_result
+from vitx.predict.ray.actor import PredictionActor, QueuedShards
 
 pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray.pool")
@@ -75,27 +74,24 @@ def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
     assert raised.value is error
 
 
+def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
+    """So that the next death of an actor is counted for one of them alone."""
+    actor = object.__new__(PredictionActor)
+    actor._attempts, actor._shards, actor._started = tmp_path / "ray-1", QueuedShards("prefix"), None
+    actor._suspects = alone = MagicMock()
+    actor._shards.fail(CheckFailed("torn"))
+    for number, begun in ((1, 0), (1, 1), (2, 1), (1, 2)):
+        with pytest.raises(CheckFailed):
+            actor._do(Claim(number, Shard("tar", "1.tar")))
+        assert alone.__enter__.call_count == begun
+    assert (tmp_path / "ray-1.1").read_bytes() == b"..."
+
+
 def test_temporary_files_begin_with_the_token_and_differ() -> None:
     shards = QueuedShards("ray-1")
     names = {shards.temporary_suffix() for _ in range(3)}
     assert len(names) == 3
     assert all(name.startswith("ray-1.") for name in names)
-
-
-def test_a_result_is_the_part_that_the_actor_wrote(tmp_path: Path) -> None:
-    text = json.dumps(
-        {"id": 7, "file": ".part-00000007.parquet.ray-1.x", "record": [*RECORD[:-1], asdict(RECORD.skipped)]}
-    )
-    folder = tmp_path / PREDICTIONS
-    assert part_from_result(json.loads(text), tmp_path) == Part(
-        part_path(tmp_path, 7), folder / ".part-00000007.parquet.ray-1.x", RECORD
-    )
-
-
-@pytest.mark.parametrize("kind", [CheckFailed, EnvironmentMissing, InputError])
-def test_an_error_of_an_actor_is_raised_with_its_kind(tmp_path: Path, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match=r"^why$"):
-        part_from_result({"error": kind.__name__, "message": "why"}, tmp_path)
 
 
 Sizes = Callable[..., Any]
@@ -181,14 +177,12 @@ def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     assert pool._sample_path(job(tmp_path, "s3://bucket"), claims[0]) is None
 
 
-def test_a_token_holds_its_name_and_takes_its_files_along(tmp_path: Path) -> None:
+def test_what_actors_leave_is_removed_at_the_end(tmp_path: Path) -> None:
     (tmp_path / PREDICTIONS).mkdir()
-    with pool._run_token(job(tmp_path, "")) as token:
-        assert token.parent == tmp_path
-        assert token.read_text() == token.name
-        mine = tmp_path / PREDICTIONS / f".part-00000001.parquet.{token.name}.x"
+    with pool._cleaned_up(job(tmp_path, ""), "ray-1"):
+        mine = tmp_path / PREDICTIONS / ".part-00000001.parquet.ray-1.x"
         others = tmp_path / PREDICTIONS / ".part-00000001.parquet.worker"
-        attempts = token.with_name(f"{token.name}.3")
-        for path in (mine, others, attempts, tmp_path / "list"):
+        attempts = tmp_path / "ray-1.3"
+        for path in (mine, attempts, others, tmp_path / "list"):
             path.touch()
-    assert [path.exists() for path in (token, mine, attempts, others, tmp_path / "list")] == [False] * 3 + [True] * 2
+    assert [path.exists() for path in (mine, attempts, others, tmp_path / "list")] == [False, False, True, True]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
-from vitx.train.loop.checkpoint import newest_checkpoint
 
 ADDRESSES = ("10.213.57.1", "10.213.57.2")
 DEVICE, PORT = "vitx0", 29400
@@ -99,6 +98,8 @@ class Node:
 
 def progress_of(run: Path) -> tuple[int, int, int]:
     """Steps, whole epochs, and how many processes wrote the newest checkpoint (0: at the end of an epoch)."""
+    from vitx.train.loop.checkpoint import newest_checkpoint  # imports torch, which not all users of this file have
+
     with suppress(OSError, InputError):  # between two looks the links move and old folders go
         found = newest_checkpoint(RunFolder(run))
         if found is not None:

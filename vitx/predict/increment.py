@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -33,28 +33,25 @@ _CHANGED = "place IS NOT NULL AND known.version IS NOT present.version"
 
 
 def extend_run(
-    ledger: Ledger,
-    out: Path,
-    run: SharedRun,
-    source: str,
-    columns: TableColumns,
-    shard_size: int,
-    before: Callable[[], None],
+    ledger: Ledger, run: SharedRun, source: str, columns: TableColumns, shard_size: int, summary: Path
 ) -> Increment:
-    """Add to the run what is new or changed in `source`. before: called before the run is changed, if it is.
+    """Add to the run what is new or changed in `source`. summary: its file, which is removed before the run is changed.
 
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """
+    if run.created:
+        return Increment(new=ledger.names())
     while True:
         extended = ledger.extensions()
-        comparison = _Comparison(ledger, out, run, list_again(source, ledger.path.parent, columns))
+        contents = list_again(source, ledger.path.parent, columns)
+        comparison = _Comparison(ledger, summary.parent, run, contents)
         with closing(comparison):
             if columns.key is not None:
                 comparison.refuse_equal_keys(columns.key)
             found = comparison.increment
             if not comparison.has_work:
                 return found
-            before()
+            summary.unlink(missing_ok=True)
             if comparison.extend(shard_size, extended):
                 return found
 

@@ -74,7 +74,7 @@ def predict(
     _refuse_options(options)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    where = _absolute(str(source))
+    where = str(source) if is_url(str(source)) else os.path.abspath(source)  # processes may start in other folders
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
@@ -104,7 +104,7 @@ def predict(
         copied = replace(columns, schema=run.schema)
         increment: Increment | None = None
         if options.incremental:
-            increment = _extend(ledger, run, where, copied, options, backoff, summary_path)
+            increment = backoff.retry(lambda: extend_run(ledger, run, where, copied, options.shard_size, summary_path))
             log(f"predict: {increment}", quiet=quiet)
             run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
@@ -164,26 +164,6 @@ def _refuse_options(options: PredictOptions) -> None:
         raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
 
 
-def _extend(
-    ledger: Ledger,
-    run: SharedRun,
-    source: str,
-    columns: TableColumns,
-    options: PredictOptions,
-    backoff: DiskFullBackoff,
-    summary: Path,
-) -> Increment:
-    """Add to the run what is new or changed since it was last listed; its summary is removed then."""
-    if run.created:
-        return Increment(new=ledger.names())
-
-    def remove_summary() -> None:
-        summary.unlink(missing_ok=True)
-
-    given = (ledger, summary.parent, run, source, columns, options.shard_size, remove_summary)
-    return backoff.retry(lambda: extend_run(*given))
-
-
 def _write_summary(path: Path, summary: PredictionSummary) -> None:
     if not path.exists() or read_record(path, PredictionSummary) != summary:
         write_json(path, summary)
@@ -228,11 +208,6 @@ def _footer(bundle: Bundle) -> dict[str, str]:
     certificate = bundle.path / CERTIFICATE
     found = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
     return found | ({"vitx.certificate_sha256": sha256_file(certificate)} if certificate.is_file() else {})
-
-
-def _absolute(source: str) -> str:
-    """An absolute path, so that processes started in different folders have the same settings."""
-    return source if is_url(source) else os.path.abspath(source)
 
 
 def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions, *, quiet: bool) -> bool:

@@ -147,7 +147,7 @@ def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sources(items(found, tmp_path)) == [
         ("a.tar/x/b.png", b"12345"),
         ("a.tar/a.PNG", b""),
-        ("a.tar/large.jpg", "file of 7 bytes: more than the 6 that an image may have"),
+        ("a.tar/large.jpg", "7 bytes or more: more than the 6 that an image may have"),
         ("a.tar/link.png", "not a regular file"),
         ("a.tar/last.gif", b"123456"),
     ]

@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import os
+import threading
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -293,15 +294,15 @@ def listing_of(shard: Shard, listing: Path) -> Path:
     return listing.with_name(shard.location) if shard.location else listing
 
 
-def read_item(item: Item, *, versions: bool = False) -> Item:
-    """Return the image with its bytes, or with the reason why they cannot be read."""
+def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
+    """Return the image with its bytes, or with the reason why they cannot be read. stopped: see `read_bytes`."""
     if not isinstance(item.source, str):
         return item
     source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
         item = item._replace(version=version_of(source))
     try:
-        return item._replace(source=read_bytes(source))
+        return item._replace(source=read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
 

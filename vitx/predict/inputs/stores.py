@@ -4,14 +4,18 @@ A location is a path or a URL. Paths are `str` as Python decodes file names (sur
 not UTF-8 work too.
 """
 
+import asyncio
 import errno
 import glob
 import importlib.util
 import inspect
 import os
 import stat
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent import futures
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -28,6 +32,8 @@ T = TypeVar("T")
 MAX_IMAGE_BYTES = 4 * MAX_PIXELS
 # Seconds to wait before the second and the third attempt at a remote object.
 REMOTE_WAITS = (0.2, 1.0)
+# Seconds of an attempt to read an image from a store, and between two looks whether to go on with it.
+READ_SECONDS, LOOK_SECONDS = 120.0, 0.2
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 # Between a name and its version; a version has none.
@@ -50,12 +56,15 @@ def is_image_name(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in EXTENSIONS
 
 
-def read_bytes(location: str) -> bytes:
-    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
+def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
+    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
+
+    stopped: when it is set, a request to a store is cancelled; then raises CancelledError.
+    """
     if location.endswith("/"):  # a folder that `walk_images` could not enter
         raise ImageError(_folder_problem(location))
     try:
-        return _read_remote(location) if is_url(location) else _read_file(location)
+        return _read_remote(location, stopped or threading.Event()) if is_url(location) else _read_file(location)
     except OSError as error:
         raise ImageError(f"cannot open the image: {error.strerror or error}") from None
     except VitxError as error:  # a URL that nothing here can open is one bad row of a list
@@ -162,21 +171,63 @@ def _read_file(path: str) -> bytes:
         return file.read()
 
 
-def check_size(size: int | None) -> None:
-    """Raise ImageError for more bytes than MAX_IMAGE_BYTES. None: the store does not tell the size."""
-    if size is not None and size > MAX_IMAGE_BYTES:
-        raise ImageError(f"file of {size} bytes: more than the {MAX_IMAGE_BYTES:,} that an image may have")
+def check_size(size: int) -> None:
+    """Raise ImageError for more bytes than MAX_IMAGE_BYTES; of a store no more are read to count them."""
+    if size > MAX_IMAGE_BYTES:
+        raise ImageError(f"{size} bytes or more: more than the {MAX_IMAGE_BYTES:,} that an image may have")
 
 
-def _read_remote(location: str) -> bytes:
+def _read_remote(location: str, stopped: threading.Event) -> bytes:
+    """By one request, which asks for one byte more than an image may have."""
     system, path = remote_filesystem(location)
+    limit = MAX_IMAGE_BYTES + 1
 
     def read() -> bytes:
-        with suppress(FileNotFoundError):  # from fsspec's HTTP it may mean any status; reading tells which
-            check_size(system.info(path).get("size"))
-        return bytes(system.cat_file(path))
+        if location.startswith(("http://", "https://")):
+            return _completed(system, _get_http(system, path), stopped)
+        try:
+            if getattr(system, "async_impl", False):
+                return _completed(system, system._cat_file(path, start=0, end=limit), stopped)
+            return bytes(system.cat_file(path, start=0, end=limit))
+        except (CancelledError, TimeoutError, FileNotFoundError, PermissionError):
+            raise
+        except Exception:
+            with suppress(Exception):
+                if system.info(path)["size"] == 0:  # S3 refuses any range of an empty object
+                    return b""
+            raise
 
-    return attempts(read, "cannot read the object")
+    content = attempts(read, "cannot read the object")
+    check_size(len(content))
+    return content
+
+
+async def _get_http(system: Any, url: str) -> bytes:
+    """The object, if it is not too large: fsspec would read all that a server sends which ignores the range."""
+    session = await system.set_session()
+    async with session.get(system.encode_url(url), **system.kwargs) as answer:
+        if answer.status in (404, 410):
+            raise FileNotFoundError(f"HTTP status {answer.status}")
+        if answer.status in (401, 403):
+            raise PermissionError(f"HTTP status {answer.status}")
+        answer.raise_for_status()
+        content = bytearray()
+        async for block in answer.content.iter_any():
+            content += block
+            check_size(len(content))
+        return bytes(content)
+
+
+def _completed(system: Any, request: Coroutine[Any, Any, bytes], stopped: threading.Event) -> bytes:
+    """What the request gives; raises TimeoutError after READ_SECONDS, CancelledError when `stopped` is set."""
+    future = asyncio.run_coroutine_threadsafe(request, system.loop)
+    end = time.monotonic() + READ_SECONDS
+    while not future.done():
+        if stopped.is_set() or time.monotonic() > end:
+            future.cancel()
+            raise CancelledError if stopped.is_set() else TimeoutError(f"not read within {READ_SECONDS:g} s")
+        futures.wait([future], LOOK_SECONDS)
+    return future.result()
 
 
 def attempts(function: Callable[[], T], problem: str) -> T:
@@ -184,7 +235,7 @@ def attempts(function: Callable[[], T], problem: str) -> T:
     for wait in (*REMOTE_WAITS, None):
         try:
             return function()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError):
+        except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError, CancelledError):
             raise
         # Each store raises its own library's errors. Whatever it is, it becomes the text of a row.
         except Exception as error:  # noqa: BLE001

@@ -210,13 +210,9 @@ def _as_listed(batch: Any, schema: Any) -> Any:
     """The columns of `schema`; null are those that the file lacks."""
     import pyarrow as pa
 
-    def column(field: Any) -> Any:
-        if field.name not in batch.schema.names:
-            return pa.nulls(len(batch), field.type)
-        found = batch.column(field.name)
-        return found if found.type == field.type else found.cast(field.type)
-
-    return pa.RecordBatch.from_arrays([column(field) for field in schema], schema=schema)
+    there = batch.schema.names
+    columns = [batch.column(one.name) if one.name in there else pa.nulls(len(batch), one.type) for one in schema]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)  # which casts a column of nulls
 
 
 def _image(value: Any, folder: str) -> str | bytes | ImageError:

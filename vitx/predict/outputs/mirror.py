@@ -25,6 +25,8 @@ T = TypeVar("T")
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 # Seconds between two looks for finished parts.
 LOOK_SECONDS = 1.0
+# After an interrupt or an error: a part may be on its way to a store that does not answer.
+STOP_SECONDS = 1.0
 
 
 class Mirror:
@@ -84,12 +86,15 @@ class Mirror:
 
         thread = threading.Thread(target=follow, name="mirror", daemon=True)
         thread.start()
+        wait: float | None = STOP_SECONDS
         try:
             yield
+            wait = None
         finally:
             stopped.set()
-            thread.join()
-            own.close()
+            thread.join(wait)
+            if not thread.is_alive():
+                own.close()
 
     def finish(self, ledger: Ledger, summary: Path) -> None:
         """Put the parts that the store does not have yet, and the summary last.

@@ -1,5 +1,6 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -24,6 +25,8 @@ from vitx.runtimes.session import LOGITS, Float32Array, Session
 STAGES = ("read", "decode", "infer", "write")
 # Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
 BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
+# A stage that has not ended by then waits for a server that does not answer, and is left behind.
+CLOSE_SECONDS = 1.5
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
@@ -186,8 +189,9 @@ class Worker:
             raise
         finally:
             self.shards.stop()
+            end = time.monotonic() + CLOSE_SECONDS
             for stage in (inferred, decoded, read):  # the last first: it may be waiting for values of the one before
-                stage.close()
+                stage.close(end)
             callers.shutdown(cancel_futures=True)
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
@@ -215,7 +219,8 @@ class Worker:
 
     def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("read"):
-            return images[0], [read_item(item, versions=self.job.versions) for item in images[1]]
+            versions, stopped = self.job.versions, self.backoff.stopped
+            return images[0], [read_item(item, versions=versions, stopped=stopped) for item in images[1]]
 
     def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
         with self.timer.busy("decode"):

@@ -1,6 +1,5 @@
 """The actor that runs on the nodes of a Ray cluster: a worker that writes temporary files, which the driver renames."""
 
-import json
 import os
 import socket
 import threading
@@ -8,7 +7,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -17,33 +17,30 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.core.bundle import Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, VitxError
+from vitx.core.errors import InputError, VitxError
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, ShardRecord
-from vitx.predict.outputs.parts import Part, part_path, warm_up
+from vitx.predict.ledger import Claim
+from vitx.predict.outputs.parts import Part, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.predict.summary import bundle_digest
 
-# Errors that travel to the driver as text and are raised there again.
-ERRORS = (CheckFailed, EnvironmentMissing, InputError)
 # Actors that may die while working on the same shard. Ray itself would restart them for ever.
 ATTEMPTS = 10
-# Columns of Ray's blocks, with one JSON text a shard: what the driver sends, and what it gets back.
+# Columns of Ray's blocks: the `Claim`s that the driver sends, and what becomes of each: a `Finished`, a VitxError, or
+# the Claim itself if it is given up after ATTEMPTS.
 CLAIM, RESULT = "claim", "result"
-Column = dict[str, npt.NDArray[np.object_] | list[str]]
+Column = dict[str, npt.NDArray[np.object_] | list[Any]]
 
 
 @dataclass(frozen=True)
 class Assignment:
     """What an actor needs to work on shards of a job.
 
-    token: a file that the driver wrote beside the ledger, with its own name as content: an actor that reads it shares
-    the output folder. sample: a local file of the input that the driver sees, to be seen by the actor too, or None.
+    sample: a local file of the input that the driver sees, to be seen by the actor too, or None. prefix: of names of
+    temporary files, by which the driver knows them.
     """
 
     job: Job
@@ -52,8 +49,20 @@ class Assignment:
     runtime: str
     device: str
     threads: int | None
-    token: Path
     sample: str | None
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A shard's file. stages: how busy the actor has been, as in `Performance`. actor, node: who and where it is."""
+
+    claim: Claim
+    part: Part
+    actor: str
+    node: str
+    stages: dict[str, float]
+    runtime: dict[str, Any]
 
 
 class QueuedShards:
@@ -127,30 +136,29 @@ class PredictionActor:
         try:
             if self._failure is not None:
                 raise self._failure
-            return {RESULT: [self._do(claim_from_text(str(text))) for text in claims[CLAIM]]}
-        except ERRORS as error:
-            failed = {"error": type(error).__name__, "message": str(error)}
-            return {RESULT: [json.dumps(failed)] * len(claims[CLAIM])}
+            return {RESULT: [self._do(claim) for claim in claims[CLAIM]]}
+        except VitxError as error:
+            return {RESULT: [error] * len(claims[CLAIM])}
 
     def _start(self, assignment: Assignment) -> None:
-        self._token = assignment.token
+        job = assignment.job
+        self._attempts = job.listing.with_name(assignment.prefix)
         _check_storage(assignment)
         bundle = Bundle.open(assignment.bundle)
         session = load_fastest(
-            bundle,
-            assignment.runtime,
+            *(bundle, assignment.runtime),
             device=assignment.device,
             threads=assignment.threads,
-            outputs=assignment.job.outputs,
+            outputs=job.outputs,
         )
-        job = assignment.job
         if job.certified:
             require_verdict(bundle, session, quiet=True)
         warm_up()
-        self._shards = QueuedShards(assignment.token.name)
+        self._shards = QueuedShards(assignment.prefix)
         self._worker = Worker(job, session, self._shards, DiskFullBackoff(job.out))
         self._runtime = session.describe()
         self._started: float | None = None
+        self._suspects = threading.Lock()
         threading.Thread(target=self._run, name="worker", daemon=True).start()
 
     def _run(self) -> None:
@@ -161,70 +169,29 @@ class PredictionActor:
         except BaseException as error:  # noqa: BLE001
             self._shards.fail(error)
 
-    def _do(self, claim: Claim) -> str:
-        self._started = self._started or time.perf_counter()
-        # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
-        attempts = self._token.with_name(f"{self._token.name}.{claim.id}")
-        with attempts.open("ab") as file:
-            file.write(b".")
-            if file.tell() > ATTEMPTS:
-                raise EnvironmentMissing(
-                    f"{ATTEMPTS} actors died while working on shard {claim.id} ({claim.shard}): Ray's logs on the "
-                    "nodes say why, for example that memory ran out; finished shards are kept"
-                )
-        part = self._shards.submit(claim).result()
-        attempts.unlink(missing_ok=True)
-        return self._result_text(claim, part)
-
-    def _result_text(self, claim: Claim, part: Part) -> str:
+    def _do(self, claim: Claim) -> Finished | Claim:
         import ray
 
-        assert self._started is not None
-        shares = self._worker.timer.shares(time.perf_counter() - self._started)
-        return json.dumps(
-            {
-                "id": claim.id,
-                "file": part.temporary.name,
-                "record": [*part.record[:-1], asdict(part.record.skipped)],
-                "actor": self._name,
-                "node": ray.get_runtime_context().get_node_id(),
-                "stages": shares,
-                "runtime": self._runtime,
-            }
-        )
-
-
-def claim_to_text(claim: Claim) -> str:
-    shard = claim.shard
-    again, attempt = sorted(claim.again), claim.attempt
-    return json.dumps([claim.id, claim.kept, again, attempt, shard.kind, shard.location, shard.start, shard.count])
-
-
-def claim_from_text(text: str) -> Claim:
-    number, kept, again, attempt, *shard = json.loads(text)
-    return Claim(number, Shard(*shard), kept, frozenset(again), attempt)
-
-
-def part_from_result(result: dict[str, Any], out: Path) -> Part:
-    """The finished file of an actor's result; raises the error that the actor returned instead, if it did."""
-    if "error" in result:
-        raise next(kind for kind in ERRORS if kind.__name__ == result["error"])(result["message"])
-    digest, images, errors, classes, listed, skipped = result["record"]
-    # JSON has made the classes' indices text.
-    counts = {int(index): count for index, count in classes.items()}
-    record = ShardRecord(digest, images, errors, counts, listed, SkippedNames(**skipped))
-    path = part_path(out, result["id"])
-    return Part(path, path.with_name(result["file"]), record)
+        self._started = self._started or time.perf_counter()
+        # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
+        attempts = self._attempts.with_suffix(f".{claim.id}")
+        # One at a time of those that were begun before: the next death is counted for that one alone.
+        with self._suspects if attempts.exists() else nullcontext():
+            with attempts.open("ab") as file:
+                file.write(b".")
+                if file.tell() > ATTEMPTS:
+                    return claim
+            part = self._shards.submit(claim).result()
+            attempts.unlink(missing_ok=True)
+        stages = self._worker.timer.shares(time.perf_counter() - self._started)
+        node = ray.get_runtime_context().get_node_id()
+        return Finished(claim, part, self._name, node, stages, self._runtime)
 
 
 def _check_storage(assignment: Assignment) -> None:
     """Raise InputError unless this node sees the output, the bundle and the input of the driver."""
     node, job = socket.gethostname(), assignment.job
-    try:
-        same = assignment.token.read_text() == assignment.token.name
-    except OSError:
-        same = False
-    if not same:
+    if not job.listing.is_file():  # its name is random, so it is that of this run
         raise _unseen(node, "the output folder", job.out)
     try:
         digest = bundle_digest(assignment.bundle)

@@ -1,33 +1,30 @@
 """Shards through Ray Data: a pool of actors on a cluster works on them; this process, the driver, commits them."""
 
 import importlib.util
-import json
 import logging
 import os
 import signal
 import sys
 import threading
-import uuid
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
-from vitx.core.errors import EnvironmentMissing, InputError, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.predict.inputs.inventory import listing_of
 from vitx.predict.inputs.listing import RecordRange, read_range
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
-from vitx.predict.outputs.parts import Part, remove_leftovers
+from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.pipeline.leases import LeasedShards
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
-from vitx.predict.ray.actor import CLAIM, RESULT, Assignment, PredictionActor, claim_to_text, part_from_result
+from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, Finished, PredictionActor
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
@@ -100,10 +97,11 @@ class RayPool:
             if not claims:
                 return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
             # Ray prints what happens to its actors on standard output, which is for the result of the command.
-            with redirect_stdout(sys.stderr), _run_token(job) as token, _connected(self._address):
+            prefix = f"ray-{ledger.worker}"
+            with redirect_stdout(sys.stderr), _cleaned_up(job, prefix), _connected(self._address):
                 size = self._pool_size()
-                assignment = self._assignment(job, token, size, claims[0])
-                committer = _Committer(shards, job, reporter)
+                assignment = self._assignment(job, size, claims[0], prefix)
+                committer = _Committer(shards, reporter)
                 while claims:
                     committer.commit(claims, _dataset(claims, assignment, size))
                     claims = shards.claim_free(SHARDS_PER_DATASET)
@@ -140,55 +138,58 @@ class RayPool:
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
-    def _assignment(self, job: Job, token: Path, size: PoolSize, first: Claim) -> Assignment:
+    def _assignment(self, job: Job, size: PoolSize, first: Claim, prefix: str) -> Assignment:
         return Assignment(
-            replace(
-                job,
-                out=job.out.absolute(),
-                listing=job.listing.absolute(),
-                decode_threads=self._decode_threads or size.cpus,
-            ),
+            replace(job, decode_threads=self._decode_threads or size.cpus),
             self._bundle.path.absolute(),
             bundle_digest(self._bundle.path),
             self._runtime,
             "cuda" if size.gpus else "cpu",
             self._threads or (None if size.gpus else size.cpus),
-            token.absolute(),
             _sample_path(job, first),
+            prefix,
         )
 
 
 class _Committer:
     """Commits the shards that the actors have finished, and adds up their performance."""
 
-    def __init__(self, shards: LeasedShards, job: Job, reporter: ProgressReporter) -> None:
-        self._shards, self._job, self._reporter = shards, job, reporter
+    def __init__(self, shards: LeasedShards, reporter: ProgressReporter) -> None:
+        self._shards, self._reporter = shards, reporter
         self._images = 0
         # The last result of each actor; its busy shares are since the actor's start.
-        self._latest: dict[str, dict[str, Any]] = {}
+        self._latest: dict[str, Finished] = {}
 
     def commit(self, claims: list[Claim], dataset: "Dataset") -> None:
-        by_id = {claim.id: claim for claim in claims}
+        """Raises EnvironmentMissing at the end for shards that were given up: one must not keep the others undone."""
+        left = dict.fromkeys(claims)
         batches = cast(
             "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
         )
         with closing(batches):  # closing ends the actors, also after an error
-            for batch in batches:
-                for text in batch[RESULT]:
-                    result = json.loads(text)
-                    part = part_from_result(result, self._job.out)
-                    self._latest[result["actor"]] = result
-                    if self._publish(by_id[result["id"]], part):
-                        self._images += part.record.images
-                    self._reporter.update(0, self._shares)
+            for result in (result for batch in batches for result in batch[RESULT]):
+                if isinstance(result, VitxError):
+                    raise result
+                if isinstance(result, Claim):
+                    continue
+                self._latest[result.actor] = result
+                left.pop(result.claim, None)
+                if self._publish(result):
+                    self._images += result.part.record.images
+                self._reporter.update(0, self._shares)
+        if left:
+            raise EnvironmentMissing(
+                f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
+                "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
+            )
 
-    def _publish(self, claim: Claim, part: Part) -> bool:
+    def _publish(self, result: Finished) -> bool:
         try:
-            return self._shards.commit(claim, part)
+            return self._shards.commit(result.claim, result.part)
         except FileNotFoundError:
             raise InputError(
-                f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage "
-                "that all machines share"
+                f"a node has written '{result.part.temporary}', which this machine does not see: --out must lie on "
+                "storage that all machines share"
             ) from None
 
     def performance(self) -> Performance:
@@ -196,14 +197,14 @@ class _Committer:
 
         seconds = self._reporter.seconds()
         results = list(self._latest.values())
-        nodes = {result["node"] for result in results}
-        runtime = results[0]["runtime"] | {"ray": ray.__version__, "actors": len(results), "nodes": len(nodes)}
+        nodes = {result.node for result in results}
+        runtime = results[0].runtime | {"ray": ray.__version__, "actors": len(results), "nodes": len(nodes)}
         return Performance(self._images, seconds, self._shares(seconds), runtime)
 
     def _shares(self, _: float) -> dict[str, float]:
         """The mean of the actors' busy shares, each measured over the actor's own time."""
         results = self._latest.values()
-        return {stage: sum(result["stages"][stage] for result in results) / len(results) for stage in STAGES}
+        return {stage: sum(result.stages[stage] for result in results) / len(results) for stage in STAGES}
 
 
 def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Dataset":
@@ -224,8 +225,7 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Da
         enable_true_multi_threading=True,
     )
     # A block is the unit that Ray gives to an actor: one claim.
-    rows = [{CLAIM: claim_to_text(claim)} for claim in claims]
-    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+    dataset = ray.data.from_items([{CLAIM: claim} for claim in claims], override_num_blocks=len(claims))
     dataset.context.enable_progress_bars = False
     dataset.context.execution_no_progress_timeout_s = -1  # no limit: one large shard may take hours
     return dataset.map_batches(
@@ -266,18 +266,13 @@ def _wait_for_data_threads() -> None:
 
 
 @contextmanager
-def _run_token(job: Job) -> Iterator[Path]:
-    """Yield a file beside the ledger whose content is its name; see `Assignment`.
-
-    The actors' files begin with that name, so that at the end those of unfinished shards can be removed.
-    """
-    token = job.listing.parent / f"ray-{uuid.uuid4().hex}"
-    token.write_text(token.name)
+def _cleaned_up(job: Job, prefix: str) -> Iterator[None]:
+    """Remove at the end, when no actor lives, what they left of unfinished shards."""
     try:
-        yield token
+        yield
     finally:
-        remove_leftovers(job.out, f"{token.name}.*")
-        for path in token.parent.glob(f"{token.name}*"):
+        remove_leftovers(job.out, f"{prefix}.*")
+        for path in job.listing.parent.glob(f"{prefix}.*"):
             path.unlink(missing_ok=True)
 
 
