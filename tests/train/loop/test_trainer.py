@@ -14,6 +14,7 @@ from torch import nn
 
 from training_jobs import recipe_of
 from vitx.core.errors import CheckFailed
+from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.train.loop import trainer as module
 from vitx.train.loop.checkpoint import CheckpointTensors
@@ -21,8 +22,9 @@ from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.evaluation import Evaluation
 from vitx.train.loop.interruption import StopRequest, TrainingStopped
 from vitx.train.loop.optimization import OptimizerState
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.step import EpochLog
-from vitx.train.loop.trainer import Trainer, TrainingResult
+from vitx.train.loop.trainer import Trainer
 
 CPU = torch.device("cpu")
 ROW: dict[str, Any] = {
@@ -85,7 +87,7 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
         {**ROW, "epoch": 1, "top1": 0.75, "nll": 1.0, "seconds": 1.26},
         {**ROW, "epoch": 2, "top1": 0.5, "nll": 0.5, "seconds": 2.03},
     ]
-    result = TrainingResult(RunFolder("somewhere"), history, 0)
+    result = TrainingResult(RunFolder("somewhere"), history, 0, 4)
     found = result.summary("top1")
     assert found == {
         "run": "somewhere",
@@ -96,6 +98,8 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
         "ece": 0.1,
         "cos_sim": [0.1],
         "attention_std": [0.2],
+        "images": 4,
+        "top1_interval": wilson_interval(3, 4),
         "last_top1": 0.5,
         "seconds": 3.3,
     }
@@ -103,7 +107,7 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
 
 
 def test_an_epoch_in_one_line() -> None:
-    assert module._summary(ROW, 12) == (
+    assert describe_epoch(ROW, 12) == (
         "epoch 1/12: top-1 50.00% NLL 1.2500 (classification 1.500 total 2.250) lr 0.0012 1.3 s"
     )
 
