@@ -62,6 +62,8 @@ def bare(*overrides: str, processes: Processes = ALONE, steps: int = 4, **attrib
         "run": SimpleNamespace(path="RUN"),
         "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}, {"lr": 0.125}]),
         "stepper": SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: False)),
+        "val_images": range(4),
+        "_new_step_log": lambda: SimpleNamespace(close=lambda: None),
     }
     trainer.__dict__.update({**made, **attributes})
     return trainer
@@ -211,14 +213,15 @@ def test_the_bar_is_moved_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) ->
     @contextmanager
     def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Any]:
         shown.append((title, total, quiet))
-        yield SimpleNamespace(update=shown.append)
+        yield SimpleNamespace(update=lambda *moved: shown.append(moved))
 
     monkeypatch.setattr(module, "progress", bar)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     trainer = bare("epochs=7", steps=5)
+    trainer.step_log = SimpleNamespace(note="loss 2")
     Steps(trainer)
     trainer._optimize(2, StopRequest())
-    assert shown == [("epoch 2/7", 5, True), 1, 4, 5]
+    assert shown == [("epoch 2/7", 5, True), (1, "loss 2"), (4, "loss 2"), (5, "loss 2")]
 
 
 def test_a_loss_that_is_not_finite_names_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:

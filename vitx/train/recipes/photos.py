@@ -10,6 +10,8 @@ from vitx.train.recipes.recipe import ModelChoice, Recipe
 
 # A network without pretrained weights gets the largest size that the photographs have; on a CPU larger ones take days.
 IMAGE_SIZES, LARGEST_ON_CPU = (32, 48, 64, 96, 128, 160, 192, 224), 128
+# A quarter of DeiT-Ti's work, which would take a CPU hours.
+ON_CPU = {"embed_dim": 128, "depth": 6, "num_heads": 4}
 LARGEST_PATCH, PATCHES_A_SIDE = 16, 8
 # Images that a run sees in all, more or less: a small set gets more epochs.
 SEEN_FROM_SCRATCH, SEEN_PRETRAINED = 40_000, 8_000
@@ -83,7 +85,8 @@ def _with_size(recipe: Recipe, photographs: Photographs) -> Recipe:
     largest = IMAGE_SIZES[-1] if photographs.on_gpu else LARGEST_ON_CPU
     fitting = [size for size in IMAGE_SIZES if size <= min(largest, photographs.shorter_side)]
     size = max(fitting, default=IMAGE_SIZES[0])
-    arguments = {**recipe.model.kwargs, "patch_size": min(LARGEST_PATCH, size // PATCHES_A_SIDE)}
+    smaller = {} if photographs.on_gpu else ON_CPU
+    arguments = {**recipe.model.kwargs, **smaller, "patch_size": min(LARGEST_PATCH, size // PATCHES_A_SIDE)}
     return recipe.model_copy(
         update={
             "model": recipe.model.model_copy(update={"kwargs": arguments}),
