@@ -66,7 +66,7 @@ def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
         ({}, "has no folders: expected one folder of images for each class"),
         ({"train": 3, "val": 3}, r"train is empty: expected one folder of images a class"),
         ({"train/cat": 3, "train/dog": 3}, r"val does not exist: expected train/ and val/ .* a fifth of the images"),
-        ({"train/cat": 3, "val/cat": 3, "val/dog": 3}, r"train has no folder for 'dog', which .*val has"),
+        ({"train/cat": 3, "val/cat": 3, "val/dog": 3}, r"train has no folder for 'dog', which .*val has: add it there"),
     ],
 )
 def test_a_folder_that_cannot_be_split_says_what_it_holds(tmp_path: Path, counts: dict[str, int], message: str) -> None:

@@ -51,7 +51,9 @@ def class_names_in(root: Path) -> tuple[str, ...]:
     for here, there in ((train, val), (val, train)):
         missing = sorted({*folders_in(here)} - {*folders_in(there)})
         if missing:
-            raise InputError(f"{there} has no folder for {quoted(missing)}, which {here} has")
+            raise InputError(
+                f"{there} has no folder for {quoted(missing)}, which {here} has: add it there, or remove it here"
+            )
     return tuple(folders_in(train))
 
 

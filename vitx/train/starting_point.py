@@ -52,6 +52,10 @@ def _from_published(recipe: Recipe, request: SourceRequest) -> Recipe:
     arguments = request.arguments
     preprocessing = preprocessing_of(config)
     size = arguments.pop("img_size", preprocessing.image_size)
+    if type(size) is not int or size < 1:
+        raise InputError(
+            f"--from {request.target}: img_size={size}: expected the side of a square in pixels, such as 224"
+        )
     return recipe.model_copy(
         update={
             "model": ModelChoice(name=request.network, kwargs=arguments, initial_checkpoint="timm"),

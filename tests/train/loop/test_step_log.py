@@ -61,3 +61,13 @@ def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(
     assert json.loads((run / "run.json").read_text())["data"] == str(run / "split.json")
     code, out, said = vitx("eval", run, "--json")
     assert (code, json.loads(out)["images"]) == (0, 3), said
+
+
+def test_predictions_that_are_not_finite_stop_the_run_before_anything_is_saved(
+    image_folder: Path, tmp_path: Path, vitx: Vitx
+) -> None:
+    changes = ("model.kwargs.depth=1", "workers=0", "epochs=2", "schedule.warmup_epochs=0", "optimizer.lr=1e30")
+    settings = [word for change in changes for word in ("--set", change)]
+    code, _, said = vitx("train", "photos", "--data", image_folder, "--out", tmp_path / "run", *settings)
+    assert (code, "not finite" in said) == (1, True), said
+    assert not (tmp_path / "run" / "checkpoints").exists()

@@ -81,6 +81,7 @@ def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path:
         ("model:timm/vit_tiny_patch16_225", "unknown model 'vit_tiny_patch16_225': did you mean vit_tiny_patch16_224"),
         ("model:deit_digits", "timm has no published weights of 'deit_digits'"),
         ("nowhere.pth", "--from nowhere.pth: expected model:timm/NAME, a run folder, or a file of weights"),
+        ("model:timm/deit3_small_patch16_224?img_size=(32,64)", r"img_size=\[32, 64\]: expected the side of a square"),
         (str(image_folder), "is not a run: it has no run.json"),
     ):
         with pytest.raises(InputError, match=message):
@@ -121,6 +122,7 @@ def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(
         ("x.toml", "epochs = 'many'", "epochs is many: Input should be a valid integer"),
         ("x.toml", "optimizer = 3", "optimizer is a group of settings"),
         ("x.toml", "epochs = ", "cannot be read"),
+        ("x.json", "[" * 100_000, "cannot be read: maximum recursion depth"),
         ("x.json", "[1]", "expected settings by name"),
         ("x.json", '{"optimizer": {"lr": NaN}}', "optimizer.lr is .*: Input should be a finite number"),
         ("x.yaml", "epochs: 3", r"expected a \.toml or \.json file"),

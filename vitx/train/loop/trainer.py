@@ -41,7 +41,7 @@ from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
 from vitx.train.loop.environment import ENVIRONMENT_FILE, RunEnvironment
-from vitx.train.loop.evaluation import Evaluation, evaluate
+from vitx.train.loop.evaluation import Evaluation, check_finite_evaluation, evaluate
 from vitx.train.loop.failures import explain_full_disk, explain_lost_process, save_failed_batch
 from vitx.train.loop.first_batch import FIRST_BATCH, first_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
@@ -334,6 +334,7 @@ class Trainer:
             # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
             measured = measure_batch_norm([self.ema.module], self._calibration_images())
             values = self._evaluate(self.ema.module)
+        check_finite_evaluation(epoch, values)
         raw = values
         # An average that keeps nothing is the trained weights, but for BatchNorm's statistics, measured for it alone.
         if self.recipe.ema_decay or measured:

@@ -16,7 +16,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise InputError(f"--recipe {path}: expected a .toml or .json file, such as a run's recipe.json")
     try:
         plain = read(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # what either format and UTF-8 raise is a ValueError
+    except (OSError, ValueError, RecursionError) as error:  # what either format and UTF-8 raise is a ValueError
         raise InputError(f"--recipe {path} cannot be read: {error}") from None
     if not isinstance(plain, dict):
         raise InputError(f"--recipe {path}: expected settings by name, such as epochs = 10")
