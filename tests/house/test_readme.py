@@ -164,7 +164,6 @@ def test_the_five_commands_of_the_first_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("vitx.export.bundling.run_limited", lambda title, function, *given, **_: function(*given))
-    monkeypatch.chdir(tmp_path)
     write_photographs(tmp_path / "photos")
     blocks = re.findall(r"```console\n\$ (.*?)\n(.*?)```", FIRST_MODEL, re.DOTALL)
     commands = [command for command, _ in blocks]
@@ -177,6 +176,7 @@ def test_the_five_commands_of_the_first_model(
             ended, said = VitxProcess(tmp_path, (*words, *settings), tmp_path / "train.log").wait()
             printed = said
         else:
+            monkeypatch.chdir(tmp_path)
             ended, printed, said = run_in_process(words, monkeypatch, capsys)
         assert ended == 0, f"{command}\n{said}"
         assert f"next: {following}" in said.splitlines(), said

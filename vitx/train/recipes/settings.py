@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
-from pydantic_core import PydanticUndefined
-
 from vitx.core.errors import unknown_name
 from vitx.core.files import Record
 from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe
@@ -41,7 +39,6 @@ def _settings(record: type[Record], prefix: str) -> Iterator[Setting]:
             yield from _settings(field.annotation, f"{prefix}{name}.")
             continue
         key = f"{prefix}{name}" + (".NAME" if get_origin(field.annotation) is dict else "")
-        default = field.get_default(call_default_factory=True)
         bounds = [
             f"{sign} {getattr(one, end):g}"
             for one in field.metadata
@@ -52,7 +49,7 @@ def _settings(record: type[Record], prefix: str) -> Iterator[Setting]:
             key,
             _type_name(field.annotation),
             ", ".join(bounds),
-            None if default is PydanticUndefined else default,
+            None if field.is_required() else field.get_default(call_default_factory=True),
             field.description or "",
         )
 
