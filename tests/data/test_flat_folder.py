@@ -55,6 +55,10 @@ def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
     (root / before["val"].keys[0]).unlink()
     with pytest.raises(InputError, match=r"of .*split\.json cannot be found: put the images back"):
         open_images(kept, "val")
+    run.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"if the run was moved, give the split\.json in it with --data"):
+        open_images(kept, "train")
+    assert len(open_images(str(tmp_path / "moved" / SPLIT_FILE), "train")) == len(before["train"])
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import pytest
 from PIL import Image
 
 from cli_fixture import run_in_process
-from training_jobs import TINY_SETTINGS, VitxProcess
+from training_jobs import TINY_SETTINGS, VitxProcess, context
 from vitx.data.open import open_images
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +107,7 @@ def test_the_steps_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_images(tmp_path)
+    context()  # started in the checkout, the fork server imports its vitx, and not an installed one
     monkeypatch.chdir(tmp_path)
     port = free_port()
     steps = [step.replace("8000", str(port)) for step in commands()]

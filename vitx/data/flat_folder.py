@@ -72,6 +72,8 @@ def open_flat(root: Path, split: Split, *, skip_bad: bool) -> ImageSet:
 
 def open_split_file(path: Path, split: Split) -> ImageSet:
     """One split as the run of this `split.json` began with it; raise InputError when its images are gone."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: if the run was moved, give the {SPLIT_FILE} in it with --data")
     kept = read_record(path, FolderSplit)
     part: ImagesOfSplit = getattr(kept, split)
     root, numbers = Path(kept.folder), {name: number for number, name in enumerate(kept.class_names)}
