@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by
 # A shell that runs the tests in the background has the interrupt ignored, and the processes they start inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Files of tests that take long or wait: begun first, so that no worker is left with one when the others are done.
+LONGEST = ("test_readme.py", "test_two_nodes.py", "test_ray.py", "test_study.py", "test_reattention.py")
+
 pytest_plugins = ["ray_fixtures", "serving_fixtures"]
 
 
@@ -37,6 +40,10 @@ def operators_read_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(ONNXRegistry.from_torchlib)))
         yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish() -> None:

@@ -187,13 +187,19 @@ def load_on(server: ServerProcess, clients: int = 8) -> Iterator[Callable[[], in
     assert failures == []
 
 
-def http_client(server: ServerProcess) -> Callable[[], str]:
-    """A client that makes one request per call and returns the status, or "closed" if there was no reply."""
+def http_client(server: ServerProcess, sent: Callable[[], None] = lambda: None) -> Callable[[], str]:
+    """A client that makes one request per call and returns the status, or "closed" if there was no reply.
+
+    sent: called when a request's bytes have left, or could not.
+    """
     connection = server.connect()
 
     def ask() -> str:
         try:
-            connection.request("POST", INFER_PATH, INFER_BODY)
+            try:
+                connection.request("POST", INFER_PATH, INFER_BODY)
+            finally:
+                sent()
             reply = connection.getresponse()
             reply.read()
         except (OSError, http.client.HTTPException):
@@ -207,7 +213,7 @@ def http_client(server: ServerProcess) -> Callable[[], str]:
 def end_under_load(
     server: ServerProcess,
     number: signal.Signals,
-    new_client: Callable[[], Callable[[], str]],
+    new_client: Callable[[Callable[[], None]], Callable[[], str]],
     *,
     good: str = "200",
     refused: str | None = "503",
@@ -216,15 +222,22 @@ def end_under_load(
 ) -> None:
     """Send a busy server a signal that ends it: it must exit with 0 and answer every request that it had accepted.
 
-    Each client makes requests until a reply is not `good`. That one may be `refused`, or `gone` if the request began
-    after the signal; anything else is a lost request.
+    Each client makes requests until a reply is not `good`. That one may be `refused`, or `gone` if the signal came
+    before the request was sent; anything else is a lost request. Clients that do not say when they have sent one are
+    taken to send at once.
     """
     answered, lost, signalled = [0], list[str](), threading.Event()
 
     def load(_: int) -> None:
-        ask = new_client()
-        while True:
+        late = False
+
+        def sent() -> None:
+            nonlocal late
             late = signalled.is_set()
+
+        ask = new_client(sent)
+        while True:
+            sent()
             outcome = ask()
             if outcome == good:
                 answered[0] += 1

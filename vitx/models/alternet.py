@@ -5,6 +5,7 @@ attention in turn, ending in attention. Attention units have no MLP.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -191,11 +192,20 @@ class AlterNet(nn.Module):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, S, S) → the normalised last feature map (B, C, h, w), h = S/32 (S/8 with the CIFAR stem)."""
-        x = self.stem(x)
-        for stage in self.stages:
-            x = self._run(stage, x)
-        out: Tensor = self.activation(self.norm(x))
-        return out
+        with self._float32_in_training(x.device.type):
+            x = self.stem(x)
+            for stage in self.stages:
+                x = self._run(stage, x)
+            out: Tensor = self.activation(self.norm(x))
+            return out
+
+    def _float32_in_training(self, device: str) -> AbstractContextManager[Any]:
+        """No autocast while training: each convolution and BatchNorm of a fresh pre-activation ResNet amplifies what
+        was rounded before it, so that the first stage's gradients are others in bfloat16 (docs/maths.md §3.1).
+        """
+        if not self.training or device == "meta" or not torch.is_autocast_enabled(device):
+            return nullcontext()
+        return torch.autocast(device, enabled=False)
 
     def _run(self, stage: nn.Module, x: Tensor) -> Tensor:
         out: Tensor = checkpoint_seq(stage, x) if self.grad_checkpointing and self.training else stage(x)
@@ -224,15 +234,16 @@ class AlterNet(nn.Module):
             raise InputError(f"output_fmt '{output_fmt}' of an AlterNet: only NCHW")
         take, last = feature_take_indices(len(self.stages), indices)
         intermediates = []
-        x = self.stem(x)
-        for index, stage in enumerate(self.stages):
-            if stop_early and index > last:
-                break
-            x = self._run(stage, x)
-            if index in take:
-                final = norm and index == len(self.stages) - 1
-                intermediates.append(self.activation(self.norm(x)) if final else x)
-        return intermediates if intermediates_only else (self.activation(self.norm(x)), intermediates)
+        with self._float32_in_training(x.device.type):
+            x = self.stem(x)
+            for index, stage in enumerate(self.stages):
+                if stop_early and index > last:
+                    break
+                x = self._run(stage, x)
+                if index in take:
+                    final = norm and index == len(self.stages) - 1
+                    intermediates.append(self.activation(self.norm(x)) if final else x)
+            return intermediates if intermediates_only else (self.activation(self.norm(x)), intermediates)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable

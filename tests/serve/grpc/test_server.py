@@ -231,7 +231,7 @@ def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None
     with running_server(tiny_bundle.path, "--grpc-port", "0") as server:
         address = grpc_address(server)
 
-        def new_client() -> Callable[[], str]:
+        def new_client(_: Callable[[], None]) -> Callable[[], str]:
             options = [("grpc.use_local_subchannel_pool", 1)]
             client = opened.enter_context(triton.InferenceServerClient(address, channel_args=options))
             return lambda: outcome(client)

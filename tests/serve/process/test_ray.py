@@ -197,7 +197,7 @@ def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> N
     with running_server(tiny_bundle.path, "--ray") as server:
         started = family(server.process.pid)
         assert len(processes(REPLICA, server.process.pid)) == 1
-        end_under_load(server, signal.SIGTERM, lambda: http_client(server), refused="404", clients=8)
+        end_under_load(server, signal.SIGTERM, lambda sent: http_client(server, sent), refused="404", clients=8)
     wait_until(lambda: not any(b"ray" in command_line(pid) for pid in started))
 
 

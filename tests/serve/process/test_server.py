@@ -197,7 +197,7 @@ def status_of(connection: http.client.HTTPConnection, method: str, path: str, da
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_under_load_loses_no_accepted_request(tiny_bundle: Bundle, number: signal.Signals) -> None:
     with running_server(tiny_bundle.path) as server:
-        end_under_load(server, number, lambda: http_client(server))
+        end_under_load(server, number, lambda sent: http_client(server, sent))
 
 
 def test_a_second_signal_stops_at_once(tiny_bundle: Bundle) -> None:

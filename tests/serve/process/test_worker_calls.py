@@ -136,7 +136,7 @@ def test_hangup_loads_in_place_and_loses_no_call(shared: ServerProcess) -> None:
 
 def test_a_signal_loses_no_accepted_call(server: ServerProcess) -> None:
     with ExitStack() as opened:
-        new_client = lambda: grpc_client(server, opened)  # noqa: E731 - the same for each of the clients
+        new_client = lambda _: grpc_client(server, opened)  # noqa: E731 - the same for each of the clients
         end_under_load(server, signal.SIGTERM, new_client, good="OK", refused="refused", gone="UNAVAILABLE", clients=8)
 
 

@@ -96,7 +96,7 @@ def test_hangup_replaces_every_worker_and_loses_no_request(tiny_bundle: Bundle) 
 
 def test_sigterm_under_load_loses_no_accepted_request(tiny_bundle: Bundle) -> None:
     with running_server(tiny_bundle.path, "--workers", "2", "--threads", "1") as server:
-        end_under_load(server, signal.SIGTERM, lambda: http_client(server), refused=None, clients=8)
+        end_under_load(server, signal.SIGTERM, lambda sent: http_client(server, sent), refused=None, clients=8)
 
 
 def test_workers_drain_with_their_parent_even_when_it_is_killed(tiny_bundle: Bundle) -> None:

@@ -49,9 +49,12 @@ def _marks(axes: Axes, rows: Sequence[Row], values: Sequence[Sequence[float]], x
 
 
 def _by_block(axes: Axes, rows: Sequence[Row]) -> None:
-    values = np.array([row.cos_sim_by_block for row in rows])
+    """A cell for each block; rows of fewer blocks end earlier."""
+    values = np.full((len(rows), max(len(row.cos_sim_by_block) for row in rows)), np.nan)
+    for cells, row in zip(values, rows, strict=True):
+        cells[: len(row.cos_sim_by_block)] = row.cos_sim_by_block
     drawn = axes.imshow(
-        values, cmap="gray_r", vmin=min(0.0, float(values.min())), vmax=1, aspect="auto", interpolation="nearest"
+        values, cmap="gray_r", vmin=min(0.0, float(np.nanmin(values))), vmax=1, aspect="auto", interpolation="nearest"
     )
     axes.set(xlabel="block", yticks=range(len(rows)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
