@@ -144,8 +144,7 @@ def test_fields_are_two_columns_without_a_heading(capsys: pytest.CaptureFixture[
     assert lines[0].startswith("Title")
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
     assert cells == [["images", "5"], ["name", "x"]]
-    heading = next(line for line in lines if line.startswith("┃"))
-    assert heading.replace("┃", "").strip() == ""
+    assert not any(line.startswith("┃") for line in lines)
 
 
 def test_a_column_of_texts_and_an_empty_one_are_to_the_left(capsys: pytest.CaptureFixture[str]) -> None:

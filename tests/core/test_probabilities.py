@@ -14,6 +14,7 @@ from vitx.core.probabilities import (
     margins,
     softmax,
     top_k,
+    wilson_interval,
 )
 
 
@@ -130,3 +131,18 @@ def test_the_labels_of_a_score_are_not_changed() -> None:
     logits = np.array([[1.0, 4.0]])
     assert margins(logits).tolist() == [3.0]
     assert logits.tolist() == [[1.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("events", "trials", "low", "high"),
+    [(15, 148, 0.0624, 0.1605), (81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611), (20, 20, 0.8389, 1.0)],
+)
+def test_wilsons_interval(events: int, trials: int, low: float, high: float) -> None:
+    """The first three are examples of Newcombe (1998), table I, method 3."""
+    assert wilson_interval(events, trials) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize(("events", "trials"), [(-1, 3), (4, 3), (0, 0)])
+def test_an_interval_of_impossible_counts(events: int, trials: int) -> None:
+    with pytest.raises(ValueError, match="expected 0 ≤ events ≤ trials and trials ≥ 1"):
+        wilson_interval(events, trials)

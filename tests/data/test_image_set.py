@@ -60,7 +60,8 @@ def test_digest_sees_labels_names_and_bytes(tmp_path: Path) -> None:
 
 def test_missing_folder_lists_the_names(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"no data at '.*none': expected a folder with train/ and val/, or one of: digits"
+        InputError,
+        match=r"no data at '.*none': expected a folder with train/ and val/, or with a folder .*, or one of: digits",
     ):
         open_images(str(tmp_path / "none"), "val")
 

@@ -102,7 +102,7 @@ def test_hidden_folders_and_files_are_no_classes(tmp_path: Path) -> None:
         (tmp_path / split / "notes.txt").touch()
     assert class_names_in(tmp_path) == ("cat", "dog")
     (tmp_path / "val" / "owl").mkdir()
-    with pytest.raises(InputError, match=r"train has no folder for 'owl', which .*val has$"):
+    with pytest.raises(InputError, match=r"train has no folder for 'owl', which .*val has: add it there"):
         class_names_in(tmp_path)
 
 

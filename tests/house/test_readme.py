@@ -1,4 +1,5 @@
-"""The README's step-by-step block, run command by command, and its Python block against the same server.
+"""The README's step-by-step block, run command by command, and its Python block against the same server; and the five
+commands of docs/first-model.md on generated photographs, each of which has to print the next.
 
 Training is a process of its own, forked from one that has imported PyTorch; the other verbs that need it run in this
 process, which has imported it too.
@@ -21,15 +22,25 @@ from urllib.request import urlopen
 
 import pyarrow.parquet as parquet
 import pytest
+from PIL import Image
 
 from cli_fixture import run_in_process
-from training_jobs import TINY_SETTINGS, VitxProcess
+from training_jobs import TINY_SETTINGS, VitxProcess, context
 from vitx.data.open import open_images
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What is tested is that the commands work, not the accuracy or the speed.
 SHORTER = {"train": ["--set", "epochs=1", *TINY_SETTINGS], "bench": ["--seconds", "0.2"]}
+FIRST_MODEL = (ROOT / "docs" / "first-model.md").read_text(encoding="utf-8")
+SHORTER_PHOTOS = (
+    "epochs=1",
+    "workers=0",
+    "model.kwargs.depth=1",
+    "model.kwargs.embed_dim=16",
+    "model.kwargs.num_heads=2",
+)
+CLASSES, PHOTOS_OF_EACH = ("bark", "grass", "water"), 60
 IN_THIS_PROCESS = ("eval", "analyze", "export", "parity")
 
 
@@ -96,6 +107,7 @@ def test_the_steps_of_the_readme(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_images(tmp_path)
+    context()  # started in the checkout, the fork server imports its vitx, and not an installed one
     monkeypatch.chdir(tmp_path)
     port = free_port()
     steps = [step.replace("8000", str(port)) for step in commands()]
@@ -131,6 +143,51 @@ def test_the_steps_of_the_readme(
     table = parquet.read_table(next((tmp_path / "runs/predictions").glob("*.parquet"))).to_pydict()
     assert len(table["class"]) == 20
     assert not any(table["error"])
+
+
+def write_photographs(folder: Path) -> None:
+    """As many as on the page, so that the evaluation split proves the same rate."""
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir(parents=True)
+        for number in range(PHOTOS_OF_EACH):
+            colour = (60 * label, 4 * number, 128)
+            Image.new("RGB", (40, 32), colour).save(folder / name / f"{number:03d}.jpg")
+
+
+def row_names(printed: str) -> list[str]:
+    """The first cells of a table of two columns."""
+    rows = [line.split("│") for line in printed.splitlines() if line.startswith("│")]
+    return [cells[1].strip() for cells in rows if cells[1].strip()]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a POSIX shell")
+def test_the_five_commands_of_the_first_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vitx.export.bundling.run_limited", lambda title, function, *given, **_: function(*given))
+    write_photographs(tmp_path / "photos")
+    blocks = re.findall(r"```console\n\$ (.*?)\n(.*?)```", FIRST_MODEL, re.DOTALL)
+    commands = [command for command, _ in blocks]
+    verbs = [command.split()[1] for command in commands]
+    assert verbs[:5] == ["train", "report", "export", "parity", "serve"]
+    for (command, shown), following in zip(blocks[:4], commands[1:], strict=False):
+        words = tuple(shlex.split(command)[1:])
+        if words[0] == "train":
+            settings = [word for setting in SHORTER_PHOTOS for word in ("--set", setting)]
+            ended, said = VitxProcess(tmp_path, (*words, *settings), tmp_path / "train.log").wait()
+            printed = said
+        else:
+            monkeypatch.chdir(tmp_path)
+            ended, printed, said = run_in_process(words, monkeypatch, capsys)
+        assert ended == 0, f"{command}\n{said}"
+        assert f"next: {following}" in said.splitlines(), said
+        assert f"next: {following}" in shown.splitlines(), "the page shows what is printed"
+        assert words[0] == "parity" or row_names(printed) == row_names(shown)
+    port = free_port()
+    with serving(f"{commands[4]} --port {port}", tmp_path, port):
+        assert json.loads(run(commands[5].replace("8000", str(port)), tmp_path))["predictions"][0]["label"] in CLASSES
+    address = f"http://127.0.0.1:{port}/v1/classify"
+    assert f"next: curl --data-binary @IMAGE {address}" in (tmp_path / "server.log").read_text()
 
 
 def test_the_tree_names_every_folder() -> None:

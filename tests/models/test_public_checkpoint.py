@@ -3,18 +3,22 @@
 import dataclasses
 import pickle
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import timm
 import torch
+from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import nn
 
 from reference import randomize
-from vitx.core.errors import InputError
-from vitx.models import LoadReport, load_public_checkpoint
-from vitx.models.public_checkpoint import classes_in, read_weights, save_weights
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.run import ModelSpec
+from vitx.models import LoadReport, load_public_checkpoint, public_checkpoint
+from vitx.models.public_checkpoint import classes_in, published_model, read_weights, save_weights
 from vitx.models.recalibration import normalized_re_attentions
 
 SIZE: dict[str, Any] = {"embed_dim": 24, "num_heads": 3, "num_classes": 5}
@@ -267,3 +271,35 @@ def test_several_entries_that_differ_are_counted(tmp_path: Path) -> None:
     save_file(state, tmp_path / "w.safetensors")
     with pytest.raises(InputError, match=r"1 entries differ, the first is 'norm.bias' \(a scalar in the file, 24 in"):
         load_public_checkpoint(network(), tmp_path / "w.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("answers", "before", "offline"), [(True, False, False), (False, False, True), (True, True, True)]
+)
+def test_what_is_published_comes_from_the_cache_alone_where_the_hub_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, answers: bool, before: bool, offline: bool
+) -> None:
+    seen: list[bool] = []
+
+    def create(name: str, **options: Any) -> nn.Module:
+        seen.append(constants.HF_HUB_OFFLINE)
+        raise OSError("nothing is in the cache")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", before)
+    monkeypatch.setattr(public_checkpoint, "_hub_answers", lambda: answers)
+    monkeypatch.setattr(timm, "create_model", create)
+    with pytest.raises(EnvironmentMissing, match=r"cannot be had here: do this \(nothing is in the cache\)"):
+        published_model(ModelSpec(name="vit_tiny_patch16_224", num_classes=3), "do this")
+    assert (seen, constants.HF_HUB_OFFLINE) == ([offline], before)
+
+
+def test_a_hub_that_refuses_and_one_that_hangs_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: nothing listens
+    assert not public_checkpoint._hub_answers()
+    ended = Event()
+    monkeypatch.setattr(public_checkpoint, "get_session", lambda: SimpleNamespace(head=lambda *_, **__: ended.wait()))
+    monkeypatch.setattr(public_checkpoint, "SECONDS_TO_ANSWER", 0.01)
+    assert not public_checkpoint._hub_answers()
+    ended.set()
+    monkeypatch.setattr(public_checkpoint, "SECONDS_TO_ANSWER", 60)
+    assert public_checkpoint._hub_answers()

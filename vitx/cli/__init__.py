@@ -38,7 +38,8 @@ VERBS = {
     "top": Verb("serve", "Show what a server does, by model."),
     "predict": Verb("serve", "Classify any number of images into Parquet."),
     "demo": Verb("all", "The whole way on handwritten digits."),
-    "recipes": Verb("train", "List the recipes."),
+    "recipes": Verb("train", "List the recipes, or show one in full."),
+    "settings": Verb("train", "List what can be set in a recipe."),
     "models": Verb("train", "List, show or convert networks."),
     "doctor": Verb("all", "Say what this machine and installation can do."),
 }

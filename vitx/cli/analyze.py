@@ -29,7 +29,8 @@ def command(
     from vitx.analyze import chosen_metrics
     from vitx.analyze.analysis_report import report_json
     from vitx.analyze.network_analyses import analyze_networks
-    from vitx.core.console import print_json
+    from vitx.cli.next_command import export_of
+    from vitx.core.console import log_next, print_json
 
     metrics = chosen_metrics(request.only or None)
     names = [source, other] if other else [source]
@@ -38,6 +39,8 @@ def command(
         print_json(report_json(analyses, cka_between))
     else:
         _print_table(analyses, metrics)
+    if other is None and not source.startswith("model:"):
+        log_next(*export_of(source), quiet=quiet)
 
 
 def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:

@@ -41,9 +41,13 @@ def command(
     if options.explain:
         _explain(source, weights, options, as_json=as_json)
         return
+    from vitx.core.console import log_next
     from vitx.parity.exported import export_certified
 
-    _print(export_certified(source, out, options, weights=weights, quiet=quiet), as_json=as_json)
+    bundle = export_certified(source, out, options, weights=weights, quiet=quiet)
+    _print(bundle, as_json=as_json)
+    if bundle.certificate() is not None:
+        log_next("vitx", "parity", "--verify", bundle.path, quiet=quiet)
 
 
 def _explain(target: str, weights: str, options: ExportOptions, *, as_json: bool) -> None:

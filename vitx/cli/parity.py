@@ -38,6 +38,8 @@ def command(
 
     Exit code 1 when the verdict is fail; the certificate is written all the same and says why.
     """
+    from vitx.core.bundle import MANIFEST
+    from vitx.core.console import log_next
     from vitx.parity.check import check_parity
     from vitx.parity.executables.first_load import certify_here, require_passing
     from vitx.parity.replay import verify_certificate
@@ -46,16 +48,20 @@ def command(
         replay = verify_certificate(reference, candidate, options, quiet=quiet)
         _print_replay(replay, as_json=as_json)
         replay.require_agreement()
+        log_next("vitx", "serve", reference, quiet=quiet)
         return
     if candidate is None:
         verdicts = certify_here(reference, options, quiet=quiet)
         _print_verdicts(reference, verdicts, as_json=as_json)
         for verdict in verdicts:
             require_passing(reference, verdict)
+        log_next("vitx", "serve", reference, quiet=quiet)
         return
     result = check_parity(reference, candidate, options, quiet=quiet)
     _print_result(result, candidate, as_json=as_json)
     result.require_pass(reference, candidate)
+    if (candidate / MANIFEST).is_file():
+        log_next("vitx", "serve", candidate, quiet=quiet)
 
 
 def _print_replay(replay: "Replay", *, as_json: bool) -> None:

@@ -19,7 +19,8 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Show a run on one page: curves, recipe, environment, confusion matrix, layers. It needs no other file."""
-    from vitx.core.console import print_fields, print_json
+    from vitx.cli.next_command import export_of
+    from vitx.core.console import log_next, print_fields, print_json
     from vitx.core.run import RunFolder
     from vitx.models.device import choose_device
     from vitx.train.report import write_report
@@ -33,3 +34,4 @@ def command(
         print_json(summary)
     else:
         print_fields(f"report of {run}", summary)
+    log_next(*export_of(run, summary.get("images")), quiet=quiet)

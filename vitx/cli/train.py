@@ -2,22 +2,28 @@
 
 import signal
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad
+from vitx.cli.options import Data, DeviceOption, Json, Quiet, SkipBad, from_records
+from vitx.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from vitx.train import Recipe
 
 
+_DEFAULTS = TrainOptions()
+
+
+@from_records("train")
 def command(
-    recipe: Annotated[str, typer.Argument(help="A name of `vitx recipes`.")],
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="[RECIPE]", help="A name of `vitx recipes`; photos for your own images.")
+    ] = None,
     data: Data = None,
     out: Annotated[Path | None, typer.Option("--out", help="The run folder. Default: runs/RECIPE.")] = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting of the recipe; may be repeated."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a run that was stopped.")] = False,
+    options: TrainOptions = _DEFAULTS,
     skip_bad: SkipBad = False,
     device: DeviceOption = "auto",
     wandb: Annotated[
@@ -32,34 +38,53 @@ def command(
     quiet: Quiet = False,
 ) -> None:
     """Train a recipe into a run folder; --resume continues a run that was stopped."""
-    from vitx.core.console import log
-    from vitx.train.recipes.registry import resolve_recipe
+    resolved, folder = _resolved(recipe, data, out, options, device)
+    if options.dry_run:
+        from vitx.train.loop.dry_run import dry_run as take_some_steps
 
-    folder = out or Path("runs") / recipe
-    resolved = resolve_recipe(recipe, data=data, overrides=settings or [], resumed=folder if resume else None)
-
-    from vitx.train import train
-    from vitx.train.loop.distributed.processes import is_first_process
-    from vitx.train.loop.interruption import TrainingStopped
-
+        found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
+        _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
+        return
     after_epoch = None
     if analysis_every:
         from vitx.analyze.between_epochs import analysis_between_epochs
 
         after_epoch = analysis_between_epochs(folder, analysis_every, quiet=quiet)
+    choices: dict[str, Any] = {"skip_bad": skip_bad, "device": device, "wandb": wandb, "after_epoch": after_epoch}
+    _train(resolved, folder, resume=options.resume, as_json=as_json, quiet=quiet, **choices)
+
+
+def _resolved(
+    name: str | None, data: str | None, out: Path | None, options: TrainOptions, device: str
+) -> "tuple[Recipe, Path]":
+    """The recipe with everything that was given, and the run folder."""
+    from vitx.train.recipes.recipe_file import read_settings
+    from vitx.train.recipes.registry import resolve_recipe
+
+    file = options.file
+    folder = out or Path("runs") / str(name or (read_settings(file) if file else {}).get("name"))
+    resolved = resolve_recipe(
+        name,
+        data=data,
+        overrides=options.settings,
+        resumed=folder if options.resume else None,
+        start=options.start,
+        file=file,
+        device=device,
+    )
+    return resolved, folder
+
+
+def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, quiet: bool, **choices: Any) -> None:
+    from vitx.core.console import log, log_next
+    from vitx.train import train
+    from vitx.train.loop.distributed.processes import is_first_process
+    from vitx.train.loop.interruption import TrainingStopped
+
     prints = is_first_process()
-    resuming = f"resume with `vitx train {recipe} --out {folder} --resume`"
+    resuming = f"resume with `vitx train {resolved.name} --out {folder} --resume`"
     try:
-        result = train(
-            resolved,
-            folder,
-            resume=resume,
-            skip_bad=skip_bad,
-            device=device,
-            wandb=wandb,
-            after_epoch=after_epoch,
-            quiet=quiet,
-        )
+        result = train(resolved, folder, resume=resume, quiet=quiet, **choices)
     except TrainingStopped as stopped:
         log(f"{stopped}, all is saved: {resuming}", quiet=not prints)
         raise typer.Exit(130 if stopped.signal == signal.SIGINT else 0) from None
@@ -74,24 +99,28 @@ def command(
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
     _print_result(result.summary(resolved.selection.metric), as_json=as_json)
+    log_next("vitx", "report", folder, quiet=quiet)
 
 
 def _print_result(summary: dict[str, Any], *, as_json: bool) -> None:
+    layers, (low, high) = summary["cos_sim"], summary["top1_interval"]
+    shown = {
+        "top-1 (averaged weights, best epoch)": f"{summary['top1']:.2%}",
+        "95 % interval": f"{low:.1%} to {high:.1%}, of {summary['images']} images (Wilson)",
+        "NLL": f"{summary['nll']:.4f}",
+        "ECE": f"{summary['ece']:.4f}",
+        "best epoch": f"{summary['best_epoch']} of {summary['epochs']}",
+        "top-1 of the last epoch": f"{summary['last_top1']:.2%}",
+        "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
+        "seconds": summary["seconds"],
+    }
+    _print_fields(f"trained {summary['run']}", summary if as_json else shown, as_json=as_json)
+
+
+def _print_fields(title: str, fields: dict[str, Any], *, as_json: bool) -> None:
     from vitx.core.console import print_fields, print_json
 
     if as_json:
-        print_json(summary)
-        return
-    layers = summary["cos_sim"]
-    print_fields(
-        f"trained {summary['run']}",
-        {
-            "top-1 (averaged weights, best epoch)": f"{summary['top1']:.2%}",
-            "NLL": f"{summary['nll']:.4f}",
-            "ECE": f"{summary['ece']:.4f}",
-            "best epoch": f"{summary['best_epoch']} of {summary['epochs']}",
-            "top-1 of the last epoch": f"{summary['last_top1']:.2%}",
-            "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
-            "seconds": summary["seconds"],
-        },
-    )
+        print_json(fields)
+    else:
+        print_fields(title, fields)

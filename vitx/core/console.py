@@ -1,6 +1,7 @@
 """What a person sees: a progress bar on a terminal, plain lines elsewhere, tables, and JSON for machines."""
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,6 +70,11 @@ def log(message: str, *, quiet: bool = False) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
+def log_next(*words: object, quiet: bool = False) -> None:
+    """The command that usually follows, as a shell takes it, on standard error."""
+    log(f"next: {shlex.join(map(str, words))}", quiet=quiet)
+
+
 def print_json(value: Any) -> None:
     """JSON on standard output, for machines."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
@@ -80,7 +86,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title), title_justify="left")
+    table = Table(title=Text(title), title_justify="left", show_header=any(columns))
     for index, column in enumerate(columns):
         numeric = all(isinstance(row[index], int | float) for row in rows) and bool(rows)
         table.add_column(Text(column), justify="right" if numeric else "left", overflow="fold")

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+LISTED_NAMES = 100  # of those that are known, where a name is not: timm alone has more than a thousand
+
 
 class VitxError(Exception):
     """An error with a message for the user; `exit_code` is what the command line returns."""
@@ -31,9 +33,10 @@ class EnvironmentMissing(VitxError):
 def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:
     """Return the error for a name that is not among `known`, with the nearest ones first."""
     names = sorted(known)
+    shown = names if len(names) <= LISTED_NAMES else [*names[:LISTED_NAMES], f"… ({len(names)} in all)"]
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return InputError(f"unknown {kind} '{given}': {hint}known: {', '.join(names)}")
+    return InputError(f"unknown {kind} '{given}': {hint}known: {', '.join(shown)}")
 
 
 def missing_package(package: str, extra: str) -> EnvironmentMissing:

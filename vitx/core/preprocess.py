@@ -78,15 +78,20 @@ class Preprocessing(Record):
     `mean` and `std` are on the scale 0 to 1 and are applied by the model, not by `apply`.
     """
 
-    image_size: Annotated[int, Field(gt=0)]
-    crop_fraction: Annotated[float, Field(gt=0, le=MAX_CROP_FRACTION)] = 1.0
+    image_size: Annotated[int, Field(gt=0, description="side of the square that the network sees, in pixels")]
+    crop_fraction: Annotated[
+        float, Field(gt=0, le=MAX_CROP_FRACTION, description="side of that square, as a share of the resized image's")
+    ] = 1.0
     # Not written where it is "center": readers of bundles refuse a field that they do not know, as here they should.
-    crop_mode: Annotated[Literal["center", "squash", "border"], Field(exclude_if=lambda mode: mode == "center")] = (
-        "center"
+    crop_mode: Annotated[
+        Literal["center", "squash", "border"],
+        Field(exclude_if=lambda mode: mode == "center", description="which sides are resized: shorter, both, longer"),
+    ] = "center"
+    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = Field(
+        default="bicubic", description="of the resizing, antialiased"
     )
-    interpolation: Literal["nearest", "bilinear", "bicubic", "lanczos"] = "bicubic"
-    mean: Triple = HALF
-    std: tuple[Positive, Positive, Positive] = HALF
+    mean: Triple = Field(default=HALF, description="of the channels, on the scale 0 to 1: subtracted")
+    std: tuple[Positive, Positive, Positive] = Field(default=HALF, description="of the channels: divided by")
 
     @property
     def scaled_side(self) -> int:

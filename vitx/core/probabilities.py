@@ -4,6 +4,8 @@ Every stage that makes probabilities of logits calls these functions, so trainin
 report the same numbers. numpy alone: server and prediction have no torch.
 """
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,18 @@ def classification_metrics(logits: npt.NDArray[np.floating], labels: npt.NDArray
         "ece": calibration_error(probabilities, labels),
         "brier": brier_score(probabilities, labels),
     }
+
+
+def wilson_interval(events: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """The two-sided interval of a rate (Wilson 1927), 95 % by default: it stays within [0, 1] and works for few trials.
+
+    (p + z²/2n ± z·√(p(1−p)/n + z²/4n²)) / (1 + z²/n). Raises ValueError unless 0 ≤ events ≤ trials and trials ≥ 1.
+    """
+    if not 0 <= events <= trials or trials < 1:
+        raise ValueError(f"events={events}, trials={trials}: expected 0 ≤ events ≤ trials and trials ≥ 1")
+    rate, share = events / trials, z * z / trials
+    half = z * math.sqrt(rate * (1 - rate) / trials + share / (4 * trials))
+    return max(0.0, (rate + share / 2 - half) / (1 + share)), min(1.0, (rate + share / 2 + half) / (1 + share))
 
 
 def softmax(logits: npt.NDArray[np.floating]) -> Float64Array:

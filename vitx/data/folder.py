@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError, decode
-from vitx.data.image_set import EXTENSIONS, ImageSet
+from vitx.data.image_set import EXTENSIONS, SPLIT_NAMES, ImageSet, Split
 
 # Up to so many images are decoded before a run begins, to find unreadable ones; with more that would take too long.
 CHECKED_IMAGES = 20_000
@@ -26,26 +27,38 @@ def list_images(folder: Path) -> list[Path]:
     )
 
 
+def split_folder(root: Path, split: Split) -> Path:
+    """`root`/train, or `root`/val under the first of its names that exists."""
+    return next((root / name for name in SPLIT_NAMES[split] if (root / name).is_dir()), root / split)
+
+
+def folders_in(folder: Path) -> list[str]:
+    """The names of the folders in `folder`, sorted; hidden ones are left out."""
+    return sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
 def class_names_in(root: Path) -> tuple[str, ...]:
     """The names of the class folders, sorted; raise InputError unless train/ and val/ have the same."""
-    found: dict[str, set[str]] = {}
-    for split in ("train", "val"):
-        folder = root / split
+    train, val = folders = [split_folder(root, split) for split in ("train", "val")]
+    for folder in folders:
         if not folder.is_dir():
             raise InputError(
-                f"{folder} does not exist: expected train/ and val/ in '{root}', each with a folder a class"
+                f"{folder} does not exist: expected train/ and val/ in '{root}', each with a folder a class, or the "
+                "class folders alone, of which a fifth of the images is then kept for evaluation"
             )
-        found[split] = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
-        if not found[split]:
+        if not folders_in(folder):
             raise InputError(f"{folder} is empty: expected one folder of images a class")
-    for here, there in (("train", "val"), ("val", "train")):
-        missing = sorted(found[here] - found[there])
+    for here, there in ((train, val), (val, train)):
+        missing = sorted({*folders_in(here)} - {*folders_in(there)})
         if missing:
-            raise InputError(f"{root / there} has no folder for {_quoted(missing)}, which {root / here} has")
-    return tuple(sorted(found["train"]))
+            raise InputError(
+                f"{there} has no folder for {quoted(missing)}, which {here} has: add it there, or remove it here"
+            )
+    return tuple(folders_in(train))
 
 
-def _quoted(names: Sequence[str]) -> str:
+def quoted(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
     shown = ", ".join(f"'{name}'" for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -53,6 +66,13 @@ def _quoted(names: Sequence[str]) -> str:
 def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -> ImageSet:
     """The images of one split, a folder a class; `skip_bad` leaves out what cannot be read (see `open_images`)."""
     found = [(path, label) for label, name in enumerate(class_names) for path in list_images(folder / name)]
+    return readable_images(folder, class_names, found, name=str(folder.parent), skip_bad=skip_bad)
+
+
+def readable_images(
+    folder: Path, class_names: tuple[str, ...], found: Sequence[tuple[Path, int]], *, name: str, skip_bad: bool
+) -> ImageSet:
+    """Those images `found` in `folder`, each with its class number, that can be read."""
     checked = [path for path, _ in found] if len(found) <= CHECKED_IMAGES else []
     with ThreadPoolExecutor() as pool:
         problems = list(pool.map(_why_unreadable, checked)) or [None] * len(found)
@@ -64,20 +84,20 @@ def open_folder(folder: Path, class_names: tuple[str, ...], *, skip_bad: bool) -
     counts = np.bincount([label for _, label in good], minlength=len(class_names))
     empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
     if empty:
-        raise InputError(f"{folder} has no readable image of {_quoted(empty)}")
+        raise InputError(f"{folder} has no readable image of {quoted(empty)}")
     paths = tuple(path for path, _ in good)
     return ImageSet(
-        name=str(folder.parent),
+        name=name,
         class_names=class_names,
-        keys=tuple(str(path.relative_to(folder)) for path in paths),
+        keys=tuple(path.relative_to(folder).as_posix() for path in paths),
         labels=np.array([label for _, label in good], dtype=np.int64),
-        read=_FileReader(paths),
+        read=FileReader(paths),
         skipped=tuple(bad),
     )
 
 
 @dataclass(frozen=True)
-class _FileReader:
+class FileReader:
     """`ImageSet.read` of files; unlike a lambda it can be sent to another process."""
 
     paths: tuple[Path, ...]
@@ -87,6 +107,15 @@ class _FileReader:
 
 
 def _why_unreadable(path: Path) -> str | None:
+    try:
+        state = path.stat()
+    except OSError as error:  # it went away since the folder was listed
+        return str(error)
+    return _why_unreadable_now(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=2 * CHECKED_IMAGES)  # a run opens its images more than once, and this decodes them all
+def _why_unreadable_now(path: Path, size: int, changed: int) -> str | None:
     try:
         decode(path)
     except ImageError as error:

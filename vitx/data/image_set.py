@@ -27,6 +27,7 @@ class ImageSet:
 
     keys: a name for each image, unique in the set. labels: class numbers int64 (N,), −1 where there are none.
     read: `read(i)` returns the encoded bytes (PNG, JPEG, …) of image i. skipped: unreadable files that were left out.
+    by_hash: whether the split was made here, of one folder, and a run has to keep it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class ImageSet:
     labels: npt.NDArray[np.int64]
     read: Callable[[int], bytes]
     skipped: tuple[str, ...] = ()
+    by_hash: bool = False
 
     def __len__(self) -> int:
         return len(self.keys)

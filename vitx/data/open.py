@@ -5,7 +5,8 @@ from pathlib import Path
 
 from vitx.core.errors import InputError
 from vitx.data.digits import open_digits
-from vitx.data.folder import class_names_in, open_folder
+from vitx.data.flat_folder import is_flat, is_split_file, open_flat, open_split_file
+from vitx.data.folder import class_names_in, open_folder, split_folder
 from vitx.data.image_set import NAMED_SETS, SPLIT_NAMES, ImageSet, Split
 
 
@@ -13,7 +14,8 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
     """Open one split of a named set ("digits", "imagenet", …) or of what lies at the path `data`.
 
     In a path are recognised, in this order: train/ and val/, each with one folder of images a class; CIFAR's own files;
-    a Hugging Face data set; WebDataset shards. `data` may also be a pattern of shards with {split} in it.
+    a Hugging Face data set; WebDataset shards; one folder a class, of which a fifth is the evaluation split. `data` may
+    also be a pattern of shards with {split} in it, or the split.json of a run.
 
     Raises InputError when `data` is none of them, when train/ and val/ hold different classes, or when an image of a
     folder of at most 20,000 cannot be read; with `skip_bad` such images are left out and listed in `skipped`.
@@ -24,17 +26,21 @@ def open_images(data: str, split: Split, *, skip_bad: bool = False) -> ImageSet:
         return open_digits(split)
     if "{split}" in data:
         return webdataset.open_shards(data, split)
+    if is_split_file(data):
+        return open_split_file(Path(data), split)
     root = folder_of(data)
     if any(path.is_dir() for path in (root / "train").glob("*")):
-        return open_folder(root / split, class_names_in(root), skip_bad=skip_bad)
+        return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
     if (folder := cifar.find_folder(root)) is not None:
         return cifar.open_cifar(folder, split)
     if hugging_face.is_hugging_face(root):
         return hugging_face.open_hugging_face(root, split)
     if any(webdataset.find_shards(str(root), name) for name in SPLIT_NAMES):
         return webdataset.open_shards(str(root), split)
+    if is_flat(root):
+        return open_flat(root, split, skip_bad=skip_bad)
     # Nothing was recognised: this raises the error that says what a folder must hold.
-    return open_folder(root / split, class_names_in(root), skip_bad=skip_bad)
+    return open_folder(split_folder(root, split), class_names_in(root), skip_bad=skip_bad)
 
 
 def folder_of(data: str) -> Path:
@@ -42,7 +48,9 @@ def folder_of(data: str) -> Path:
     root = Path(os.environ.get("VITX_DATA", "data")) / data if data in NAMED_SETS else Path(data)
     if not root.is_dir():
         hint = ", which are looked for in $VITX_DATA" if data in NAMED_SETS else ""
+        found = f"'{root}' is a file" if root.exists() else f"no data at '{root}'"
         raise InputError(
-            f"no data at '{root}': expected a folder with train/ and val/, or one of: {', '.join(NAMED_SETS)}{hint}"
+            f"{found}: expected a folder with train/ and val/, or with a folder of images for each class, or one of: "
+            f"{', '.join(NAMED_SETS)}{hint}"
         )
     return root

@@ -75,6 +75,7 @@ class ExportOptions(Options):
         flag="--for",
     )
     triton: Path | None = option(None, "Also write a Triton model repository.", metavar="DIR")
+    hub: Path | None = option(None, "Also write timm's and Hugging Face's layout, with a model card.", metavar="DIR")
     data: DataOption = None
     max_flip_rate: MaxFlipRate = 0.01
     witness: Annotated[int | None, BeforeValidator(parse_witness)] = option(

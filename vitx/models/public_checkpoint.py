@@ -1,26 +1,35 @@
 """Loading published checkpoints: DeepViT's, DeiT's and timm's own, whose tensors all have timm's names."""
 
 import pickle
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
+import timm
 import torch
+from huggingface_hub import get_session
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from timm.models.vision_transformer import checkpoint_filter_fn
 from torch import Tensor, nn
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import write_bytes
+from vitx.core.run import ModelSpec
 from vitx.models.recalibration import set_closed_form_means
 
 # Classifiers: a checkpoint may lack them, or have them for another number of classes.
 CLASSIFIERS = ("head.", "patch_head.", "head_dist.")
 # Under which key training scripts keep the weights, the averaged ones first.
 CONTAINERS = ("state_dict_ema", "model_ema", "model", "state_dict")
+
+# Within which the hub must answer: its own library tries for more than a minute.
+SECONDS_TO_ANSWER = 3.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,54 @@ def load_public_checkpoint(model: nn.Module, path: Path | str) -> LoadReport:
         unexpected=tuple(sorted(weights.keys() - usable.keys() | (found.keys() - expected.keys()))),
         resized=resized,
     )
+
+
+def published_model(spec: ModelSpec, remedy: str) -> nn.Module:
+    """timm's network with the weights that it publishes, from the cache where the hub cannot be reached.
+
+    Raises InputError when there are none, EnvironmentMissing within seconds when they cannot be had; both end in
+    `remedy`.
+    """
+    try:
+        with _offline_unless_the_hub_answers(spec.name):
+            model: nn.Module = timm.create_model(
+                spec.name, pretrained=True, num_classes=spec.num_classes, **spec.kwargs
+            )
+    except RuntimeError as error:
+        raise InputError(f"timm knows no published weights: {remedy} ({first_line(error)})") from None
+    except OSError as error:
+        raise EnvironmentMissing(f"published weights cannot be had here: {remedy} ({first_line(error)})") from None
+    return model
+
+
+@contextmanager
+def _offline_unless_the_hub_answers(name: str) -> Iterator[None]:
+    config, before = timm.get_pretrained_cfg(name), huggingface_hub.constants.HF_HUB_OFFLINE
+    asked = not before and config is not None and config.has_weights
+    huggingface_hub.constants.HF_HUB_OFFLINE = before or (asked and not _hub_answers())
+    try:
+        yield
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = before
+
+
+def _hub_answers() -> bool:
+    """In a thread: no timeout of a request is one of the look-up of its host."""
+    answers = []
+
+    def ask() -> None:
+        with suppress(Exception):  # each version of the library has errors of its own: there is no answer
+            answers.append(get_session().head(huggingface_hub.constants.ENDPOINT, timeout=SECONDS_TO_ANSWER))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_ANSWER)
+    return bool(answers)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, or its name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -15,12 +15,13 @@ from timm.data.config import resolve_data_config
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vitx.core.errors import EnvironmentMissing, InputError, unknown_name
+from vitx.core.errors import InputError, unknown_name
 from vitx.core.options import Checkpoint
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.data.open import open_images
 from vitx.models import build_model, load_public_checkpoint, load_run_model
+from vitx.models.public_checkpoint import first_line, published_model
 
 PREFIX = "model:"
 # Arguments of timm's factory that are not of the network, with what to do instead.
@@ -281,24 +282,14 @@ def _built(spec: ModelSpec) -> nn.Module:
     # What a constructor raises for a value that it cannot use is its own choice; InputError is a ValueError.
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         given = ", ".join(f"{key}={value!r}" for key, value in spec.kwargs.items())
-        raise InputError(f"'{spec.name}' cannot be built with --model-arg {given}: {_first_line(error)}") from None
+        raise InputError(f"'{spec.name}' cannot be built with --model-arg {given}: {first_line(error)}") from None
 
 
 def _pretrained(spec: ModelSpec) -> nn.Module:
     remedy = f"give the weights of '{spec.name}' with --weights FILE, or say --weights random"
     if spec.kwargs:
         _built(spec)  # or arguments that cannot be used would be taken for weights that cannot be had
-    try:
-        model: nn.Module = timm.create_model(spec.name, pretrained=True, num_classes=spec.num_classes, **spec.kwargs)
-    except RuntimeError as error:
-        raise InputError(f"timm knows no published weights: {remedy} ({_first_line(error)})") from None
-    except OSError as error:
-        raise EnvironmentMissing(f"published weights cannot be had here: {remedy} ({_first_line(error)})") from None
-    return model
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return published_model(spec, remedy)
 
 
 def _weights_digest(model: nn.Module) -> str:

@@ -16,6 +16,7 @@ from vitx.core.tensorrt_plan import ENGINES_FOLDER
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.export import ExportOptions, SamplingPlan, Source, SourceRequest, export_bundle, triton_repository
+from vitx.export.hub import check_hub_folder, write_hub_folder
 from vitx.parity.certification import certify_models, record_verdicts
 from vitx.parity.comparison import Comparison
 from vitx.parity.executables.listing import CANDIDATES, INT8, RUNTIMES_BY_DEFAULT
@@ -45,6 +46,8 @@ def export_certified(
     request = source_request(target, options, weights)
     if request.is_model and options.data is None and not options.uncertified:
         raise InputError(f"'{target}' brings no images to certify on: give --data, or say --uncertified")
+    if options.hub is not None:
+        check_hub_folder(options.hub)
     out = out or Path(f"{request.network}.vitx" if request.is_model else f"{target}.vitx")
     limits: dict[str, Any] = {"max_flip_rate": options.max_flip_rate, "device": options.device, "quiet": quiet}
 
@@ -64,6 +67,8 @@ def export_certified(
         model = triton_repository(out, options.triton, plan=engine, allow_uncertified=options.uncertified)
         what = "the TensorRT plan, on the GPU" if engine else "the ONNX graph, on the CPU"
         log(f"export: in '{model}' Triton runs {what}", quiet=quiet)
+    if options.hub is not None:
+        log(f"export: '{write_hub_folder(request, bundle, options.hub)}' is a folder for timm", quiet=quiet)
     return bundle
 
 

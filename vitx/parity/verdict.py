@@ -75,13 +75,17 @@ def check_image_count(count: int, max_flip_rate: float) -> None:
     check_rate(max_flip_rate)
     if count == 0:
         raise InputError("no images: parity needs real images to compare on")
-    provable = clopper_pearson_upper(0, count)
-    if provable > max_flip_rate:
+    if clopper_pearson_upper(0, count) > max_flip_rate:
         raise InputError(
             f"{count} images cannot prove a flip rate of at most {max_flip_rate:g}: it takes "
             f"{images_needed(max_flip_rate)} without a flip; give more with --data, or ask for "
-            f"--max-flip-rate {math.ceil(provable * 1000) / 1000:g}"
+            f"--max-flip-rate {provable_rate(count):g}"
         )
+
+
+def provable_rate(count: int) -> float:
+    """The least flip rate, to three places, that `count` images prove when none of them flips."""
+    return math.ceil(clopper_pearson_upper(0, count) * 1000) / 1000
 
 
 def check_rate(max_flip_rate: float) -> None:

@@ -10,7 +10,8 @@ from vitx.train.recipes.recipe import Recipe, apply_overrides
 from vitx.train.recipes.registry import get_recipe, resolve_recipe
 
 if TYPE_CHECKING:
-    from vitx.train.loop.trainer import TrainingResult, train
+    from vitx.train.loop.result import TrainingResult
+    from vitx.train.loop.trainer import train
     from vitx.train.losses.patch_losses import patch_contrastive_loss, patch_cosine_loss, patch_mixing_loss
 
 __all__ = [
@@ -29,7 +30,8 @@ __all__ = [
 __getattr__ = lazy_names(
     __name__,
     {
-        "vitx.train.loop.trainer": ("TrainingResult", "train"),
+        "vitx.train.loop.result": ("TrainingResult",),
+        "vitx.train.loop.trainer": ("train",),
         "vitx.train.losses.patch_losses": ("patch_contrastive_loss", "patch_cosine_loss", "patch_mixing_loss"),
     },
 )

@@ -55,7 +55,7 @@ def newest_step(run: Path) -> int:
 def names_in(run: Path) -> set[str]:
     """The relative paths of all files but TensorBoard's, of which every process writes a new one."""
     paths = (path.relative_to(run) for path in run.rglob("*"))
-    return {str(path) for path in paths if path.parent.name != "tensorboard"}
+    return {str(path) for path in paths if "tensorboard" not in path.parts[:-1]}
 
 
 @pytest.mark.parametrize(("kills", "deterministic"), [(12, "false"), (2, "true")])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
@@ -39,6 +40,7 @@ def test_the_run_folder_holds_what_its_specification_says(finished: Path) -> Non
         "run.json",
         "recipe.json",
         "environment.json",
+        "first-batch.png",
         "metrics.jsonl",
         "checkpoints",
         "tensorboard",
@@ -51,7 +53,10 @@ def test_the_run_folder_holds_what_its_specification_says(finished: Path) -> Non
     assert (recipe.name, recipe.epochs, recipe.losses.cosine) == ("digits-deepvit", 2, 0.1)
     environment = read_record(finished / "environment.json", RunEnvironment)
     assert environment.data["val"].images == 360
-    assert len(list((finished / "tensorboard").iterdir())) == 1
+    assert environment.command
+    assert len(environment.commit.removesuffix("+changes")) in (0, 40)
+    with Image.open(finished / "first-batch.png") as sheet:
+        assert sheet.size == (4 * 32, 4 * 32)
     folder, state = run.checkpoint("last")
     assert {path.name for path in folder.iterdir()} == {
         "model.safetensors",

@@ -14,6 +14,7 @@ from torch import nn
 
 from training_jobs import recipe_of
 from vitx.core.errors import CheckFailed
+from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.train.loop import trainer as module
 from vitx.train.loop.checkpoint import CheckpointTensors
@@ -21,8 +22,9 @@ from vitx.train.loop.distributed.processes import ALONE, Processes
 from vitx.train.loop.evaluation import Evaluation
 from vitx.train.loop.interruption import StopRequest, TrainingStopped
 from vitx.train.loop.optimization import OptimizerState
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.step import EpochLog
-from vitx.train.loop.trainer import Trainer, TrainingResult
+from vitx.train.loop.trainer import Trainer
 
 CPU = torch.device("cpu")
 ROW: dict[str, Any] = {
@@ -60,6 +62,8 @@ def bare(*overrides: str, processes: Processes = ALONE, steps: int = 4, **attrib
         "run": SimpleNamespace(path="RUN"),
         "optimizer": SimpleNamespace(param_groups=[{"lr": 0.25}, {"lr": 0.5}, {"lr": 0.125}]),
         "stepper": SimpleNamespace(scaler=SimpleNamespace(is_enabled=lambda: False)),
+        "val_images": range(4),
+        "_new_step_log": lambda: SimpleNamespace(close=lambda: None),
     }
     trainer.__dict__.update({**made, **attributes})
     return trainer
@@ -85,7 +89,7 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
         {**ROW, "epoch": 1, "top1": 0.75, "nll": 1.0, "seconds": 1.26},
         {**ROW, "epoch": 2, "top1": 0.5, "nll": 0.5, "seconds": 2.03},
     ]
-    result = TrainingResult(RunFolder("somewhere"), history, 0)
+    result = TrainingResult(RunFolder("somewhere"), history, 0, 4)
     found = result.summary("top1")
     assert found == {
         "run": "somewhere",
@@ -96,6 +100,8 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
         "ece": 0.1,
         "cos_sim": [0.1],
         "attention_std": [0.2],
+        "images": 4,
+        "top1_interval": wilson_interval(3, 4),
         "last_top1": 0.5,
         "seconds": 3.3,
     }
@@ -103,7 +109,7 @@ def test_the_summary_of_a_run_is_that_of_its_best_epoch() -> None:
 
 
 def test_an_epoch_in_one_line() -> None:
-    assert module._summary(ROW, 12) == (
+    assert describe_epoch(ROW, 12) == (
         "epoch 1/12: top-1 50.00% NLL 1.2500 (classification 1.500 total 2.250) lr 0.0012 1.3 s"
     )
 
@@ -207,14 +213,15 @@ def test_the_bar_is_moved_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) ->
     @contextmanager
     def bar(title: str, total: int, *, quiet: bool = False) -> Iterator[Any]:
         shown.append((title, total, quiet))
-        yield SimpleNamespace(update=shown.append)
+        yield SimpleNamespace(update=lambda *moved: shown.append(moved))
 
     monkeypatch.setattr(module, "progress", bar)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     trainer = bare("epochs=7", steps=5)
+    trainer.step_log = SimpleNamespace(note="loss 2")
     Steps(trainer)
     trainer._optimize(2, StopRequest())
-    assert shown == [("epoch 2/7", 5, True), 1, 4, 5]
+    assert shown == [("epoch 2/7", 5, True), (1, "loss 2"), (4, "loss 2"), (5, "loss 2")]
 
 
 def test_a_loss_that_is_not_finite_names_its_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,8 +167,9 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: i
         device=CPU,
         quiet=False,
         spec=SPEC,
-        train_images=SimpleNamespace(class_names=("a", "b")),
+        train_images=SimpleNamespace(class_names=("a", "b"), by_hash=False),
         val_images="val",
+        data="data",
     )
     return trainer
 
@@ -176,6 +177,7 @@ def opened(path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str, rank: i
 def test_a_new_run_has_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[Any] = []
     monkeypatch.setattr(module, "write_json", lambda path, value: written.append((path.name, value)) or path.touch())  # type: ignore[func-returns-value]
+    monkeypatch.setattr(module, "first_batch", lambda data: f"picture of {data}".encode())
     trainer = opened(tmp_path / "runs" / "mine", monkeypatch)
     trainer._make_folder("environment")
     assert [name for name, _ in written] == ["recipe.json", "environment.json", "run.json"]
@@ -184,7 +186,9 @@ def test_a_new_run_has_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (info.name, info.seed, info.data) == ("mine", 5, trainer.recipe.data)
     assert (info.recipe, info.model, info.class_names) == (trainer.recipe.name, SPEC, ("a", "b"))
     assert info.preprocessing == trainer.recipe.preprocessing
-    assert sorted(path.name for path in trainer.run.path.iterdir()) == ["environment.json", "recipe.json", "run.json"]
+    assert (trainer.run.path / "first-batch.png").read_bytes() == b"picture of data"
+    names = ["environment.json", "first-batch.png", "recipe.json", "run.json"]
+    assert sorted(path.name for path in trainer.run.path.iterdir()) == names
 
 
 @pytest.mark.parametrize(("rank", "made"), [(0, ["environment"]), (1, [])])

@@ -224,6 +224,7 @@ class Server:
         print(f"vitx: serving {', '.join(self._models.names)} on {self._url()}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
+        log(f"next: curl --data-binary @IMAGE {self._url()}/v1/classify")
 
     def _url(self) -> str:
         return url_of(self._listener, tls=self._pem is not None)

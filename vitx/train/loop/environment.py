@@ -1,6 +1,10 @@
 """`environment.json`: the machine on which a run was started, and its images."""
 
 import hashlib
+import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -39,6 +43,8 @@ class RunEnvironment(Record):
     threads: int = Field(description="threads of one torch operation; another number rounds differently")
     processes: int = Field(default=1, description="that train together; another number rounds differently")
     data: dict[str, DataRecord]
+    command: str = Field(default="", description="the process's command line")
+    commit: str = Field(default="", description="of vitx's clone, +changes where files differ; '' for a package")
 
     @classmethod
     def read(cls, run: Path) -> "RunEnvironment":
@@ -54,6 +60,8 @@ class RunEnvironment(Record):
             threads=torch.get_num_threads(),
             processes=processes,
             data={"train": DataRecord.of(train), "val": DataRecord.of(val)},
+            command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            commit=_commit(),
         )
 
     def differences(self, other: "RunEnvironment") -> list[str]:
@@ -74,3 +82,15 @@ class RunEnvironment(Record):
                     f"the {split} images changed since the run began ({record.images} then, {found.images} now): "
                     "restore them, or train into another --out"
                 )
+
+
+@cache
+def _commit() -> str:
+    clone = Path(__file__).parents[3]
+    if not (clone / ".git").exists():
+        return ""
+    command = ("git", "-C", str(clone), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

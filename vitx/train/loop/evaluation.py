@@ -1,12 +1,13 @@
 """Evaluation of a network on an image set: accuracy, likelihood, calibration, and how similar its tokens are."""
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import nn
 
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics
 from vitx.data.image_set import ImageSet
@@ -61,6 +62,15 @@ def evaluate(
         cos_sim=_weighted_means([part[1] for part in parts], weights),
         attention_std=_weighted_means([part[2] for part in parts], weights),
     )
+
+
+def check_finite_evaluation(epoch: int, values: Evaluation) -> None:
+    """Raise CheckFailed for a network whose logits are not finite: its steps may have been, up to the last."""
+    if not math.isfinite(values.nll):
+        raise CheckFailed(
+            f"the network's predictions after epoch {epoch} are not finite: lower optimizer.lr; the last checkpoint is "
+            "kept"
+        )
 
 
 def _images_of_process(images: ImageSet, processes: Processes) -> ImageSet:

@@ -1,18 +1,16 @@
 """Failures of a training: a loss that is not finite (its batch is kept), a full disk, a process that died."""
 
 import errno
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch.distributed as dist
-from PIL import Image
 
 from vitx.core.errors import EnvironmentMissing
 from vitx.core.files import staged_folder, write_json
 from vitx.core.run import RunFolder
-from vitx.train.loop.inputs.training_data import Batch, TrainingData
+from vitx.train.loop.first_batch import contact_sheet
+from vitx.train.loop.inputs.training_data import TrainingData
 
 FAILED_BATCH_FOLDER = "failed-batch"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -26,20 +24,10 @@ def save_failed_batch(run: RunFolder, data: TrainingData, epoch: int, number: in
     batch = next(iter(data.batches(epoch, first=number)))  # made again: a batch follows from (seed, epoch, number)
     folder = run.path / FAILED_BATCH_FOLDER
     with staged_folder(folder) as stage:
-        _contact_sheet(batch).save(stage / "images.png")
+        contact_sheet(batch.images).save(stage / "images.png")
         labels = [{"label": int(label), "class": data.images.class_names[label]} for label in batch.labels]
         write_json(stage / "batch.json", {"epoch": epoch, "batch": number, "seed": data.seed, "images": labels})
     return str(folder)
-
-
-def _contact_sheet(batch: Batch) -> Image.Image:
-    """The images (B, S, S, 3) as a square of ⌈√B⌉ columns; places without an image are black."""
-    count, size = batch.images.shape[:2]
-    columns = math.ceil(math.sqrt(count))
-    sheet = np.zeros((math.ceil(count / columns) * columns, size, size, 3), np.uint8)
-    sheet[:count] = batch.images
-    rows = sheet.reshape(-1, columns, size, size, 3).swapaxes(1, 2)
-    return Image.fromarray(rows.reshape(-1, columns * size, 3))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec, RunFolder, weights_file
 from vitx.models import build_model
-from vitx.models.public_checkpoint import load_public_checkpoint
+from vitx.models.public_checkpoint import load_public_checkpoint, published_model
 from vitx.train.loop.distributed.synchronized_norm import synchronize_batch_norm
 from vitx.train.losses.objective import check_model
 from vitx.train.recipes.optimization_settings import Execution
@@ -57,7 +57,8 @@ def load_initial_weights(model: nn.Module, spec: ModelSpec, source: str, *, quie
     Raises InputError when there is no such checkpoint, or it is of another architecture.
     """
     if source == PRETRAINED:
-        published = build_model(spec.model_copy(update={"kwargs": {**spec.kwargs, "pretrained": True}}))
+        remedy = f"give weights of '{spec.name}' with --from FILE, or begin without any"
+        published = published_model(spec, remedy)
         model.load_state_dict(published.state_dict())
         return
     path = Path(source)

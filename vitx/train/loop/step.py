@@ -53,6 +53,7 @@ class Stepper:
         self.parameters = [parameter for parameter in network.parameters() if parameter.requires_grad]
         self.grid = patch_grid(network)
         self.precision = autocast_precision(recipe, self.device)
+        self.gradient_norm: Tensor | None = None  # of the last step, before it was clipped
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision is torch.float16)
 
     def __call__(self, epoch: int, batch: DeviceBatch) -> tuple[dict[str, Tensor], Tensor]:
@@ -71,9 +72,10 @@ class Stepper:
         self.scaler.unscale_(self.optimizer)  # without float16 the scaler is off, and this does nothing
         if settings.clip:
             norm = nn.utils.clip_grad_norm_(self.parameters, settings.clip)
+            # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
+            self.gradient_norm = getattr(norm, "full_tensor", lambda: norm)()
             if not self.scaler.is_enabled():  # the scaler itself skips a step whose gradient overflows
-                # Under FSDP the norm is a DTensor, whose parts `full_tensor` sums up.
-                checked_total = checked_total + 0 * getattr(norm, "full_tensor", lambda: norm)()
+                checked_total = checked_total + 0 * self.gradient_norm
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return losses, checked_total

@@ -6,8 +6,8 @@ number of the step alone, and a resumed run ends in the same bits as one that wa
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed
-from vitx.core.files import staged_folder, write_json
+from vitx.core.files import staged_folder, write_bytes, write_json
 from vitx.core.run import CheckpointState, RunFolder, RunInfo
+from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
 from vitx.models.device import choose_device
@@ -26,7 +27,6 @@ from vitx.models.recalibration import measure_batch_norm
 from vitx.train.loop.checkpoint import (
     CheckpointTensors,
     Metrics,
-    best_row,
     is_finished,
     load_newest,
     read_metrics,
@@ -41,8 +41,9 @@ from vitx.train.loop.distributed.batch_part import BatchPart
 from vitx.train.loop.distributed.fsdp_tensors import gathered_state, load_gathered_state
 from vitx.train.loop.distributed.processes import Processes, join_processes, parallelize, shard_module, unsharded
 from vitx.train.loop.environment import ENVIRONMENT_FILE, RunEnvironment
-from vitx.train.loop.evaluation import Evaluation, evaluate
+from vitx.train.loop.evaluation import Evaluation, check_finite_evaluation, evaluate
 from vitx.train.loop.failures import explain_full_disk, explain_lost_process, save_failed_batch
+from vitx.train.loop.first_batch import FIRST_BATCH, first_batch
 from vitx.train.loop.inputs.prefetch import DeviceBatch, Prefetcher
 from vitx.train.loop.inputs.training_data import WEIGHTS, TrainingData, seed_of
 from vitx.train.loop.interruption import StopRequest, TrainingStopped, stop_request
@@ -61,13 +62,15 @@ from vitx.train.loop.optimization import (
     optimizer_state,
     restore_optimizer,
 )
+from vitx.train.loop.result import TrainingResult, describe_epoch
 from vitx.train.loop.resuming import VISIBILITY_TIMEOUT, changed_settings, check_processes_agree, check_run_folder
 from vitx.train.loop.run_lock import RunLock, timeout_under_torchrun
 from vitx.train.loop.step import EpochLog, Objective, Stepper, mean_losses, resumed_sums
+from vitx.train.loop.step_log import StepLog
 from vitx.train.loop.tensorboard import tensorboard_writer
 from vitx.train.loop.weights_and_biases import require_wandb, wandb_writer
 from vitx.train.losses.distillation import load_teacher
-from vitx.train.recipes.optimization_settings import Metric, Stage
+from vitx.train.recipes.optimization_settings import Stage
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, read_recipe
 
 # Training images from which the BatchNorm statistics of the averaged weights are measured (docs/training.md).
@@ -80,27 +83,6 @@ SECONDS_BETWEEN_UPDATES = 0.1  # of the progress bar
 
 # Called with the number of the epoch that was saved, and the averaged network.
 AfterEpoch = Callable[[int, nn.Module], None]
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """A run whose training has ended: its metrics, one entry for each epoch, and how many epochs it resumed from."""
-
-    run: RunFolder
-    history: list[Metrics]
-    resumed_from: int
-
-    def summary(self, metric: Metric) -> dict[str, Any]:
-        """The metrics of the epoch that is best by `metric`, the last epoch's top-1, and the seconds of all epochs."""
-        best = best_row(self.history, metric)
-        return {
-            "run": str(self.run.path),
-            "epochs": len(self.history),
-            "best_epoch": best["epoch"],
-            **{name: best[name] for name in ("top1", "nll", "ece", "cos_sim", "attention_std")},
-            "last_top1": self.history[-1]["top1"],
-            "seconds": round(sum(row["seconds"] for row in self.history), 1),
-        }
 
 
 def train(
@@ -158,6 +140,8 @@ class Trainer:
     of the finished epochs, `batches_done` and `log` belong to the epoch under way.
     """
 
+    step_log: StepLog | None = None  # of the process that writes, while the run trains
+
     def __init__(
         self,
         recipe: Recipe,
@@ -169,8 +153,9 @@ class Trainer:
         quiet: bool,
     ) -> None:
         self.recipe, self.run, self.device, self.processes, self.quiet = recipe, run, device, processes, quiet
-        self.train_images = open_images(recipe.data, "train", skip_bad=skip_bad)
-        self.val_images = open_images(recipe.data, "val", skip_bad=skip_bad)
+        data = data_of_run(run.path, recipe.data)
+        self.train_images = open_images(data, "train", skip_bad=skip_bad)
+        self.val_images = open_images(data, "val", skip_bad=skip_bad)
         _log_skipped(self.train_images, self.val_images)
         self.data = TrainingData(
             self.train_images,
@@ -250,12 +235,15 @@ class Trainer:
             model=self.spec,
             class_names=self.train_images.class_names,
             preprocessing=self.recipe.preprocessing,
-            data=self.recipe.data,
+            data=str((self.run.path / SPLIT_FILE).absolute()) if self.train_images.by_hash else self.recipe.data,
             seed=self.recipe.seed,
         )
         with staged_folder(self.run.path) as stage:
             write_json(stage / RECIPE_FILE, self.recipe)
             write_json(stage / ENVIRONMENT_FILE, environment)
+            write_bytes(stage / FIRST_BATCH, first_batch(self.data))
+            if self.train_images.by_hash:
+                write_json(stage / SPLIT_FILE, FolderSplit.of(self.train_images, self.val_images))
             write_json(RunFolder(stage).info_path, info)
 
     def _restore(self) -> None:
@@ -298,12 +286,14 @@ class Trainer:
             with ExitStack() as stack:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
                 request = stack.enter_context(stop_request())
+                if self.processes.writes:
+                    self.step_log = stack.enter_context(closing(self._new_step_log()))
                 while not self._finished():
                     self.history.append(self._epoch(len(self.history) + 1, request))
                     self._save()
                     for write in metric_writers:
                         write(self.history[-1])
-                    log(_summary(self.history[-1], self.recipe.epochs), quiet=self.quiet)
+                    log(describe_epoch(self.history[-1], self.recipe.epochs), quiet=self.quiet)
                     if after_epoch is not None:
                         with unsharded(self.ema.module):  # a collective call
                             if self.processes.writes:
@@ -311,13 +301,22 @@ class Trainer:
                     signal = self._stop_signal(request)
                     if signal and not self._finished():
                         raise TrainingStopped(signal)
-        return TrainingResult(self.run, self.history, done)
+        return TrainingResult(self.run, self.history, done, len(self.val_images))
 
     def _metric_writers(self, done: int, wandb: str | None) -> Iterator[Any]:
         if self.processes.writes:
             yield tensorboard_writer(self.run.path / "tensorboard", done)
             if wandb is not None:
                 yield wandb_writer(wandb, self.run.path, self.recipe.model_dump(mode="json"))
+
+    def _new_step_log(self) -> StepLog:
+        return StepLog(
+            self.run.path / "tensorboard" / "steps",
+            steps=self.recipe.epochs * self.data.steps,
+            done=len(self.history) * self.data.steps + self.batches_done,
+            batch_size=self.data.batch_size,
+            device=self.device,
+        )
 
     def _finished(self) -> bool:
         return is_finished(self.history, self.recipe.epochs, self.recipe.selection)
@@ -335,6 +334,7 @@ class Trainer:
             # Averaged running statistics lag behind averaged weights; docs/training.md has the numbers.
             measured = measure_batch_norm([self.ema.module], self._calibration_images())
             values = self._evaluate(self.ema.module)
+        check_finite_evaluation(epoch, values)
         raw = values
         # An average that keeps nothing is the trained weights, but for BatchNorm's statistics, measured for it alone.
         if self.recipe.ema_decay or measured:
@@ -385,7 +385,7 @@ class Trainer:
                 self.batches_done = done = batch.number + 1
                 if time.monotonic() - shown > SECONDS_BETWEEN_UPDATES:
                     shown = time.monotonic()
-                    bar.update(done)
+                    bar.update(done, self.step_log.note if self.step_log else "")
                 if done % STEPS_BETWEEN_CHECKS == 0:
                     self._check_finite(epoch)
                 if done == steps:
@@ -417,6 +417,9 @@ class Trainer:
         # The step sets the warm-up of the decay; without it timm takes the constant decay from the first step.
         self.ema.update(self.model, step=step + 1 if self.recipe.ema_warmup else None)
         self.log.add(batch.number, losses, checked_total)
+        if self.step_log is not None:
+            rate = max(group["lr"] for group in self.optimizer.param_groups)
+            self.step_log(step, losses, rate, self.stepper.gradient_norm)
 
     def _calibration_images(self) -> Iterator[Tensor]:
         """Some training images, equal in every epoch and process, prepared as for evaluation: float32 (B, 3, S, S)."""
@@ -473,11 +476,3 @@ def _log_skipped(*sets: ImageSet) -> None:
         if images.skipped:
             more = f" and {len(images.skipped) - 1} more" if len(images.skipped) > 1 else ""
             log(f"left out {len(images.skipped)} unreadable images: {images.skipped[0]}{more}")
-
-
-def _summary(metrics: Metrics, epochs: int) -> str:
-    losses = " ".join(f"{name} {value:.3f}" for name, value in metrics["losses"].items())
-    return (
-        f"epoch {metrics['epoch']}/{epochs}: top-1 {metrics['top1']:.2%} NLL {metrics['nll']:.4f} "
-        f"({losses}) lr {metrics['lr']:.2g} {metrics['seconds']:.1f} s"
-    )

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from vitx.core.errors import InputError, unknown_name
 from vitx.core.preprocess import Preprocessing
-from vitx.core.run import RunFolder
+from vitx.core.run import ModelSpec, RunFolder
 from vitx.models import load_run_model
-from vitx.models.public_checkpoint import load_public_checkpoint
+from vitx.models.public_checkpoint import load_public_checkpoint, published_model
 from vitx.train.recipes.optimization_settings import Distillation
 
 TIMM = "timm:"
@@ -90,9 +90,11 @@ def _timm_network(name: str, classes: int) -> nn.Module:
     architecture, _, file = name.removeprefix(TIMM).partition("@")
     if not timm.is_model(architecture):
         raise unknown_name("teacher of timm", architecture, timm.list_models())
-    network: nn.Module = timm.create_model(architecture, pretrained=not file, num_classes=classes)
-    if file:
-        load_public_checkpoint(network, Path(file))
+    if not file:
+        remedy = f"give weights of '{architecture}' with distillation.teacher={name}@FILE"
+        return published_model(ModelSpec(name=architecture, num_classes=classes), remedy)
+    network: nn.Module = timm.create_model(architecture, pretrained=False, num_classes=classes)
+    load_public_checkpoint(network, Path(file))
     return network
 
 

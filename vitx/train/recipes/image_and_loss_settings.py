@@ -71,11 +71,11 @@ class CutMix(Record):
 class Losses(Record):
     """Weights of the losses beside the cross-entropy (docs/maths.md §2); 0 is off."""
 
-    cosine: Weight = 0.0
-    contrastive: Weight = 0.0
-    contrastive_variant: LossVariant = "paper"
-    mixing: Weight = 0.0
-    mixing_variant: LossVariant = "paper"
+    cosine: Weight = Field(default=0.0, description="patch cosine loss (Gong et al.): keeps patches of an image apart")
+    contrastive: Weight = Field(default=0.0, description="patch contrastive loss: late patches stay near early ones")
+    contrastive_variant: LossVariant = Field(default="paper", description="as printed, or as the authors' code has it")
+    mixing: Weight = Field(default=0.0, description="patch mixing loss: each patch is classified; needs cutmix")
+    mixing_variant: LossVariant = Field(default="paper", description="as printed, or as the authors' code has it")
     attention: Weight = Field(default=0.0, description="DeepViT's similarity of the attention maps of adjacent blocks")
     attention_maps: Literal["mixed", "softmax"] = Field(
         default="mixed", description="which maps: those after Re-Attention's mix and norm, as the authors', or before"
@@ -84,7 +84,7 @@ class Losses(Record):
         default="heads", description="the vectors that are compared: a map's columns, or one entry over the heads"
     )
     attention_pairs: NonNegativeInt = Field(default=0, description="the first pairs of adjacent blocks; 0 is all")
-    label_smoothing: Decay = 0.0
+    label_smoothing: Decay = Field(default=0.0, description="share of a label that is spread over all classes")
 
     @property
     def need_tokens(self) -> bool:

@@ -16,11 +16,11 @@ class Optimizer(Record):
     """An optimizer of timm by name; biases, norms, positions and the class token are not decayed."""
 
     name: str = Field(default="adamw", description="of timm.optim.list_optimizers(): adamw, lamb, muon, sgd, …")
-    lr: PositiveFloat
+    lr: PositiveFloat = Field(description="learning rate after the warm-up")
     lr_base_size: NonNegativeInt = Field(
         default=0, description="images of a step that lr is meant for: it grows with batch_size; 0 is lr as it is"
     )
-    weight_decay: Weight = 0.05
+    weight_decay: Weight = Field(default=0.05, description="of matrices alone")
     betas: tuple[Decay, Decay] = Field(default=(0.9, 0.999), description="of an optimizer that has two betas")
     momentum: Decay = Field(default=0.9, description="of an optimizer that has a momentum")
     kwargs: dict[str, Any] = Field(default_factory=dict, description="further arguments of the optimizer, such as eps")
@@ -39,14 +39,14 @@ class Optimizer(Record):
 class Schedule(Record):
     """Linear warm-up from `warmup_lr`, then timm's schedule `name` down to `min_lr`, step by step."""
 
-    name: ScheduleName = "cosine"
+    name: ScheduleName = Field(default="cosine", description="of timm: how the rate falls after the warm-up")
     warmup_epochs: Weight = Field(default=0.0, description="at most half of all epochs")
-    warmup_lr: Weight = 0.0
+    warmup_lr: Weight = Field(default=0.0, description="learning rate at which the warm-up begins")
     warmup_prefix: bool = Field(
         default=True, description="the schedule begins after the warm-up; false is with it, as timm does unless told"
     )
     cooldown_epochs: Weight = Field(default=0.0, description="the last epochs, at min_lr")
-    min_lr: Weight = 0.0
+    min_lr: Weight = Field(default=0.0, description="learning rate at which the schedule ends")
     kwargs: dict[str, Any] = Field(
         default_factory=dict,
         description="of timm's create_scheduler_v2, in epochs: decay_epochs, decay_rate, …",
@@ -64,7 +64,7 @@ class Execution(Record):
         default="auto", description="of autocast; auto is bfloat16 on a GPU and float32 on a CPU"
     )
     compile: bool = Field(default=False, description="torch.compile, block by block")
-    channels_last: bool = False
+    channels_last: bool = Field(default=False, description="the memory format that convolutions on GPUs prefer")
     deterministic: bool = Field(
         default=False, description="the same bits on a GPU too, also after a resume; refused where an operator cannot"
     )
@@ -78,7 +78,7 @@ class Distillation(Record):
 
     teacher: str = Field(default="", description="a run folder, or timm:NAME (pretrained) or timm:NAME@FILE; '' is off")
     kind: Literal["hard", "soft"] = Field(default="hard", description="the teacher's class, or its distribution")
-    weight: Fraction = 0.5
+    weight: Fraction = Field(default=0.5, description="share of the distillation in the loss")
     temperature: PositiveFloat = Field(default=3.0, description="of soft distillation")
 
 
@@ -93,7 +93,7 @@ class Stage(Record):
 class Selection(Record):
     """Which epoch is the best one, and when to stop early."""
 
-    metric: Metric = "top1"
+    metric: Metric = Field(default="top1", description="of the evaluation split, by which an epoch is the best")
     patience: NonNegativeInt = Field(default=0, description="epochs without a better one before stopping; 0 is never")
 
 

@@ -40,8 +40,10 @@ DERIVED_ARGUMENTS = {
 class ModelChoice(Record):
     """A name that `timm.create_model` knows, and the arguments for it."""
 
-    name: str
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    name: str = Field(description="a network of timm or of `vitx models`")
+    kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the network, such as depth or drop_path_rate"
+    )
     initial_checkpoint: str = Field(
         default="", description="weights to begin with: a run folder, a file, or timm (published for the name)"
     )
@@ -65,7 +67,7 @@ class Recipe(Record):
     selection: Selection = Selection()
     ema_decay: Decay = Field(default=0.99, description="of the averaged weights, which are evaluated and exported")
     ema_warmup: bool = Field(default=True, description="the decay rises to ema_decay, 1 − (1+step)^−⅔ at a step")
-    epochs: PositiveInt
+    epochs: PositiveInt = Field(description="passes over the training images")
     stages: tuple[Stage, ...] = Field(default=(), description="earlier stages, each with a schedule of its own")
     batch_size: PositiveInt = Field(description="images of one optimizer step, over all processes")
     checkpoint_steps: NonNegativeInt = Field(
@@ -74,7 +76,7 @@ class Recipe(Record):
     workers: NonNegativeInt = Field(
         default=2, description="processes that prepare images; the result does not depend on it"
     )
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = Field(default=0, description="of every random draw of the run")
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
@@ -115,11 +117,11 @@ def apply_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     plain = recipe.model_dump(mode="json")
     # model.name first, wherever it was given: it must not drop the arguments that were given for the new network.
     for key, text in sorted(map(_split, overrides), key=lambda pair: pair[0] != "model.name"):
-        _check_key(recipe, key)
+        check_key(recipe, key)
         plain = _with_value(plain, key, text)
         if key == "model.name" and plain["model"]["name"] != recipe.model.name:
             plain["model"]["kwargs"] = {}
-    return _validated(plain)
+    return validated(plain)
 
 
 def _split(override: str) -> tuple[str, str]:
@@ -179,7 +181,8 @@ def flat_settings(plain: dict[str, Any], prefix: str = "") -> Iterator[tuple[str
             yield f"{prefix}{name}", value
 
 
-def _check_key(recipe: Recipe, key: str) -> None:
+def check_key(recipe: Recipe, key: str) -> None:
+    """Raise InputError for a dotted key that `apply_overrides` does not accept, naming the nearest and all."""
     names = setting_names(recipe)
     group, _, argument = key.rpartition(".")
     if key in names or (f"{group}.NAME" in names and argument.isidentifier()):
@@ -227,8 +230,12 @@ def _validation_error(plain: dict[str, Any], place: tuple[str, ...]) -> str | No
     return None
 
 
-def _validated(plain: dict[str, Any]) -> Recipe:
+def validated(plain: dict[str, Any]) -> Recipe:
+    """The recipe of plain values; raise InputError with the first place and value that are refused."""
     try:
         return Recipe.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
-        raise InputError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+        first = error.errors()[0]
+        message = first["msg"].removeprefix("Value error, ")
+        place = ".".join(map(str, first["loc"]))
+        raise InputError(f"{place} is {first['input']}: {message}" if place else message) from None

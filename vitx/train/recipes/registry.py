@@ -4,15 +4,18 @@ import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vitx.core.errors import unknown_name
+from vitx.core.errors import InputError, unknown_name
 from vitx.train.recipes import imagenet
 from vitx.train.recipes.digits import digits_alternet, digits_deepvit, digits_deit, digits_patchvit
+from vitx.train.recipes.photos import fitted, photos
 from vitx.train.recipes.recipe import RECIPE_FILE, Recipe, apply_overrides, read_recipe
+from vitx.train.recipes.recipe_file import read_settings, with_settings
 
 # A recipe has the name of its function, with dashes.
 RECIPES: dict[str, Callable[[], Recipe]] = {
     make.__name__.replace("_", "-"): make
     for make in (
+        photos,
         digits_deit,
         digits_deepvit,
         digits_patchvit,
@@ -51,17 +54,61 @@ def describe(name: str) -> str:
 
 
 def resolve_recipe(
-    name: str, *, data: str | None = None, overrides: Sequence[str] = (), resumed: Path | None = None
+    name: str | None,
+    *,
+    data: str | None = None,
+    overrides: Sequence[str] = (),
+    resumed: Path | None = None,
+    start: str | None = None,
+    file: Path | None = None,
+    device: str = "auto",
 ) -> Recipe:
-    """Return the recipe `name` on `data` with `key=value` overrides.
+    """Return the recipe `name` on `data`, begun from `start`, with the settings of `file`, then `key=value` overrides.
 
-    With a run folder `resumed` the overrides apply to its recipe.json, so that the overrides of the first start need
-    not be given again.
+    file: TOML or JSON (`recipe_file`); its `name` is the recipe where none is given, its `data` the images. start:
+    weights to fine-tune (`starting_point.begun_from`). device: where the run will be, to which `photos` is fitted.
+    With a run folder `resumed` the overrides apply to its recipe.json, so that what the first start was given need not
+    be given again. Raises InputError for what cannot be used.
     """
+    settings = read_settings(file) if file is not None else {}
+    name = name or settings.get("name")
+    if not isinstance(name, str):
+        raise InputError('no recipe: expected a name, such as photos, or --recipe FILE with one (name = "photos")')
     recipe = get_recipe(name)
-    if resumed is not None and (resumed / RECIPE_FILE).is_file():
-        stored = read_recipe(resumed)
-        recipe = stored if stored.name == name else recipe
+    stored = read_recipe(resumed) if resumed is not None and (resumed / RECIPE_FILE).is_file() else None
+    goes_on = stored is not None and stored.name == name
+    if stored is not None and goes_on:
+        recipe = stored
+    data = data or settings.get("data")
     if data is not None and recipe.on_data(data).data != recipe.data:
         recipe = recipe.on_data(data)
+    if not recipe.data:
+        raise InputError(f"recipe '{name}' has no images of its own: give --data FOLDER, with a folder for each class")
+    if start is not None or not goes_on:
+        recipe = _fitted(recipe, start, device, goes_on=goes_on)
+    if file is not None:
+        recipe = with_settings(recipe, settings, file)
     return apply_overrides(recipe, overrides)
+
+
+def _fitted(recipe: Recipe, start: str | None, device: str, *, goes_on: bool) -> Recipe:
+    """A new run's recipe begun from `start`, if one is given, and `photos` as its images and the machine ask for."""
+    if start is not None:
+        from vitx.train.starting_point import begun_from
+
+        begun = begun_from(recipe, start)
+        if goes_on:
+            if (
+                begun.model.initial_checkpoint != recipe.model.initial_checkpoint
+                or begun.model.name != recipe.model.name
+            ):
+                raise InputError(
+                    f"--from {start}: the run began from '{recipe.model.initial_checkpoint}': leave it out"
+                )
+            return recipe
+        recipe = begun
+    if recipe.name == photos.__name__:
+        from vitx.train.starting_point import photographs_of
+
+        recipe = fitted(recipe, photographs_of(recipe.data, device))
+    return recipe

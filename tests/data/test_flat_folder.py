@@ -1,0 +1,100 @@
+"""One folder of images a class: how it is split, that a run keeps its split, and the errors of a newcomer's folder."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from vitx.core.errors import InputError
+from vitx.core.files import write_json
+from vitx.data.flat_folder import SPLIT_FILE, FolderSplit, data_of_run
+from vitx.data.open import open_images
+
+ODD = "[/b] a dog"  # a folder "[" and one in it: paths have brackets and spaces
+
+
+def photos(root: Path, counts: dict[str, int]) -> Path:
+    for label, (name, count) in enumerate(counts.items()):
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (8, 8), (40 * label, number, 0)).save(root / name / f"{number}.png")
+    return root
+
+
+def test_a_fifth_of_each_class_is_for_evaluation_wherever_the_folder_lies(tmp_path: Path) -> None:
+    root = photos(tmp_path / "first", {ODD: 12, "cat": 10, "few": 2})
+    train, val = open_images(str(root), "train"), open_images(str(root), "val")
+    assert train.class_names == val.class_names == ("[", "cat", "few")
+    assert Counter(train.labels.tolist()) == {0: 10, 1: 8, 2: 1}
+    assert Counter(val.labels.tolist()) == {0: 2, 1: 2, 2: 1}
+    assert not {*train.keys} & {*val.keys}
+    assert all((root / key).read_bytes() == val.read(index) for index, key in enumerate(val.keys))
+    moved = photos(tmp_path / "second", {ODD: 12, "cat": 10, "few": 2})
+    assert open_images(str(moved), "val").keys == val.keys
+
+
+def test_a_run_keeps_its_split_when_images_are_added(tmp_path: Path) -> None:
+    root = photos(tmp_path / "photos", {"cat": 10, "dog": 10})
+    (root / "cat" / "3.png").write_bytes(b"no image")
+    before = {split: open_images(str(root), split, skip_bad=True) for split in ("train", "val")}
+    run = tmp_path / "run"
+    run.mkdir()
+    assert data_of_run(run, "photos") == "photos"
+    write_json(run / SPLIT_FILE, FolderSplit.of(before["train"], before["val"]))
+    for number in range(10, 40):
+        Image.new("RGB", (8, 8)).save(root / "cat" / f"{number}.png")
+    kept = data_of_run(run, "photos")
+    for split, images in before.items():
+        again = open_images(kept, split)  # type: ignore[arg-type]
+        assert (again.keys, again.labels.tolist()) == (images.keys, images.labels.tolist())
+        assert again.skipped == images.skipped
+        assert again.read(0) == images.read(0)
+        assert again.name == kept
+    assert sum(len(images.skipped) for images in before.values()) == 1
+    (root / before["val"].keys[0]).unlink()
+    with pytest.raises(InputError, match=r"of .*split\.json cannot be found: put the images back"):
+        open_images(kept, "val")
+    run.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match=r"if the run was moved, give the split\.json in it with --data"):
+        open_images(kept, "train")
+    assert len(open_images(str(tmp_path / "moved" / SPLIT_FILE), "train")) == len(before["train"])
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({"cat": 3, "no dogs": 0}, r"has no image of 'no dogs' \(it is empty\): expected .*\.jpg"),
+        ({"cat": 3, "[/b]x": 1, "dog": 1}, r"has one image alone of '\[', 'dog': expected two at least"),
+        ({"cat": 3}, "has one folder, 'cat': expected one folder of images for each class, two classes at least"),
+        ({}, "has no folders: expected one folder of images for each class"),
+        ({"train": 3, "val": 3}, r"train is empty: expected one folder of images a class"),
+        ({"train/cat": 3, "train/dog": 3}, r"val does not exist: expected train/ and val/ .* a fifth of the images"),
+        ({"train/cat": 3, "val/cat": 3, "val/dog": 3}, r"train has no folder for 'dog', which .*val has: add it there"),
+    ],
+)
+def test_a_folder_that_cannot_be_split_says_what_it_holds(tmp_path: Path, counts: dict[str, int], message: str) -> None:
+    root = photos(tmp_path / "photos", counts)
+    root.mkdir(exist_ok=True)
+    with pytest.raises(InputError, match=message):
+        open_images(str(root), "train")
+
+
+def test_images_of_a_kind_that_is_not_read_are_named(tmp_path: Path) -> None:
+    root = photos(tmp_path, {"cat": 2, "dog": 0})
+    (root / "dog" / "IMG_1.HEIC").touch()
+    with pytest.raises(InputError, match=r"no image of 'dog' \(its files are \.heic\)"):
+        open_images(str(root), "train")
+
+
+def test_a_file_and_a_class_that_is_called_train(tmp_path: Path) -> None:
+    root = photos(tmp_path / "vehicles", {"train": 5, "plane": 5})
+    assert open_images(str(root), "val").class_names == ("plane", "train")
+    with pytest.raises(InputError, match=r"'.*0\.png' is a file: expected a folder with train/ and val/"):
+        open_images(str(root / "train" / "0.png"), "val")
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "test"])
+def test_the_evaluation_split_has_the_names_that_others_give_it(tmp_path: Path, name: str) -> None:
+    root = photos(tmp_path, {"train/cat": 2, "train/dog": 2, f"{name}/cat": 1, f"{name}/dog": 1})
+    assert open_images(str(root), "val").keys == ("cat/0.png", "dog/0.png")

@@ -1,0 +1,103 @@
+"""A network in timm's layout: plain timm loads it in a process without vitx, and gives the network's logits."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bundle_fixture import write_bundle
+from vitx.core.bundle import Bundle
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.run import ModelSpec
+from vitx.export import SourceRequest, hub
+from vitx.export.hub import check_hub_folder, write_hub_folder
+from vitx.export.hub_card import TimmForm
+
+PLAIN = (
+    "model:deit_digits?depth=2&patch_head=True&drop_path_rate=0.1&weight_init=jax",
+    "model:deit_tiny_12?depth=1&img_size=48&patch_size=12&embed_dim=24&global_pool=avg&init_values=0.5",
+    "model:timm/deit3_small_patch16_224?depth=1&embed_dim=24&num_heads=2&img_size=32",
+)
+# Without vitx on its path: the way of the model card, and the folder as a whole.
+READER = """
+import json, sys, numpy, timm, torch
+answers = []
+images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+for folder in sys.argv[2:]:
+    config = json.load(open(folder + "/config.json"))
+    size, count = config["pretrained_cfg"]["input_size"][1], config["num_classes"]
+    overlay = dict(file=folder + "/model.safetensors", num_classes=count)
+    arguments = dict(num_classes=count, pretrained_cfg_overlay=overlay, **config["model_args"])
+    model = timm.create_model(config["architecture"], pretrained=True, **arguments)
+    whole = timm.create_model("local-dir:" + folder, pretrained=True)
+    with torch.inference_mode():
+        answers.append([net.eval()(images[..., :size, :size]).tolist() for net in (model, whole)])
+assert not any(name.startswith("vitx") for name in sys.modules)
+json.dump(answers, open(sys.argv[1], "w"))
+"""
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return write_bundle(tmp_path / "tiny.vitx")
+
+
+def test_plain_timm_gives_the_logits_of_a_plain_vit(tmp_path: Path, bundle: Bundle) -> None:
+    sources, folders = [], []
+    for number, target in enumerate(PLAIN):
+        request = SourceRequest(target, weights="random")
+        sources.append(request.load())
+        folders.append(write_hub_folder(request, bundle, tmp_path / str(number)))
+    command = [sys.executable, "-c", READER, str(tmp_path / "logits.json"), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PATH": ""})
+    assert done.returncode == 0, done.stderr
+    images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
+    for source, answers in zip(sources, json.loads((tmp_path / "logits.json").read_text()), strict=True):
+        size = source.preprocessing.image_size
+        with torch.inference_mode():
+            own = source.model(images[..., :size, :size]).numpy()
+        for found in answers:
+            np.testing.assert_allclose(found, own, rtol=1e-5, atol=1e-6)
+    card = (folders[0] / "README.md").read_text()
+    assert "import vitx" not in card
+    assert "Nothing: the bundle was exported without a certificate." in card
+
+
+def test_a_network_of_ours_names_what_has_to_be_imported(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    request = SourceRequest("model:deepvit_digits?depth=2&attention=re-attention", weights="random")
+    folder = write_hub_folder(request, tiny_bundle, tmp_path / "hub")
+    card, config = (folder / "README.md").read_text(), json.loads((folder / "config.json").read_text())
+    assert "import vitx.models  # of vitx: registers the network with timm" in card
+    assert config["architecture"] == "deepvit_digits"
+    assert config["model_args"] == {"depth": 2, "attention": "re-attention"}
+    assert "95 % interval" in card
+    assert "| ONNX graph against these weights | pass: " in card
+    write_hub_folder(request, tiny_bundle, folder)  # in the place of the older one
+
+
+def test_what_timm_would_compute_otherwise_is_not_written(
+    tmp_path: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = SourceRequest("model:deit_digits?depth=1", weights="random")
+    monkeypatch.setattr(hub, "PLAIN_VIT", "deit3_small_patch16_224")  # no class token's position: other tensors
+    with pytest.raises(CheckFailed, match="timm's 'deit3_small_patch16_224' cannot be 'model:deit_digits"):
+        write_hub_folder(request, bundle, tmp_path / "hub")
+    source = request.load()
+    other = TimmForm("deit_digits", {"depth": 1, "residual_scale": 2.0}, ())
+    assert source.spec == ModelSpec(name="deit_digits", num_classes=10, kwargs={"depth": 1})
+    with pytest.raises(CheckFailed, match=r"gives other logits than 'model:deit_digits.*\(relative error "):
+        hub._require_equal(source, other, dict(source.model.state_dict()))
+    assert not (tmp_path / "hub").exists()
+
+
+def test_a_folder_that_holds_something_else_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "letters").mkdir()
+    check_hub_folder(tmp_path / "letters")
+    (tmp_path / "letters" / "a.txt").touch()
+    for path in (tmp_path / "letters", tmp_path / "letters" / "a.txt"):
+        with pytest.raises(InputError, match=r"exists and holds no config\.json: choose another folder"):
+            check_hub_folder(path)

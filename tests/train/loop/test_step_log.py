@@ -1,0 +1,74 @@
+"""Single steps in TensorBoard and beside the bar; a dry run; a run on photographs goes on with its own split."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+from cli_fixture import Vitx
+from vitx.train.loop import step_log as module
+from vitx.train.loop.step_log import StepLog
+
+
+def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 2.0, 22.0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    log = StepLog(tmp_path, steps=300, done=100, batch_size=8, device=torch.device("cpu"))
+    for step in range(100, 115):
+        log(step, {"total": torch.tensor(step / 100)}, 0.5, torch.tensor(3.0))
+    log.close()
+    assert log.note == "loss 1.100, 4 images/s, 6 min of the run left"
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]} == {
+        "step/loss/total": [(101, 1.0), (111, pytest.approx(1.1))],
+        "step/lr": [(101, 0.5), (111, 0.5)],
+        "step/images_per_second": [(101, 4.0), (111, 4.0)],
+        "step/gradient_norm": [(101, 3.0), (111, 3.0)],
+    }
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")])
+def test_a_duration_in_words(seconds: float, said: str) -> None:
+    assert module._duration(seconds) == said
+
+
+def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(
+    image_folder: Path, tmp_path: Path, vitx: Vitx
+) -> None:
+    run, photos = tmp_path / "run", image_folder / "train"
+    small = ("--set", "model.kwargs.depth=1", "--set", "workers=0", "--set", "epochs=2")
+    command = ("train", "photos", "--data", photos, "--out", run, "--device", "cpu", *small)
+    code, out, said = vitx(*command, "--dry-run", "--json")
+    assert code == 0, said
+    found = json.loads(out)
+    assert (found["images to train on"], found["images to evaluate on"]) == (15, 3)
+    assert (found["classes"], found["a batch"]) == ("class-0, class-1, class-2", "8 × 3 × 32 × 32")
+    assert found["steps"] == "1 an epoch, 2 in 2 epochs"
+    assert found["seconds a step"] > 0
+    assert not run.exists()
+    assert vitx(*command, "--set", "epochs=1")[0] == 0
+    assert vitx(*command)[0] == 2
+    before = (run / "split.json").read_bytes()
+    (photos / "class-0" / "new.png").write_bytes((photos / "class-0" / "0.png").read_bytes())
+    code, out, said = vitx(*command[:-2], "--set", "epochs=1", "--resume")
+    assert code == 0, said
+    assert "nothing is left to train" in said
+    assert f"next: vitx report {run}" in said
+    assert (run / "split.json").read_bytes() == before
+    assert json.loads((run / "run.json").read_text())["data"] == str(run / "split.json")
+    code, out, said = vitx("eval", run, "--json")
+    assert (code, json.loads(out)["images"]) == (0, 3), said
+
+
+def test_predictions_that_are_not_finite_stop_the_run_before_anything_is_saved(
+    image_folder: Path, tmp_path: Path, vitx: Vitx
+) -> None:
+    one_step = ("epochs=1", "batch_size=18", "schedule.warmup_epochs=0", "optimizer.lr=1e30")
+    changes = ("model.kwargs.depth=1", "workers=0", *one_step)
+    settings = [word for change in changes for word in ("--set", change)]
+    code, _, said = vitx("train", "photos", "--data", image_folder, "--out", tmp_path / "run", *settings)
+    assert (code, "predictions after epoch 1 are not finite: lower optimizer.lr" in said) == (1, True), said
+    assert not (tmp_path / "run" / "checkpoints").exists()

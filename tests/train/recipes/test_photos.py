@@ -1,0 +1,173 @@
+"""What the recipe for photographs chooses, what a run begins from, and settings: from files, and listed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+
+from cli_fixture import Vitx
+from vitx.core.errors import InputError
+from vitx.core.files import write_json
+from vitx.core.preprocess import Preprocessing
+from vitx.core.run import ModelSpec, RunFolder, RunInfo
+from vitx.train.recipes.photos import Photographs, fitted, photos
+from vitx.train.recipes.recipe import Recipe, apply_overrides, setting_names
+from vitx.train.recipes.registry import get_recipe, resolve_recipe
+from vitx.train.recipes.settings import all_settings
+
+DERIVED = {"img_size": 48, "patch_head": True}
+
+
+def begun_run(path: Path) -> RunFolder:
+    """As much of a run as another one begins from."""
+    info = RunInfo(
+        name="first",
+        recipe="digits-deepvit",
+        model=ModelSpec(name="deepvit_digits", num_classes=3, kwargs={"depth": 2, **DERIVED}),
+        class_names=("a", "b", "c"),
+        preprocessing=Preprocessing(image_size=48, crop_fraction=0.5),
+        data="digits",
+        seed=0,
+    )
+    path.mkdir()
+    write_json(path / "run.json", info)
+    return RunFolder(path)
+
+
+SMALL, LARGE = Photographs(30, 70, False, 2), Photographs(20_000, 3000, True, 16)
+
+
+def test_size_batch_and_epochs_follow_from_the_images_and_the_machine() -> None:
+    small, large = fitted(photos(), SMALL), fitted(photos(), LARGE)
+    assert [each.preprocessing.image_size for each in (small, large)] == [64, 224]
+    assert [each.model.kwargs["patch_size"] for each in (small, large)] == [8, 16]
+    assert [each.batch_size for each in (small, large)] == [8, 128]
+    assert [each.epochs for each in (small, large)] == [100, 20]
+    assert [each.workers for each in (small, large)] == [2, 8]
+    assert small.optimizer.lr == 1.8e-4
+    assert fitted(photos(), LARGE._replace(on_gpu=False)).preprocessing.image_size == 128
+    assert fitted(photos(), SMALL._replace(shorter_side=5)).preprocessing.image_size == 32
+
+
+def test_a_network_with_weights_keeps_its_size_and_learns_slowly() -> None:
+    begun = apply_overrides(photos(), ["model.initial_checkpoint=timm"])
+    found = fitted(begun, SMALL)
+    assert found.model == begun.model
+    assert found.preprocessing == begun.preprocessing
+    assert (found.optimizer.lr, found.optimizer.layer_decay, found.epochs) == (3.5e-5, 0.75, 30)
+
+
+def test_a_run_begins_from_published_weights_from_a_run_or_from_a_file(tmp_path: Path, image_folder: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    weights = tmp_path / "w.safetensors"
+    weights.touch()
+
+    def begun(source: str) -> Recipe:
+        return resolve_recipe("photos", data=str(image_folder), start=source)
+
+    config = timm.get_pretrained_cfg("deit3_small_patch16_224")
+    assert config is not None
+    of_timm = begun("model:timm/deit3_small_patch16_224?img_size=96")
+    assert of_timm.model.name == "deit3_small_patch16_224"
+    assert (of_timm.model.initial_checkpoint, of_timm.model.kwargs) == ("timm", {})
+    assert (of_timm.preprocessing.image_size, of_timm.preprocessing.mean) == (96, config.mean)
+    of_run = begun(str(run.path))
+    assert (of_run.model.name, of_run.model.initial_checkpoint) == ("deepvit_digits", str(run.path))
+    assert of_run.model.kwargs == {"depth": 2}
+    assert of_run.preprocessing == run.info.preprocessing
+    assert begun(str(weights)).model.initial_checkpoint == str(weights)
+    for source, message in (
+        ("model:timm/vit_tiny_patch16_225", "unknown model 'vit_tiny_patch16_225': did you mean vit_tiny_patch16_224"),
+        ("model:deit_digits", "timm has no published weights of 'deit_digits'"),
+        ("nowhere.pth", "--from nowhere.pth: expected model:timm/NAME, a run folder, or a file of weights"),
+        ("model:timm/deit3_small_patch16_224?img_size=(32,64)", r"img_size=\[32, 64\]: expected the side of a square"),
+        (str(image_folder), "is not a run: it has no run.json"),
+    ):
+        with pytest.raises(InputError, match=message):
+            begun(source)
+
+
+def test_a_resumed_run_keeps_what_it_began_from(tmp_path: Path, image_folder: Path) -> None:
+    run = begun_run(tmp_path / "run")
+    started = resolve_recipe("photos", data=str(image_folder), start=str(run.path), overrides=["epochs=3"])
+    (tmp_path / "second").mkdir()
+    write_json(tmp_path / "second" / "recipe.json", started)
+    resumed = {"data": str(image_folder), "resumed": tmp_path / "second"}
+    assert resolve_recipe("photos", start=str(run.path), **resumed) == started  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"the run began from '.*run': leave it out"):
+        resolve_recipe("photos", start="model:timm/deit3_small_patch16_224", **resumed)  # type: ignore[arg-type]
+
+
+def test_a_file_changes_the_settings_it_has_and_the_command_line_goes_before_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "digits-deit"\nepochs = 7\nseed = 5\n[optimizer]\nlr = 1e-4\n[model.kwargs]\ndepth = 2\n')
+    found = resolve_recipe(None, file=file, overrides=["seed=6"])
+    assert (found.name, found.epochs, found.seed, found.optimizer.lr) == ("digits-deit", 7, 6, 1e-4)
+    assert found.model.kwargs == {"depth": 2}
+    assert found.optimizer.weight_decay == get_recipe("digits-deit").optimizer.weight_decay
+    assert resolve_recipe("digits-deepvit", file=file).name == "digits-deepvit"
+    write_json(tmp_path / "recipe.json", found)
+    assert resolve_recipe(None, file=tmp_path / "recipe.json") == found
+    file.write_text('[model]\nname = "resnet18"\n')
+    assert resolve_recipe("digits-deit", file=file).model.kwargs == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("x.toml", "epoch = 3", r"--recipe .*x\.toml: unknown setting 'epoch': did you mean epochs"),
+        ("x.toml", "[optimizer]\nrate = 3", "unknown setting 'optimizer.rate'"),
+        ("x.toml", "[optimizer]\nlr = nan", "optimizer.lr is .*: Input should be a finite number"),
+        ("x.toml", "epochs = 'many'", "epochs is many: Input should be a valid integer"),
+        ("x.toml", "optimizer = 3", "optimizer is a group of settings"),
+        ("x.toml", "epochs = ", "cannot be read"),
+        ("x.json", "[" * 100_000, "cannot be read: maximum recursion depth"),
+        ("x.json", "[1]", "expected settings by name"),
+        ("x.json", '{"optimizer": {"lr": NaN}}', "optimizer.lr is .*: Input should be a finite number"),
+        ("x.yaml", "epochs: 3", r"expected a \.toml or \.json file"),
+    ],
+)
+def test_a_file_of_settings_that_cannot_be_used(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=message):
+        resolve_recipe("digits-deit", file=tmp_path / name)
+
+
+def test_a_recipe_without_a_name_or_images_is_asked_for() -> None:
+    with pytest.raises(InputError, match="no recipe: expected a name, such as photos"):
+        resolve_recipe(None)
+    with pytest.raises(InputError, match="recipe 'photos' has no images of its own: give --data FOLDER"):
+        resolve_recipe("photos")
+
+
+def test_every_setting_is_listed_with_type_and_reason(vitx: Vitx) -> None:
+    listed = all_settings()
+    assert {setting.key for setting in listed} == {*setting_names(get_recipe("photos"))}
+    assert [setting.key for setting in listed if not (setting.type and setting.meaning)] == []
+    code, out, _ = vitx("settings", "optimizer.layer_decay", "--json")
+    assert code == 0
+    assert json.loads(out) == [
+        {
+            "key": "optimizer.layer_decay",
+            "type": "number",
+            "bounds": "> 0, ≤ 1",
+            "default": 1.0,
+            "meaning": "factor of the learning rate from each layer to the one before it",
+        }
+    ]
+    assert vitx("settings", "schedule")[1].count("schedule.") == len(
+        [s for s in listed if s.key.startswith("schedule")]
+    )
+    code, _, said = vitx("settings", "optimizer.rate")
+    assert (code, "unknown setting 'optimizer.rate': did you mean" in said) == (2, True)
+
+
+def test_a_recipe_is_shown_in_full(vitx: Vitx) -> None:
+    code, out, _ = vitx("recipes", "digits-deit")
+    assert code == 0
+    for text in ("Command: vitx train digits-deit", "Hardware:", "Result:", "optimizer.lr", "0.002"):
+        assert text in out
+    assert json.loads(vitx("recipes", "photos", "--json")[1])["recipe"]["name"] == "photos"
+    code, _, said = vitx("recipes", "photo")
+    assert (code, "unknown recipe 'photo': did you mean photos" in said) == (2, True)

@@ -1,0 +1,71 @@
+"""`vitx train --dry-run`: what a run would be, by some of its steps, without a run folder."""
+
+import resource
+import time
+from itertools import islice, pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from vitx.core.run import RunFolder
+from vitx.models.device import choose_device
+from vitx.train.loop.distributed.processes import join_processes
+from vitx.train.loop.resuming import check_run_folder
+from vitx.train.loop.trainer import Trainer
+from vitx.train.recipes.recipe import Recipe
+
+# The first steps are slower: memory is found, kernels are chosen.
+WARM_UP_STEPS, TIMED_STEPS = 2, 4
+# Each epoch ends with two passes over the evaluation split, without a backward pass.
+EVALUATIONS, FORWARD_SHARE = 2, 1 / 3
+
+
+def dry_run(
+    recipe: Recipe, out: Path, *, resume: bool = False, skip_bad: bool = False, device: str = "auto"
+) -> dict[str, Any]:
+    """Take a few steps of `recipe`, and return data, shapes, memory, steps and time; nothing is written.
+
+    Raises what `train` raises before and in its first steps.
+    """
+    check_run_folder(RunFolder(out), recipe, resume=resume)
+    with join_processes(chosen := choose_device(device)) as processes:
+        trainer = Trainer(recipe, RunFolder(out), chosen, processes, skip_bad=skip_bad, quiet=True)
+        seconds = _seconds_of_a_step(trainer)
+        data, size, train = trainer.data, recipe.preprocessing.image_size, len(trainer.train_images)
+        parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        evaluated = len(trainer.val_images)
+        epoch = data.steps * seconds + EVALUATIONS * FORWARD_SHARE * evaluated * seconds / data.batch_size
+        return {
+            "data": trainer.train_images.name,
+            "classes": ", ".join(trainer.train_images.class_names),
+            "images to train on": train,
+            "images to evaluate on": evaluated,
+            "network": f"{recipe.model.name}, {parameters / 1e6:.2f} M parameters",
+            "begins from": recipe.model.initial_checkpoint or "random weights",
+            "a batch": f"{data.batch_size} × 3 × {size} × {size}",
+            "steps": f"{data.steps} an epoch, {data.steps * recipe.epochs} in {recipe.epochs} epochs",
+            "learning rate": recipe.optimizer.rate(recipe.batch_size),
+            "memory (GiB)": round(_memory_gib(trainer.device), 2),
+            "seconds a step": round(seconds, 4),
+            "minutes in all, about": round(recipe.epochs * epoch / 60, 1),
+        }
+
+
+def _seconds_of_a_step(trainer: Trainer) -> float:
+    times = [time.perf_counter()]
+    for batch in islice(trainer.batches(1), WARM_UP_STEPS + TIMED_STEPS):
+        trainer.step(1, batch)
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize(trainer.device)
+        times.append(time.perf_counter())
+    seconds = [after - before for before, after in pairwise(times)]
+    return median(seconds[WARM_UP_STEPS:] or seconds[-1:])
+
+
+def _memory_gib(device: torch.device) -> float:
+    """The most that was used so far: of the GPU, or of this process without its workers."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,0 +1,21 @@
+"""What `vitx train` may be told of a run's beginning. Every default is here, and nowhere else."""
+
+from pathlib import Path
+
+from vitx.core.options import Options, option
+
+
+class TrainOptions(Options):
+    """What a run begins with. The recipe comes first, then `start`, then `file`, then `settings`."""
+
+    start: str | None = option(
+        None, "Fine-tune model:timm/NAME, a run, or a file of weights.", flag="--from", metavar="SOURCE"
+    )
+    file: Path | None = option(
+        None, "Settings in TOML or JSON, such as a run's recipe.json.", flag="--recipe", metavar="FILE"
+    )
+    settings: tuple[str, ...] = option(
+        (), "Change a setting of the recipe; may be repeated.", flag="--set", metavar="KEY=VALUE"
+    )
+    resume: bool = option(False, "Continue a run that was stopped.")
+    dry_run: bool = option(False, "Take a few steps, print data, shapes, memory and time; write nothing.")

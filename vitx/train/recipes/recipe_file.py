@@ -1,0 +1,58 @@
+"""A file of settings, TOML or JSON, as `--recipe` takes it: those it has are changed, and the others stay."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from vitx.core.errors import InputError
+from vitx.train.recipes.recipe import NOT_OVERRIDABLE, Recipe, check_key, validated
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The tables of a .toml or .json file, such as a run's recipe.json; raise InputError for a file that has none."""
+    read = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix.lower())
+    if read is None:
+        raise InputError(f"--recipe {path}: expected a .toml or .json file, such as a run's recipe.json")
+    try:
+        plain = read(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # what either format and UTF-8 raise is a ValueError
+        raise InputError(f"--recipe {path} cannot be read: {error}") from None
+    if not isinstance(plain, dict):
+        raise InputError(f"--recipe {path}: expected settings by name, such as epochs = 10")
+    return plain
+
+
+def with_settings(recipe: Recipe, plain: dict[str, Any], path: Path) -> Recipe:
+    """The recipe with the settings of a file; another `model.name` drops the recipe's `model.kwargs`.
+
+    Raises InputError, naming file and key, for one that is unknown, of another type or out of range, and for settings
+    that contradict each other. `name` and `data` are read elsewhere.
+    """
+    given = {key: value for key, value in plain.items() if key not in NOT_OVERRIDABLE}
+    try:
+        _check_keys(recipe, given)
+        return validated(_merged(recipe.model_dump(mode="json"), given))
+    except InputError as error:
+        raise InputError(f"--recipe {path}: {error}") from None
+
+
+def _check_keys(recipe: Recipe, plain: dict[str, Any], prefix: str = "") -> None:
+    for key, value in plain.items():
+        if isinstance(value, dict) and not prefix.endswith("kwargs."):
+            _check_keys(recipe, value, f"{prefix}{key}.")
+        else:
+            check_key(recipe, f"{prefix}{key}")
+
+
+def _merged(before: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(before)
+    if given.get("name", before.get("name")) != before.get("name"):
+        merged["kwargs"] = {}  # they were chosen for another network
+    for key, value in given.items():
+        inner = before.get(key)
+        if key != "kwargs" and isinstance(value, dict) and isinstance(inner, dict):
+            merged[key] = _merged(inner, value)
+        else:
+            merged[key] = value
+    return merged
