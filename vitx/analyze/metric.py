@@ -62,21 +62,24 @@ class MetricContext(NamedTuple):
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 1
+DEFINITIONS_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A metric has either `activation`, which shares one pass over activations, or `measure`, which runs by itself.
 
-    reading: how to read the figure. line: the result in a few words. figure: draws one network, or two beside each
-    other; None for a table alone. streams, maps, mixed: what the shared pass must record for it. labels: whether it
-    needs them. options: the fields of AnalysisOptions that it depends on, besides the batch size. default: measured
-    unless --only names others.
+    reading: what the figure shows, whatever the network. claim: what a paper says of networks, with the paper's name.
+    precision: how its intervals were made, or why it has none. line: the result in a few words, with its intervals.
+    figure: draws one network, or two beside each other; None for a table alone. streams, maps, mixed: what the shared
+    pass must record for it. labels: whether it needs them. options: the fields of AnalysisOptions that it depends on,
+    besides the batch size. default: measured unless --only names others.
     """
 
     title: str
     reading: str
+    claim: str = ""
+    precision: str
     record: type[Record]
     line: Callable[[Any], str]
     activation: Callable[[MetricContext], ActivationMetric] | None = None

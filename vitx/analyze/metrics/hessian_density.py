@@ -110,7 +110,8 @@ def _density_line(found: HessianDensity) -> str:
 
 HESSIAN_DENSITY_METRIC = Metric(
     title="Density of all eigenvalues",
-    reading="By stochastic Lanczos quadrature: the bulk near zero, and the outliers that decide the step size.",
+    reading="By stochastic Lanczos quadrature, on a logarithmic axis, smoothed by a hundredth of the range.",
+    precision="none: the quadrature of one random vector a batch has no distribution to resample",
     record=HessianDensity,
     line=_density_line,
     measure=measure_hessian_density,

@@ -177,6 +177,7 @@ def _landscape_line(found: LossLandscape) -> str:
 LANDSCAPE_METRIC = Metric(
     title="Loss landscape",
     reading="NLL around the weights along two random directions whose filters have the norms of the network's.",
+    precision="none: the loss of these images along these two directions is exact; others would differ",
     record=LossLandscape,
     line=_landscape_line,
     measure=measure_landscape,

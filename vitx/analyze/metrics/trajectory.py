@@ -152,6 +152,7 @@ def _trajectory_line(found: Trajectory) -> str:
 TRAJECTORY_METRIC = Metric(
     title="Trajectory of training",
     reading="Distance from the first weights, over that of the last weights, and the angle between the two directions.",
+    precision="none: weights are known exactly",
     record=Trajectory,
     line=_trajectory_line,
     measure=measure_trajectory,
