@@ -94,14 +94,15 @@ def draw_matrix(axes: "Axes", record: SimilarityMatrix, title: str, x: str, y: s
     values = np.array(
         [[np.nan if value is None else value for value in row] for row in record.matrix], dtype=np.float64
     )
-    shown = np.where(np.eye(len(values), dtype=bool), np.nan, values) if record.layers == record.columns else values
+    own = record.layers == record.columns
+    shown = np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
     finite = shown[np.isfinite(shown)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     high = max(high, low + 1e-6)
     drawn = axes.imshow(values, cmap=COLOURS, vmin=low, vmax=high, origin="lower", interpolation="nearest")
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.set_title(f"{title}\n{low:.3g} to {high:.3g}", fontsize="medium")
+    axes.set_title(f"{title}\n{low:.3g} to {high:.3g}{' off the diagonal' if own else ''}", fontsize="medium")
     if values.size <= MOST_WRITTEN:
         _write_entries(axes, values, (low + high) / 2)
     for axis in (axes.xaxis, axes.yaxis):

@@ -26,6 +26,13 @@ class Finding(Record):
     metric: str
 
 
+class Findings(Record):
+    """found: gravest first. tests: how many were made, by kind of finding; what is missing could not be tested."""
+
+    found: tuple[Finding, ...]
+    tests: dict[str, int]
+
+
 class Rule(NamedTuple):
     """One kind of finding. metric: whose result it reads, the first of these that was measured.
 
@@ -41,7 +48,7 @@ class Rule(NamedTuple):
     in_order: bool = False
 
 
-def find(results: Mapping[str, Record], rules: Sequence[Rule]) -> list[Finding]:
+def find(results: Mapping[str, Record], rules: Sequence[Rule]) -> Findings:
     """The findings of one network, in the order of the rules. At most 5 % of networks without any get one.
 
     All tests of all rules are one family, whose p values are adjusted by Holm's method; of a rule in order only the
@@ -65,7 +72,7 @@ def find(results: Mapping[str, Record], rules: Sequence[Rule]) -> list[Finding]:
         if finding is not None:
             p = max(adjusted.get((rule.kind, subject), 0.0) for subject in subjects)
             found.append(finding.model_copy(update={"kind": rule.kind, "metric": metric, "p": p}))
-    return found
+    return Findings(found=tuple(found), tests={rule.kind: len(tests) for rule, _, tests in applying})
 
 
 def _rejected(rule: Rule, tests: Mapping[str, float], adjusted: Mapping[tuple[str, str], float]) -> list[str]:

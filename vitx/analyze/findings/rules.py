@@ -28,7 +28,7 @@ def _dead_block(found: ResidualUpdate, blocks: Sequence[str]) -> Finding:
     alive = [value for layer, value in found.update.items() if layer not in blocks]
     worst = max(blocks, key=lambda layer: found.update[layer])
     return _finding(
-        statement=f"{_named('Block', blocks)} {_do(blocks)} nothing: the residual stream leaves {_it(blocks)} as it came.",
+        statement=f"Dead: {_listed(blocks)}. The residual stream leaves as it came.",
         effect=found.update[worst],
         interval=found.interval("update", worst),
         unit="length of the update over that of the stream",
@@ -38,14 +38,14 @@ def _dead_block(found: ResidualUpdate, blocks: Sequence[str]) -> Finding:
 
 def _from_the_end(counts: Mapping[str, int], images: int) -> dict[str, float]:
     """The last layer first: what begins at a layer reaches to the end."""
-    return {layer: sign_test(count, images) for layer, count in reversed(counts.items())}
+    return {layer: sign_test(count, images) for layer, count in reversed([*counts.items()])}
 
 
 def _over_smoothing(found: OverSmoothing, blocks: Sequence[str]) -> Finding:
     first, last = blocks[-1], blocks[0]
     before = "" if found.embedding is None else f", {found.embedding:.3g} before the first block"
     return _finding(
-        statement=f"Over-smoothing begins at {first}: from there to {last} the patch tokens of an image are nearly the same.",
+        statement=f"Over-smoothing begins at {first}: to the end, {last}, the patch tokens of an image are nearly one.",
         effect=found.cos_sim[first],
         interval=found.interval("cos_sim", first),
         unit=f"mean cosine of different patches after {first}",
@@ -59,7 +59,8 @@ def _attention_collapse(found: AttentionCollapse, layers: Sequence[str]) -> Find
     rest = f", mean of the layers before {sum(earlier) / len(earlier):.3g}" if earlier else ""
     until = "" if first == last else f", and so on to {last}"
     return _finding(
-        statement=f"Attention collapse begins at {first}: its {found.maps} maps repeat those of the layer before{until}.",
+        statement=f"Attention collapse begins at {first}: its {found.maps} maps repeat those of the layer before"
+        f"{until}.",
         effect=neighbours[first],
         interval=found.interval("neighbours", first),
         unit=f"cosine of the maps of {first} and of the layer before",
@@ -79,7 +80,9 @@ def _miscalibration(found: Confidence, _subjects: Sequence[str]) -> Finding | No
         effect=100 * found.ece,
         interval=None if interval is None else (100 * interval[0], 100 * interval[1]),
         unit="points of ECE",
-        baseline=f"perfect calibration on so many images: {100 * found.null_ece[0]:.1f}, up to {100 * found.null_ece[1]:.1f}",
+        baseline="perfect calibration on so many images: {:.1f}, up to {:.1f}".format(
+            *(100 * x for x in found.null_ece)
+        ),
     )
 
 
@@ -116,18 +119,6 @@ def _removal_finding(found: Lesions, removal: Removal, statement: str, what: str
     )
 
 
-def _named(noun: str, names: Sequence[str]) -> str:
-    return f"{noun} {names[0]}" if len(names) == 1 else f"{noun}s {_listed(names)}"
-
-
-def _do(names: Sequence[str]) -> str:
-    return "does" if len(names) == 1 else "do"
-
-
-def _it(names: Sequence[str]) -> str:
-    return "it" if len(names) == 1 else "them"
-
-
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:-1]) + (" and " if len(names) > 1 else "") + names[-1]
 
@@ -153,7 +144,7 @@ RULES = (
     Rule(
         "depth",
         ("lesions",),
-        lambda found: _costless(dict(reversed(found.depth.items())), found.images),
+        lambda found: _costless(dict(reversed([*found.depth.items()])), found.images),
         _depth,
         in_order=True,
     ),

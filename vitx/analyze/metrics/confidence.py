@@ -236,7 +236,7 @@ class ConfidenceMetric(LogitCollector):
 
 def draw_confidence(results: Results) -> "Figure":
     records: Mapping[str, Confidence] = results
-    figure, (axes, counts) = panels(2, height=3.6)
+    figure, (axes, counts) = panels(2, height=3.9)
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
     for index, ((network, record), style) in enumerate(zip(records.items(), LINES, strict=False)):
         filled = [part for part in record.bins if part.count]
@@ -250,7 +250,7 @@ def draw_confidence(results: Results) -> "Figure":
         if len(records) == 1:
             counts.bar_label(bars, [str(part.count or "") for part in record.bins], fontsize="x-small")
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-    axes.legend(fontsize="small", loc="upper left")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18))
     counts.set(xlabel="confidence", ylabel="images", xlim=(0, 1))
     return figure
 

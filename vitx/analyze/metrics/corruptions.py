@@ -151,7 +151,7 @@ def _result(
 
 
 def measure_corruptions(context: MetricContext) -> CorruptionRobustness:
-    source, images, options, _ = context
+    source, images, options, *_ = context
     predict = predictor(source.model, source.preprocessing)
     if options.corrupted is None:
         return corruption_robustness(predict, context.batches(), images.labels, seed=options.seed)

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
-from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian_eigenvalues, parameter_count, parameters_of
+from vitx.analyze.curvature import (
+    LabelledBatch,
+    augmented_batches,
+    augmented_images,
+    hessian_eigenvalues,
+    parameter_count,
+    parameters_of,
+)
 from vitx.analyze.intervals import batch_interval, with_interval
 from vitx.analyze.lanczos import Eigenvalues
 from vitx.analyze.metric import Metric, MetricContext
@@ -86,7 +93,7 @@ def measure_hessian(context: MetricContext) -> HessianSpectrum:
     options = context.options
     return hessian_spectrum(
         context.source.model,
-        augmented_batches(context),
+        context.shown(augmented_batches(context), augmented_images(context)),
         options.eigenvalues,
         weight_decay=options.weight_decay,
         module=options.module,

@@ -6,17 +6,21 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
 from vitx.analyze.metric import Metric, MetricContext
+from vitx.analyze.metric_figures import COLOURS
+from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
 
 if TYPE_CHECKING:
+    from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
 
 
@@ -69,6 +73,7 @@ def loss_landscape(
     points: int = 11,
     weight_decay: float = 0.0,
     seed: int = 0,
+    quiet: bool = True,
 ) -> LossLandscape:
     """NLL and ½·λ·‖w‖² at w + a·d₁ + b·d₂ on a grid of `points`², a and b from −`radius` to `radius`.
 
@@ -89,8 +94,14 @@ def loss_landscape(
     axis = [radius * (index - half) / half for index in range(points)]
     nll = np.empty((points, points))
     l2 = np.empty((points, points))
-    with torch.no_grad(), in_evaluation_mode(model), _restored(moved) as weights:
-        for point in np.ndindex(points, points):
+    with (
+        torch.no_grad(),
+        in_evaluation_mode(model),
+        _restored(moved) as weights,
+        progress("landscape", points**2, quiet=quiet) as bar,
+    ):
+        for done, point in enumerate(np.ndindex(points, points)):
+            bar.update(done)
             _move(moved, weights, [axis[index] for index in point], seed)
             nll[point] = _mean_nll_over(model, batches)
             l2[point] = 0.5 * weight_decay * sum(float(part.double().square().sum()) for part in model.parameters())
@@ -152,26 +163,46 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
         points=options.landscape_points | 1,  # odd: the middle is the network itself
         weight_decay=options.weight_decay,
         seed=options.seed,
+        quiet=context.quiet,
     )
 
 
 def draw_landscape(results: Results) -> "Figure":
     records: Mapping[str, LossLandscape] = results
-    figure, axes_of = panels(len(records), height=3.6)
+    figure, axes_of = panels(len(records), width=6.4, height=5.6)
     for axes, (network, record) in zip(axes_of, records.items(), strict=True):
         nll = np.array([[np.nan if value is None else value for value in row] for row in record.nll])
-        drawn = axes.contourf(record.axis, record.axis, nll, levels=12, cmap="gray_r")
-        lines = axes.contour(record.axis, record.axis, nll, levels=12, colors="black", linewidths=0.5)
-        axes.clabel(lines, fontsize="x-small")
-        axes.set(title=network, xlabel="second direction (filter norms)", ylabel="first direction (filter norms)")
-        figure.colorbar(drawn, ax=axes, label="NLL (nats)")
+        finite = nll[np.isfinite(nll)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+        levels = _levels(low, high)
+        drawn = axes.contourf(record.axis, record.axis, nll, levels=levels, cmap=COLOURS, norm=_norm(levels))
+        lines = axes.contour(record.axis, record.axis, nll, levels=levels, colors="white", linewidths=0.5)
+        axes.clabel(lines, fontsize="x-small", fmt="%.3g")
+        axes.plot(0, 0, "+", color="white", markersize=12, markeredgewidth=2)
+        axes.set(xlabel="second direction (filter norms)", ylabel="first direction (filter norms)", aspect="equal")
+        axes.set_title(f"{network}\n{low:.3g} to {high:.3g} nats, + the weights", fontsize="medium")
+        figure.colorbar(drawn, ax=axes, label="NLL (nats)", format="%.3g")
     return figure
+
+
+def _levels(low: float, high: float) -> npt.NDArray[np.float64]:
+    """Even steps of the logarithm where the loss spans more than a factor of ten, of the loss itself elsewhere."""
+    high = max(high, low + 1e-6)
+    return np.geomspace(low, high, 15) if 0 < low < high / 10 else np.linspace(low, high, 15)
+
+
+def _norm(levels: npt.NDArray[np.float64]) -> "BoundaryNorm":
+    from matplotlib.colors import BoundaryNorm
+
+    return BoundaryNorm(levels.tolist(), 256)
 
 
 def _landscape_line(found: LossLandscape) -> str:
     middle = len(found.axis) // 2
     edge = [value for row in (found.nll[0], found.nll[-1]) for value in row if value is not None]
-    return f"NLL {found.nll[middle][middle]:.3f} at the weights, {min(edge):.3g} to {max(edge):.3g} at the edge"
+    reach = f"{min(edge):.3g} to {max(edge):.3g}" if edge else "not finite"
+    own = found.nll[middle][middle]
+    return f"NLL {'not finite' if own is None else f'{own:.3f}'} at the weights, {reach} at the edge"
 
 
 LANDSCAPE_METRIC = Metric(

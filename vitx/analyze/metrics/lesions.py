@@ -105,7 +105,7 @@ def _zeros(_branch: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> T
 
 
 def measure_lesions(context: MetricContext) -> Lesions:
-    source, images, options, quiet = context
+    source, images, options, quiet, _ = context
     return lesion_study(source.model, images, source.preprocessing, batch_size=options.batch_size, quiet=quiet)
 
 

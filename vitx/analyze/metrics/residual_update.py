@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vitx.analyze.activations import EMBEDDING, Activations
-from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded
+from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded, with_interval
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
 from vitx.analyze.units import residual_units
@@ -79,7 +79,8 @@ def draw_residual_update(results: Results) -> "Figure":
 
 def _update_line(found: ResidualUpdate) -> str:
     smallest = min(found.update, key=lambda layer: found.update[layer])
-    return f"{ends_text(found.update, found.intervals['update'])}; least in {smallest}: {found.update[smallest]:.3g}"
+    least = with_interval(found.update[smallest], found.interval("update", smallest))
+    return f"{ends_text(found.update, found.intervals['update'])}; least in {smallest}: {least}"
 
 
 RESIDUAL_UPDATE_METRIC = Metric(
