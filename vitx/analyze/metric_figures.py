@@ -94,7 +94,8 @@ def draw_matrix(axes: "Axes", record: SimilarityMatrix, title: str, x: str, y: s
     values = np.array(
         [[np.nan if value is None else value for value in row] for row in record.matrix], dtype=np.float64
     )
-    own = record.layers == record.columns
+    # Between two networks of the same layers there is nothing special about the diagonal, unless they are one.
+    own = record.layers == record.columns and bool(np.allclose(values.diagonal(), 1, atol=1e-4, equal_nan=True))
     shown = np.where(np.eye(len(values), dtype=bool), np.nan, values) if own else values
     finite = shown[np.isfinite(shown)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)

@@ -31,7 +31,7 @@ def report_page(
     figures: Mapping[str, bytes],
 ) -> str:
     """results: metric → network → result; figures: metric → PNG."""
-    body = [_networks_table(names, analyses)]
+    body = [_networks_table(names, analyses), f'<p class="small">{_NO_INTERVAL}</p>']
     for name, analysis in zip(names, analyses, strict=True):
         body += _findings(f"Findings: {name}" if len(names) > 1 else "Findings", analysis.findings())
     if len(names) == 2:
@@ -62,19 +62,22 @@ def _findings(title: str, findings: Findings) -> Iterator[str]:
     made = ", ".join(f"{kind} {count}" for kind, count in findings.tests.items()) or "none"
     tested = f"Tests made: {made}. All together they are wrong about one healthy network in twenty or fewer (Holm)."
     if not findings.found:
-        yield section("findings", title, f"No finding. {tested}", _NO_INTERVAL)
+        yield section("findings", title, f"No finding. {tested}")
         return
-    yield section("findings", title, tested, _NO_INTERVAL)
+    yield section("findings", title, tested)
     yield from map(_finding, findings.found)
 
 
 def _finding(finding: Finding) -> str:
-    p = "< 0.001" if finding.p < 0.001 else f"= {finding.p:.2g}"
     return (
         f'<div class="finding"><h3>{html.escape(finding.statement)}</h3>'
-        f"<p>{html.escape(f'{effect_text(finding)}. Baseline: {finding.baseline}. Adjusted p {p}. ')}"
+        f"<p>{html.escape(f'{effect_text(finding)}. Baseline: {finding.baseline}. Adjusted {p_text(finding.p)}. ')}"
         f'<a href="#{finding.metric}">Evidence: {html.escape(METRICS[finding.metric].title)}</a></p></div>'
     )
+
+
+def p_text(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
 
 
 def effect_text(finding: Finding) -> str:
@@ -99,7 +102,7 @@ def _differences(names: Sequence[str], found: Sequence[Difference]) -> Iterator[
 def difference_text(each: Difference) -> str:
     said = "differs" if each.significant else "no difference shown"
     change = with_interval(each.difference, each.interval, "+.3g")
-    return f"{each.first:.3g} → {each.second:.3g}: {change}, p {each.p:.2g}: {said}"
+    return f"{each.first:.3g} → {each.second:.3g}: {change}, {p_text(each.p)}: {said}"
 
 
 def _contents(metrics: Mapping[str, object]) -> str:

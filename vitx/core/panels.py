@@ -21,12 +21,16 @@ PIXEL_RATIO = 2  # pixels of the file for one as shown: sharp on a phone and on 
 Results = Mapping[str, Any]  # network → its record
 
 
-def panels(count: int, *, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", list["Axes"]]:
-    """A figure of `count` axes beside each other."""
+def panels(
+    count: int, *, width: float = WIDTH, height: float = HEIGHT, columns: int | None = None
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of `count` axes beside each other, or in rows of so many columns."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
+    columns = columns or count
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
 def png(figure: "Figure") -> bytes:

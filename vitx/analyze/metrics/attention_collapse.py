@@ -85,7 +85,7 @@ class AttentionCollapseMetric:
 
 def draw_attention_collapse(results: Results) -> "Figure":
     records: Mapping[str, AttentionCollapse] = results
-    figure, axes_of = panels(len(records) + 2, height=3.6)
+    figure, axes_of = panels(len(records) + 2, height=3.6, columns=3 if len(records) == 1 else 2)
     for axes, (network, record) in zip(axes_of, records.items(), strict=False):
         draw_matrix(axes, record, network, "attention layer", "attention layer")
     neighbours = {

@@ -111,7 +111,7 @@ def measure_lesions(context: MetricContext) -> Lesions:
 
 def draw_lesions(results: Results) -> "Figure":
     records: Mapping[str, Lesions] = results
-    figure, axes_of = panels(2 * len(records), width=1.2 * WIDTH, height=3.8)
+    figure, axes_of = panels(2 * len(records), width=1.2 * WIDTH, height=3.8, columns=2)
     for (network, record), left, right in zip(records.items(), axes_of[::2], axes_of[1::2], strict=True):
         _draw_units(left, record)
         curve = Curve.of_shares([*(each.accuracy for each in record.depth.values()), record.accuracy], record.images)
