@@ -28,10 +28,10 @@ def _dead_block(found: ResidualUpdate, blocks: Sequence[str]) -> Finding:
     alive = [value for layer, value in found.update.items() if layer not in blocks]
     worst = max(blocks, key=lambda layer: found.update[layer])
     return _finding(
-        statement=f"Dead: {_listed(blocks)}. The residual stream leaves as it came.",
+        statement=f"Dead: {_listed(blocks)}. Tokens leave as they came.",
         effect=found.update[worst],
         interval=found.interval("update", worst),
-        unit="length of the update over that of the stream",
+        unit="length of the update over that of the token",
         baseline=f"the other blocks' median, {median(alive):.3g}" if alive else "no other block is alive",
     )
 

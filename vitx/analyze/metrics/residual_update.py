@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vitx.analyze.activations import EMBEDDING, Activations
 from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded, with_interval
@@ -14,6 +14,7 @@ from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import Curve, draw_lines
 from vitx.analyze.units import residual_units
 from vitx.core.panels import WIDTH, Results, panels
+from vitx.models.similarity import SHORTEST
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ DEAD_BELOW = 0.01
 
 
 class ResidualUpdate(Measured):
-    """update: by block, ‖after − before‖/‖before‖ of the whole stream of an image, mean over the images; no unit.
+    """update: by block, ‖after − before‖/‖before‖ of the median token of an image, mean over the images; no unit.
 
     unchanged: by block, on how many images it is below `threshold`.
     """
@@ -35,7 +36,7 @@ class ResidualUpdate(Measured):
 
 
 class ResidualUpdateMetric:
-    """The length of what a block adds to the stream (B, …), over the length of the stream before it.
+    """The length of what a block adds to a token (B, N, D) or a map, over the token's length before; the median token.
 
     Blocks that change the stream's shape, or before which it was changed between blocks (a new stage), are left out.
     """
@@ -50,9 +51,7 @@ class ResidualUpdateMetric:
         streams = batch.streams
         for before, after, layer in self._pairs:
             if before in streams and after in streams and streams[before].shape == streams[after].shape:
-                old, new = streams[before].flatten(1), streams[after].flatten(1)
-                length = torch.linalg.vector_norm(old, dim=1).clamp_min(torch.finfo(old.dtype).tiny)
-                self._updates.add(layer, torch.linalg.vector_norm(new - old, dim=1) / length)
+                self._updates.add(layer, _relative_update(streams[before], streams[after]))
 
     def result(self) -> ResidualUpdate:
         values = self._updates.values()
@@ -68,11 +67,23 @@ class ResidualUpdateMetric:
         )
 
 
+def _relative_update(before: Tensor, after: Tensor) -> Tensor:
+    """The median over tokens (B, N, D) of ‖after − before‖/‖before‖, or the ratio of whole maps: (B,).
+
+    The median: a few tokens of trained transformers are a hundred times as long as the others.
+    """
+    if before.ndim != 3:
+        before, after = before.flatten(1).unsqueeze(1), after.flatten(1).unsqueeze(1)
+    lengths = torch.linalg.vector_norm(before, dim=-1).clamp_min(SHORTEST)
+    ratios: Tensor = torch.linalg.vector_norm(after - before, dim=-1) / lengths
+    return ratios.quantile(0.5, dim=1)
+
+
 def draw_residual_update(results: Results) -> "Figure":
     records: Mapping[str, ResidualUpdate] = results
     figure, (axes,) = panels(1, width=1.4 * WIDTH)
     curves = {network: Curve.of(found.update, found.intervals["update"]) for network, found in records.items()}
-    draw_lines(axes, curves, "block", "length of the update / of the stream")
+    draw_lines(axes, curves, "block", "length of the update / of the token")
     axes.set_ylim(bottom=0)
     return figure
 
@@ -85,7 +96,7 @@ def _update_line(found: ResidualUpdate) -> str:
 
 RESIDUAL_UPDATE_METRIC = Metric(
     title="Update of each block",
-    reading="The length of what a block adds to the residual stream, over the length of the stream before it.",
+    reading="The length of what a block adds to a token, over the token's length before it; the median token.",
     precision="bootstrap over images",
     record=ResidualUpdate,
     line=_update_line,
