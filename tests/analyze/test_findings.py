@@ -175,6 +175,20 @@ def test_chance_makes_a_finding_in_at_most_one_of_twenty_families() -> None:
     assert 0.03 < wrong / 4000 < 0.06
 
 
+def test_an_onset_goes_back_until_a_layer_does_not_follow() -> None:
+    stated: list[list[str]] = []
+
+    def rule(kind: str, p_values: dict[str, float]) -> Rule:
+        return Rule(kind, ("x",), lambda _: p_values, lambda _, subjects: stated.append([*subjects]), in_order=True)
+
+    p_values = {"last": 0.001, "before": 0.02, "gap": 0.04, "first": 0.001}  # two chains: each may err in 1 of 40
+    found = find(
+        {"x": Record()}, (rule("chain", p_values), rule("none", {"last": 0.03, "before": 0.0}), rule("no", {}))
+    )
+    assert stated == [["last", "before"], ["last", "before"]]
+    assert found.tests == {"chain": 4, "none": 2, "no": 0}
+
+
 def test_holm_and_the_intervals_are_those_of_the_literature() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert wilson(0.5, 20) == pytest.approx((0.29930, 0.70070), abs=1e-4)  # 10 of 20
