@@ -1,7 +1,10 @@
 """`vitx analyze`: metrics of one network or two, their cache and their report; the network is left unchanged."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from vitx.analyze import METRICS, AnalysisOptions, NotApplicable, analyze, chose
 from vitx.analyze.analysis_report import draw
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metrics.lesions import lesion_study
+from vitx.analyze.options import METRIC_NAMES
 from vitx.core.errors import InputError
 from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
@@ -172,6 +176,42 @@ def test_unknown_metrics_are_refused() -> None:
     assert chosen_metrics(["all"]) == tuple(METRICS)
 
 
+def test_a_wrong_name_is_refused_before_torch_is_imported() -> None:
+    script = (
+        "import sys, vitx.cli\nsys.argv = ['vitx', 'analyze', 'run', '--only', 'nonsense']\n"
+        "try: vitx.cli.main()\nexcept SystemExit as end: sys.exit(100 if 'torch' in sys.modules else end.code)"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "unknown metric 'nonsense': did you mean confidence?" in ended.stderr
+    assert tuple(METRICS) == METRIC_NAMES
+
+
+def test_only_adds_to_the_report_and_each_result_is_written_at_once(
+    vitx: Vitx, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("analyze", run, "--images", 12, "--out", tmp_path / "report")
+
+    def shown() -> set[str]:
+        (network,) = json.loads((tmp_path / "report" / "report.json").read_text())["networks"]
+        page = (tmp_path / "report" / "index.html").read_text()
+        assert all(f'<h2 id="{name}">' in page for name in network["metrics"])
+        return set(network["metrics"])
+
+    assert vitx(*arguments, "--only", "variance")[0] == 0
+    stopped = replace(METRICS["lesions"], measure=lambda context: (_ for _ in ()).throw(InputError("stopped")))
+    with monkeypatch.context() as patched:
+        patched.setitem(METRICS, "lesions", stopped)
+        code, _, said = vitx(*arguments, "--only", "fourier,lesions")
+    assert (code, "stopped" in said) == (2, True)
+    assert shown() == {"variance", "fourier"}
+    assert vitx(*arguments, "--only", "lesions")[0] == 0
+    assert shown() == {"variance", "fourier", "lesions"}
+    code, _, said = vitx(*arguments[:3], 13, *arguments[4:], "--only", "variance")
+    assert (code, "is of other networks or images and is replaced" in said) == (0, True)
+    assert shown() == {"variance"}
+
+
 def test_every_metric_is_measured_described_and_drawn(run: Path, tmp_path: Path) -> None:
     options = AnalysisOptions(batch_size=4, eigenvalues=2, loss_batches=1, landscape_points=3)
     images = open_analysis_images("digits", 8)
@@ -182,6 +222,7 @@ def test_every_metric_is_measured_described_and_drawn(run: Path, tmp_path: Path)
     assert set(found.results) == set(METRICS) - {"trajectory"}
     for name, record in found.results.items():
         assert METRICS[name].line(record)
+        assert METRICS[name].precision
         figure = draw(name, {"one": record, "other": record})
         assert figure is not None or name == "temperature"
         if figure is not None:
@@ -245,7 +286,7 @@ def test_the_report_of_two_trainings_opens_in_a_browser(
     assert set(report["networks"][0]["metrics"]) >= set(FAST)
     assert report == json.loads((out / "report.json").read_text())
     browser.open(f"file://{out / 'index.html'}")
-    figures = browser.run("[...document.images].map((image) => image.naturalWidth)")
+    figures = browser.run("[...document.querySelectorAll('.plot img')].map((image) => image.naturalWidth)")
     assert len(figures) == len(list((out / "figures").glob("*.png"))) >= len(FAST) + 1
     assert min(figures) > 300
     for title in ("Attention collapse, softmax maps", "Attention collapse, mixed maps"):
@@ -253,7 +294,14 @@ def test_the_report_of_two_trainings_opens_in_a_browser(
     collapses = [report["networks"][0]["metrics"][f"attention-collapse{end}"] for end in ("", "-mixed")]
     assert [found["maps"] for found in collapses] == ["softmax", "mixed"]
     assert collapses[0]["matrix"] != collapses[1]["matrix"]
-    assert "baseline and regularised" in browser.run("document.body.innerText")
+    text = browser.run("document.body.innerText")
+    assert "baseline and regularised" in text
+    assert (
+        text.index("Findings: baseline")
+        < text.index("What differs: regularised less baseline")
+        < text.index("Evidence")
+    )
+    assert report["differences"]
     assert browser.complaints == []
     code, printed, _ = vitx(*arguments)
     assert code == 0

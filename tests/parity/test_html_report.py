@@ -92,7 +92,7 @@ def test_a_report_without_notes_tables_plots_and_flips() -> None:
     page = render("T", certificate(verdict="fail", reasons=()), IMAGES, PIXEL, tables={"Empty": {}})
     assert '<p class="fail"><strong>fail</strong></p><h2>Measurements</h2>' in page
     assert "Empty" not in page
-    assert page.endswith("<h2>Flips</h2><p>No image changed its class.</p></body></html>\n")
+    assert page.endswith("<h2>Flips</h2><p>No image changed its class.</p></main></body></html>\n")
 
 
 def test_flips_are_listed_the_clearest_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 Shape letters: B batch, S the side of an image, C classes.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import numpy as np
@@ -40,20 +40,34 @@ def labelled_batches(images: Iterable[UInt8Array], labels: Labels) -> Iterator[t
 
 
 class AccuracyCounter:
-    """Counts correct answers by condition: None for clean images, or what was done to them."""
+    """Right and wrong answers by condition: None for clean images, or what was done to them or to the network."""
 
     def __init__(self) -> None:
-        self._correct: Counter[Hashable] = Counter()
-        self._images: Counter[Hashable] = Counter()
+        self._correct: defaultdict[Hashable, list[npt.NDArray[np.bool_]]] = defaultdict(list)
 
     def add(self, condition: Hashable, logits: npt.NDArray[np.floating], labels: Labels) -> None:
-        """Count a batch: logits (B, C), labels (B,)."""
-        self._correct[condition] += int((logits.argmax(axis=1) == labels).sum())
-        self._images[condition] += len(labels)
+        """Count a batch: logits (B, C), labels (B,). Raises InputError for clean images whose logits are not finite."""
+        if condition is None:
+            require_finite(logits)
+        self._correct[condition].append(logits.argmax(axis=1) == labels)
+
+    def correct(self, condition: Hashable) -> npt.NDArray[np.bool_]:
+        """Whether the answer to each image was right, bool (N,)."""
+        return np.concatenate(self._correct[condition])
 
     def accuracy(self, condition: Hashable) -> float:
         """The share of correct answers, 0 to 1."""
-        return self._correct[condition] / self._images[condition]
+        return float(self.correct(condition).mean())
 
     def images(self, condition: Hashable) -> int:
-        return self._images[condition]
+        return len(self.correct(condition))
+
+
+def require_finite(logits: npt.NDArray[np.floating]) -> None:
+    """Raise InputError for logits (B, C) of which some are not finite: nothing can be said of such a network."""
+    bad = int((~np.isfinite(logits).all(axis=1)).sum())
+    if bad:
+        raise InputError(
+            f"logits of {bad} of {len(logits)} images are not finite: expected numbers; look for weights that are not "
+            "finite, or analyse another checkpoint (--checkpoint)"
+        )

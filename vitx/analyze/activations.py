@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitx.analyze.accuracy import require_finite
 from vitx.analyze.spectrum import square_map
 from vitx.analyze.units import Kind, Unit, first_block, residual_units
 from vitx.core.preprocess import Preprocessing
@@ -91,6 +92,7 @@ def stream_activations(
             found.clear()
             with torch.inference_mode():
                 logits = model(image_tensor(pixels, preprocessing.mean, preprocessing.std).to(device))
+            require_finite(logits.float().cpu().numpy())
             maps_of = _as_float(softmax), _as_float(after_mix)
             yield Activations(len(pixels), _as_float(found), *maps_of, logits.float())
 

@@ -3,18 +3,20 @@
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vitx.analyze.activations import stream_activations, stream_order
+from vitx.analyze.findings.finding import Findings, find
+from vitx.analyze.findings.rules import RULES
 from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.cka import SMALLEST_BATCH, MinibatchCKA, cka_matrix
+from vitx.analyze.options import check_metrics
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import log, progress
-from vitx.core.errors import unknown_name
 from vitx.core.files import Record, read_record, write_json
 from vitx.data.image_set import ImageSet
 from vitx.models.source import Source
@@ -41,6 +43,10 @@ class Analysis:
     not_applicable: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def findings(self) -> Findings:
+        """What the results say of this network: every statement passed a test (docs/analyses.md)."""
+        return find(self.results, RULES)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "source": self.source.name,
@@ -50,6 +56,7 @@ class Analysis:
             "data": self.images.name,
             "images": len(self.images),
             "options": self.options.model_dump(mode="json"),
+            "findings": self.findings().model_dump(mode="json"),
             "metrics": {name: result.model_dump(mode="json") for name, result in self.results.items()},
             "not_applicable": self.not_applicable,
             "seconds": self.seconds,
@@ -63,9 +70,7 @@ def chosen_metrics(only: Sequence[str] | None) -> tuple[str, ...]:
     """
     if only is None:
         return tuple(name for name, metric in METRICS.items() if metric.default)
-    for name in only:
-        if name not in METRICS and name != "all":
-            raise unknown_name("metric", name, (*METRICS, "all"))
+    check_metrics(only)
     return tuple(name for name in METRICS if name in only or "all" in only)
 
 
@@ -76,40 +81,50 @@ def analyze(
     options: AnalysisOptions,
     *,
     cache: Path | None = None,
+    report: Callable[[Analysis], None] = lambda _analysis: None,
     quiet: bool = False,
 ) -> Analysis:
     """Measure `names` (of METRICS) in evaluation mode; modes, hooks and gradients are as before afterwards.
 
-    cache: a folder. Results of the same weights, images and options are read from it; new ones are written to it one
-    by one. A metric that does not apply is listed with its reason and is no error.
+    cache: a folder. Results of the same weights, images and options are read from it, also those of metrics that are
+    not in `names`; new ones are written to it one by one. report: called with what is known so far, whenever that has
+    grown. A metric that does not apply is listed with its reason and is no error.
     """
     analysis = Analysis(source, images, options)
     results = _ResultCache(
         cache, {"model": source.checkpoint_sha256, "images": images.digest() if cache else ""}, options
     )
-    missing = []
-    for name in names:
+    for name in METRICS if cache else names:
         reason = _labels_missing(METRICS[name], source, images)
-        if reason:
+        if reason and name in names:
             analysis.not_applicable[name] = reason
-        elif not results.read(name, analysis):
-            missing.append(name)
+        elif not reason:
+            results.read(name, analysis)
+    missing = [name for name in names if name not in analysis.results and name not in analysis.not_applicable]
     shared = [name for name in missing if METRICS[name].activation is not None]
-    _measure_shared(analysis, shared, results, quiet=quiet)
+    if shared:
+        _measure_shared(analysis, shared, results, quiet=quiet)
+        report(analysis)
     for name in missing:
         measure = METRICS[name].measure
         if measure is not None:
-            log(f"analyze: {METRICS[name].title}", quiet=quiet)
-            context = MetricContext(source, images, options, quiet)
-            start = time.perf_counter()
-            try:
-                analysis.results[name] = measure(context)
-            except NotApplicable as reason:
-                analysis.not_applicable[name] = str(reason)
-            analysis.seconds[name] = time.perf_counter() - start
-            results.write(name, analysis)
+            _measure_alone(analysis, name, measure, results, quiet=quiet)
+            report(analysis)
     analysis.results = {name: analysis.results[name] for name in METRICS if name in analysis.results}
     return analysis
+
+
+def _measure_alone(
+    analysis: Analysis, name: str, measure: Callable[[MetricContext], Record], results: "_ResultCache", *, quiet: bool
+) -> None:
+    log(f"analyze: {METRICS[name].title}", quiet=quiet)
+    start = time.perf_counter()
+    try:
+        analysis.results[name] = measure(MetricContext(analysis.source, analysis.images, analysis.options, quiet, name))
+    except NotApplicable as reason:
+        analysis.not_applicable[name] = str(reason)
+    analysis.seconds[name] = time.perf_counter() - start
+    results.write(name, analysis)
 
 
 def compare_representations(
@@ -136,8 +151,6 @@ def compare_representations(
 
 def _measure_shared(analysis: Analysis, names: Sequence[str], results: "_ResultCache", *, quiet: bool) -> None:
     """Measure all metrics of activations in one pass; each is charged an equal share of its seconds."""
-    if not names:
-        return
     context = MetricContext(analysis.source, analysis.images, analysis.options, quiet)
     collectors = {name: METRICS[name].collector(context) for name in names}
     start = time.perf_counter()
@@ -183,18 +196,17 @@ class _ResultCache:
     def __init__(self, folder: Path | None, subject: Mapping[str, str], options: AnalysisOptions) -> None:
         self._folder, self._subject, self._options = folder, subject, options
 
-    def read(self, name: str, analysis: Analysis) -> bool:
-        """Copy the result of `name` from its file into `analysis`; False if there is no file."""
+    def read(self, name: str, analysis: Analysis) -> None:
+        """Copy the result of `name` from its file, if there is one, into `analysis`."""
         path = self._path(name)
         if path is None or not path.is_file():
-            return False
+            return
         kept = read_record(path, _CachedResult)
         if kept.result is not None:
             analysis.results[name] = METRICS[name].record.model_validate(kept.result)
         else:
             analysis.not_applicable[name] = kept.not_applicable or ""
         analysis.seconds[name] = kept.seconds
-        return True
 
     def write(self, name: str, analysis: Analysis) -> None:
         path = self._path(name)

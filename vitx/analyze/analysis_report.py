@@ -1,42 +1,58 @@
 """The report of an analysis: report.json, figures as PNG, and one HTML page that needs nothing else."""
 
-import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitx.analyze.analysis import Analysis
+from vitx.analyze.findings.differences import differences
 from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.metrics import METRICS
+from vitx.analyze.report_page import BETWEEN, report_page
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.files import Record, write_bytes, write_json
-from vitx.core.page import page, picture, section, table
 from vitx.core.panels import Results, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BETWEEN = "cka-between"  # named as a metric, but it is of two networks
 
+class ReportWriter:
+    """Writes the report into a folder, as often as more is known; a figure is drawn when its results are new."""
 
-def write_report(folder: Path, analyses: Sequence[Analysis], between: SimilarityMatrix | None = None) -> Path:
-    """Write report.json, figures/METRIC.png and index.html for one network, or two side by side; return the page."""
-    names = network_names(analyses)
-    figures = {}
-    for metric, results in _results(names, analyses, between).items():
-        figure = draw(metric, results)
-        if figure is not None:
-            figures[metric] = png(figure)
-            write_bytes(folder / "figures" / f"{metric}.png", figures[metric])
-    write_json(folder / "report.json", report_json(analyses, between))
-    index = folder / "index.html"
-    write_bytes(index, _page(names, analyses, between, figures).encode())
-    return index
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._drawn: dict[str, tuple[list[Record], bytes | None]] = {}
+
+    def write(self, analyses: Sequence[Analysis], between: SimilarityMatrix | None = None) -> Path:
+        """Write report.json, figures/METRIC.png and index.html for one network, or two; return the page."""
+        names = network_names(analyses)
+        results = results_by_metric(names, analyses, between)
+        figures = {metric: image for metric in results if (image := self._figure(metric, results[metric])) is not None}
+        write_json(self._folder / "report.json", report_json(analyses, between))
+        index = self._folder / "index.html"
+        write_bytes(index, report_page(names, analyses, results, figures).encode())
+        return index
+
+    def _figure(self, metric: str, results: Mapping[str, Record]) -> bytes | None:
+        drawn_of, image = self._drawn.get(metric, ([], None))
+        if len(drawn_of) != len(results) or any(
+            old is not new for old, new in zip(drawn_of, results.values(), strict=True)
+        ):
+            figure = draw(metric, results)
+            image = None if figure is None else png(figure)
+            if image is not None:
+                write_bytes(self._folder / "figures" / f"{metric}.png", image)
+            self._drawn[metric] = [*results.values()], image
+        return image
 
 
 def report_json(analyses: Sequence[Analysis], between: SimilarityMatrix | None = None) -> dict[str, Any]:
     """What report.json holds, and `vitx analyze --json` prints."""
-    report: dict[str, Any] = {"format_version": 1, "networks": [analysis.as_json() for analysis in analyses]}
+    report: dict[str, Any] = {"format_version": 2, "networks": [analysis.as_json() for analysis in analyses]}
+    if len(analyses) == 2:
+        compared = differences(analyses[0].results, analyses[1].results)
+        report["differences"] = [each.model_dump(mode="json") for each in compared]
     if between is not None:
         report["cka_between"] = between.model_dump(mode="json")
     return report
@@ -50,7 +66,7 @@ def network_names(analyses: Sequence[Analysis]) -> list[str]:
     return names if len(set(names)) == len(names) else [f"{name} ({index})" for index, name in enumerate(names, 1)]
 
 
-def _results(
+def results_by_metric(
     names: Sequence[str], analyses: Sequence[Analysis], between: SimilarityMatrix | None
 ) -> dict[str, dict[str, Record]]:
     """Metric → network → result, in the report's order."""
@@ -66,42 +82,6 @@ def _results(
     if between is not None:
         found[BETWEEN] = {f"{names[0]} (up), {names[1]} (right)": between}
     return found
-
-
-def _page(
-    names: Sequence[str],
-    analyses: Sequence[Analysis],
-    between: SimilarityMatrix | None,
-    figures: Mapping[str, bytes],
-) -> str:
-    body = [_networks_table(names, analyses)]
-    for metric, results in _results(names, analyses, between).items():
-        heading, reading = _heading_and_reading(metric)
-        body.append(section(metric, heading, reading))
-        if metric in METRICS:
-            body.append(table([(name, METRICS[metric].line(result)) for name, result in results.items()]))
-        if metric in figures:
-            body.append(picture(figures[metric], heading))
-    for name, analysis in zip(names, analyses, strict=True):
-        if analysis.not_applicable:
-            body.append(f"<h2>Not applicable to {html.escape(name)}</h2>")
-            body.append(table([(METRICS[key].title, reason) for key, reason in analysis.not_applicable.items()]))
-    return page(" and ".join(names), body)
-
-
-def _heading_and_reading(metric: str) -> tuple[str, str]:
-    if metric == BETWEEN:
-        return "CKA between the two networks", "Which layers of one network tell images apart as those of the other."
-    return METRICS[metric].title, METRICS[metric].reading
-
-
-def _networks_table(names: Sequence[str], analyses: Sequence[Analysis]) -> str:
-    rows = []
-    for name, analysis in zip(names, analyses, strict=True):
-        source = analysis.source
-        rows.append((name, f"{source.spec.name}, {source.checkpoint}, {source.checkpoint_sha256[:16]}…"))
-    first = analyses[0]
-    return table([*rows, ("images", f"{len(first.images)} of {first.images.name}")])
 
 
 def draw(name: str, results: Results) -> "Figure | None":

@@ -155,15 +155,19 @@ def parameter_count(parameters: list[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
+def augmented_images(context: MetricContext) -> int:
+    """How many images `augmented_batches` gives."""
+    return min(len(context.images), context.options.batch_size * context.options.loss_batches)
+
+
 def augmented_batches(context: MetricContext) -> Iterator[tuple[Tensor, Tensor]]:
     """The first `loss_batches` batches, shifted by up to an eighth of the side: (images (B, 3, S, S), labels (B,)).
 
     A shift, drawn from the seed, with a mirrored border is the augmentation that all recipes share. Images are
     normalised. They are evenly spaced over the set already, so the first ones are of all classes.
     """
-    source, images, options, _ = context
-    size = options.batch_size * options.loss_batches
-    chosen = images.evenly_spaced(size)
+    source, images, options, *_ = context
+    chosen = images.evenly_spaced(augmented_images(context))
     generator = torch.Generator().manual_seed(options.seed)
     device = next(source.model.parameters()).device
     max_shift = max(1, source.preprocessing.image_size // 8)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from vitx.analyze.activations import Activations
+from vitx.core.console import progress
 from vitx.core.files import Record
 from vitx.core.panels import Results
 from vitx.data.image_set import ImageSet
@@ -55,28 +56,40 @@ class MetricContext(NamedTuple):
     images: ImageSet
     options: AnalysisOptions
     quiet: bool = True
+    name: str = ""
 
     def batches(self) -> Iterator[Any]:
-        """The prepared images, uint8 (B, S, S, 3)."""
-        return self.images.batches(self.source.preprocessing, self.options.batch_size)
+        """The prepared images, uint8 (B, S, S, 3), with a bar of how many were taken."""
+        return self.shown(self.images.batches(self.source.preprocessing, self.options.batch_size), len(self.images))
+
+    def shown(self, batches: Iterable[Any], images: int) -> Iterator[Any]:
+        """The same batches, arrays or tuples of arrays, with a bar of how many of the images are done."""
+        with progress(self.name, images, quiet=self.quiet) as bar:
+            done = 0
+            for batch in batches:
+                yield batch
+                bar.update(done := done + len(batch[0] if isinstance(batch, tuple) else batch))
 
 
 # To be increased when a metric's definition changes: cached results of the older one are measured again.
-DEFINITIONS_VERSION = 1
+DEFINITIONS_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
     """A metric has either `activation`, which shares one pass over activations, or `measure`, which runs by itself.
 
-    reading: how to read the figure. line: the result in a few words. figure: draws one network, or two beside each
-    other; None for a table alone. streams, maps, mixed: what the shared pass must record for it. labels: whether it
-    needs them. options: the fields of AnalysisOptions that it depends on, besides the batch size. default: measured
-    unless --only names others.
+    reading: what the figure shows, whatever the network. claim: what a paper says of networks, with the paper's name.
+    precision: how its intervals were made, or why it has none. line: the result in a few words, with its intervals.
+    figure: draws one network, or two beside each other; None for a table alone. streams, maps, mixed: what the shared
+    pass must record for it. labels: whether it needs them. options: the fields of AnalysisOptions that it depends on,
+    besides the batch size. default: measured unless --only names others.
     """
 
     title: str
     reading: str
+    claim: str = ""
+    precision: str
     record: type[Record]
     line: Callable[[Any], str]
     activation: Callable[[MetricContext], ActivationMetric] | None = None

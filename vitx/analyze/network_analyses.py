@@ -1,9 +1,11 @@
 """What `vitx analyze SOURCE [OTHER]` does: load one network or two, measure each, compare them, write the report."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from vitx.analyze.analysis import Analysis, analyze, compare_representations
-from vitx.analyze.analysis_report import write_report
+from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.images import open_analysis_images
 from vitx.analyze.metric import AnalysisOptions, NotApplicable
 from vitx.analyze.options import AnalysisRequest
@@ -30,15 +32,39 @@ def analyze_networks(
         raise InputError(f"'{targets[0]}' brings no images: give --data")
     images = open_analysis_images(data, request.images, skip_bad=request.skip_bad)
     cache = request.out / "metrics" if request.out else None
-    analyses = []
+    writer = None if request.out is None else ReportWriter(request.out)
+    if request.out is not None:
+        _say_what_is_replaced(request.out, sources, images, quiet=quiet)
+    analyses: list[Analysis] = []
+
+    def report(analysis: Analysis) -> None:
+        if writer is not None:
+            writer.write([*analyses, analysis])
+
     for source in sources:
         source.model.to(device)
         log(f"analyze: {source.name}, {len(images)} images of {images.name}", quiet=quiet)
-        analyses.append(analyze(source, images, metrics, options, cache=cache, quiet=quiet))
-    cka_between = _cka_between(sources, images, options, quiet=quiet) if "cka" in metrics else None
-    if request.out is not None:
-        log(f"analyze: {write_report(request.out, analyses, cka_between)}", quiet=quiet)
+        analyses.append(analyze(source, images, metrics, options, cache=cache, report=report, quiet=quiet))
+    shown = all("cka" in analysis.results for analysis in analyses)
+    cka_between = _cka_between(sources, images, options, quiet=quiet) if shown else None
+    if writer is not None:
+        log(f"analyze: {writer.write(analyses, cka_between)}", quiet=quiet)
     return analyses, cka_between
+
+
+def _say_what_is_replaced(out: Path, sources: list[Source], images: ImageSet, *, quiet: bool) -> None:
+    """A report of the same networks and images grows; one of others is replaced, its results stay in OUT/metrics."""
+    path = out / "report.json"
+    if not path.is_file():
+        return
+    before = [
+        (each["checkpoint_sha256"], each["data"], each["images"]) for each in json.loads(path.read_text())["networks"]
+    ]
+    if before != [(source.checkpoint_sha256, images.name, len(images)) for source in sources]:
+        log(
+            f"analyze: '{path}' is of other networks or images and is replaced; its results stay in metrics/",
+            quiet=quiet,
+        )
 
 
 def _cka_between(

@@ -1,11 +1,27 @@
 """What `vitx analyze` may be told. Every default is here, and nowhere else."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from vitx.core.errors import unknown_name
 from vitx.core.options import CheckpointOption, DataOption, DeviceOption, Options, comma_separated, option
+
+# The names of vitx.analyze.METRICS (a test compares them): a wrong one is refused before torch is imported.
+METRIC_NAMES = (
+    *("over-smoothing", "attention-collapse", "attention-collapse-mixed", "residual-update", "feature-similarity"),
+    *("fourier", "variance", "cka", "lesions", "confidence", "temperature", "corruptions", "frequency-noise"),
+    *("occlusion", "adversarial", "hessian", "hessian-density", "landscape", "trajectory"),
+)
+
+
+def check_metrics(names: Iterable[str]) -> None:
+    """Raise InputError for a name that is neither a metric's nor 'all'."""
+    for name in names:
+        if name not in METRIC_NAMES and name != "all":
+            raise unknown_name("metric", name, (*METRIC_NAMES, "all"))
 
 
 class AnalysisRequest(Options):

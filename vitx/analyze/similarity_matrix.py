@@ -1,23 +1,37 @@
 """Similarity of every pair of layers: the matrix that three metrics give, and mean cosines accumulated over batches."""
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from vitx.core.files import Record
+from vitx.analyze.intervals import FEWEST, Measured, layer_intervals, percentiles, resampled_means
+from vitx.core.probabilities import Float64Array
 
 
-class SimilarityMatrix(Record):
+class SimilarityMatrix(Measured):
     """`matrix[i][j]` is the similarity of `layers[i]` and `columns[j]`, at most 1; no unit.
 
     The columns are the layers again, or those of another network. None where two layers cannot be compared: their
-    shapes differ, or one is the same for all images.
+    shapes differ, or one is the same for all images. widest: half the width of the widest interval of an entry; None
+    where there are too few images or batches for one. intervals["neighbours"]: of a layer with the one before it.
     """
 
     layers: tuple[str, ...]
     columns: tuple[str, ...]
     matrix: tuple[tuple[float | None, ...], ...]
+    widest: float | None = None
+
+    def neighbours(self) -> dict[str, float]:
+        """Layer → its similarity to the layer before, of the layers that can be compared."""
+        pairs = zip(self.layers[1:], (self.matrix[i][i + 1] for i in range(len(self.layers) - 1)), strict=True)
+        return {layer: value for layer, value in pairs if value is not None}
+
+
+MatrixT = TypeVar("MatrixT", bound=SimilarityMatrix)
 
 
 class MeanCosine:
@@ -28,28 +42,24 @@ class MeanCosine:
 
     def __init__(self, axis: int) -> None:
         self._axis = axis
-        self._sums: dict[tuple[str, str], float] = {}
+        # Of each group of layers of one shape: of each image the matrix of mean cosines, (B, layers, layers).
+        self._cosines: dict[tuple[str, ...], list[Float64Array]] = {}
         self._layers: dict[str, None] = {}
-        self._images = 0
         # Reused between batches: fresh memory pages cost more than the arithmetic.
         self._buffers: dict[tuple[int, ...], Tensor] = {}
 
-    def add(self, tensors: dict[str, Tensor], images: int) -> dict[str, Tensor]:
+    def add(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Add each layer's tensor of a batch; return the same as unit vectors, valid until the next call."""
-        self._images += images
         self._layers |= dict.fromkeys(tensors)
         found: dict[str, Tensor] = {}
         for names in _of_one_shape(tensors):
             units = self._unit_vectors([tensors[name] for name in names])
             found |= zip(names, units, strict=True)
-            # The sum over all vectors of the product of two unit vectors is one entry of this layers × layers product.
-            flat = units.flatten(1)
-            vectors = units[0].numel() // units.shape[self._axis]
-            gram = (flat @ flat.T).double() * (images / vectors)
-            for row, first in enumerate(names):
-                for column, second in enumerate(names):
-                    pair = first, second
-                    self._sums[pair] = self._sums.get(pair, 0.0) + gram[row, column].item()
+            # The sum over an image's vectors of the product of two unit vectors is one entry of layers × layers.
+            flat_BLX = units.flatten(2).transpose(0, 1)
+            vectors = units[0, 0].numel() // units.shape[self._axis]
+            cosines_BLL = torch.bmm(flat_BLX, flat_BLX.transpose(1, 2)).double().cpu().numpy() / vectors
+            self._cosines.setdefault(tuple(names), []).append(cosines_BLL)
         return found
 
     def _unit_vectors(self, layers: Sequence[Tensor]) -> Tensor:
@@ -62,11 +72,43 @@ class MeanCosine:
             torch.div(layer, lengths, out=unit)
         return units
 
-    def means(self) -> tuple[tuple[str, ...], tuple[tuple[float | None, ...], ...]]:
-        """(layers, the matrix of mean cosines); None for two layers of different shapes."""
-        layers = tuple(self._layers)
-        values = {pair: total / self._images for pair, total in self._sums.items()}
-        return layers, tuple(tuple(values.get((first, second)) for second in layers) for first in layers)
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(self._layers)
+
+    def values(self) -> dict[tuple[str, str], Float64Array]:
+        """(layer, layer) → the mean cosine of each image (N,), of the layers of one shape."""
+        groups = {names: np.concatenate(parts) for names, parts in self._cosines.items()}
+        return {
+            (first, second): cosines[:, row, column]
+            for names, cosines in groups.items()
+            for row, first in enumerate(names)
+            for column, second in enumerate(names)
+        }
+
+    def result(self, record: type[MatrixT], **fields: Any) -> MatrixT:
+        """The matrix of means with its intervals and `fields`; None for two layers of different shapes."""
+        layers, values = self.layers, self.values()
+        matrix = tuple(
+            tuple(float(values[pair].mean()) if (pair := (first, second)) in values else None for second in layers)
+            for first in layers
+        )
+        neighbours = {pair[1]: values[pair] for pair in pairwise(layers) if pair in values}
+        return record(
+            layers=layers,
+            columns=layers,
+            matrix=matrix,
+            widest=_widest([*values.values()]),
+            intervals={"neighbours": layer_intervals(neighbours)},
+            **fields,
+        )
+
+
+def _widest(values: Sequence[Float64Array]) -> float | None:
+    """Half the width of the widest bootstrap interval of the means of values (N,)."""
+    if not values or len(values[0]) < FEWEST:
+        return None
+    return max(high - low for low, high in percentiles(resampled_means(np.stack(values, axis=1)))) / 2
 
 
 def _of_one_shape(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
@@ -78,4 +120,6 @@ def _of_one_shape(tensors: dict[str, Tensor]) -> Iterable[list[str]]:
 
 def matrix_line(found: SimilarityMatrix) -> str:
     value = found.matrix[0][-1]
-    return f"{found.layers[0]} to {found.columns[-1]}: {'not comparable' if value is None else f'{value:.3g}'}"
+    return f"{found.layers[0]} to {found.columns[-1]}: {'not comparable' if value is None else f'{value:.3g}'}" + (
+        f"; every entry ± {found.widest:.2g} or less" if found.widest is not None else ""
+    )

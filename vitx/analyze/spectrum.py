@@ -16,7 +16,12 @@ EPS = 1e-6
 
 
 def log_amplitudes(features_BCSS: Tensor) -> Tensor:
-    """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over B and C: (S//2 + 1,), nats.
+    """`image_log_amplitudes` averaged over B: (S//2 + 1,), nats."""
+    return image_log_amplitudes(features_BCSS).mean(dim=0)
+
+
+def image_log_amplitudes(features_BCSS: Tensor) -> Tensor:
+    """log(|F[k, k]| + 1e-6) of the 2-D Fourier transform, k = 0 … S//2, averaged over C: (B, S//2 + 1), nats.
 
     Only the diagonal of the transform is computed: one product with a (S², S//2 + 1) basis. Frequencies are k·2π/S; the
     last is Nyquist's for an even S. Raises InputError for maps that are not square.
@@ -25,7 +30,7 @@ def log_amplitudes(features_BCSS: Tensor) -> Tensor:
     if height != width:
         raise InputError(f"feature maps of {height} × {width}: the diagonal of the spectrum needs square ones")
     real, imaginary = (features_BCSS.flatten(-2) @ part.to(features_BCSS) for part in _diagonal_basis(width))
-    return torch.log(torch.hypot(real, imaginary) + EPS).flatten(0, -2).mean(dim=0)
+    return torch.log(torch.hypot(real, imaginary) + EPS).mean(dim=-2)
 
 
 @lru_cache(maxsize=8)
@@ -56,14 +61,19 @@ def frequencies(side: int) -> list[float]:
 
 def feature_variance(features_BCSS: Tensor) -> Tensor:
     """The variance (unbiased) of a map over its S² positions, averaged over B and C; a scalar, squared activations."""
+    return feature_variances(features_BCSS).mean()
+
+
+def feature_variances(features_BCSS: Tensor) -> Tensor:
+    """The variance (unbiased) of an image's map over its S² positions, averaged over C: (B,), squared activations."""
     values = features_BCSS.flatten(-2)
     axis = -1
     if values.stride(-1) != 1:  # tokens: the channels of a position are contiguous; reduced as they lie in memory
         values, axis = values.transpose(-1, -2), -2
     centred = values - values.mean(dim=axis, keepdim=True)
     # A third of the time of `var`, which updates mean and variance value by value.
-    variance: Tensor = torch.linalg.vector_norm(centred, dim=axis).square().mean() / (values.shape[axis] - 1)
-    return variance
+    variance_B: Tensor = torch.linalg.vector_norm(centred, dim=axis).square().mean(dim=-1) / (values.shape[axis] - 1)
+    return variance_B
 
 
 def square_map(tokens: Tensor, prefix_tokens: int, *, channels_last: bool) -> Tensor | None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vitx.analyze.options import AnalysisRequest
+from vitx.analyze.options import AnalysisRequest, check_metrics
 from vitx.cli.options import Json, Quiet, from_records
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def command(
 
     With --out, results are kept: a second call measures only what is new. A metric that does not apply is listed.
     """
+    check_metrics(request.only)
     from vitx.analyze import chosen_metrics
     from vitx.analyze.analysis_report import report_json
     from vitx.analyze.network_analyses import analyze_networks
@@ -38,9 +39,33 @@ def command(
     if as_json:
         print_json(report_json(analyses, cka_between))
     else:
+        _print_findings(analyses)
         _print_table(analyses, metrics)
     if other is None and not source.startswith("model:"):
         log_next(*export_of(source), quiet=quiet)
+
+
+def _print_findings(analyses: "list[Analysis]") -> None:
+    from vitx.analyze.analysis_report import network_names
+    from vitx.analyze.findings.differences import differences
+    from vitx.analyze.report_page import difference_text, effect_text
+    from vitx.core.console import print_table
+
+    names = network_names(analyses)
+    for name, analysis in zip(names, analyses, strict=True):
+        findings = analysis.findings()
+        rows = [(each.statement, effect_text(each), each.baseline) for each in findings.found]
+        if rows:
+            print_table(f"findings of {name}", ("finding", "effect", "baseline"), rows)
+        else:
+            print(f"no finding of {name}: {sum(findings.tests.values())} tests")
+    if len(analyses) == 2:
+        compared = differences(analyses[0].results, analyses[1].results)
+        print_table(
+            f"{names[1]} less {names[0]}",
+            ("number", "difference"),
+            [(each.quantity, difference_text(each)) for each in compared],
+        )
 
 
 def _print_table(analyses: "list[Analysis]", metrics: tuple[str, ...]) -> None:

@@ -1,14 +1,32 @@
-"""A report as one self-contained HTML page: no script, no link, pictures inside."""
+"""A report as one self-contained HTML page: no script, nothing loaded, pictures inside; light, dark and on paper."""
 
 import base64
 import html
+import struct
 from collections.abc import Iterable
 
+from vitx.core.panels import PIXEL_RATIO
+
 _STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#111;background:#fff}
-h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}img{max-width:100%;height:auto}
-table{border-collapse:collapse;margin:.8rem 0}th,td{border-bottom:1px solid #bbb;padding:.2rem .8rem;text-align:left}
-td.n{text-align:right;font-variant-numeric:tabular-nums}details{margin:.5rem 0}summary{cursor:pointer}
+:root{color-scheme:light dark;--ink:#191919;--paper:#fff;--line:#b9b9b9;--soft:#f4f4f1;--accent:#0b5394}
+body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
+background:var(--paper)}a{color:var(--accent)}
+h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.5rem}h3{font-size:1rem;margin:0}
+table{border-collapse:collapse;margin:.8rem 0}td.n{text-align:right;font-variant-numeric:tabular-nums}
+th,td{border-bottom:1px solid var(--line);padding:.2rem .8rem .2rem 0;text-align:left;vertical-align:top;
+overflow-wrap:anywhere}th{min-width:6rem;overflow-wrap:break-word}
+details{margin:.5rem 0}summary{cursor:pointer}
+.plot{overflow-x:auto;margin:.8rem 0}.plot img{max-width:100%;height:auto}
+.finding{background:var(--soft);border-left:4px solid var(--accent);padding:.6rem 1rem;margin:.8rem 0}
+.finding p{margin:.2rem 0}.small{font-size:.9rem}nav ul{columns:3 14rem;padding-left:1.2rem}
+ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{width:8rem}
+ul.images img{width:8rem;height:8rem;image-rendering:pixelated}
+@media (max-width:40rem){.plot img{max-width:none}body{margin:1rem auto}}
+@media (prefers-color-scheme:dark){:root{--ink:#e9e9e6;--paper:#161616;--line:#4b4b4b;--soft:#232323;--accent:#8ab8ff}
+.plot img{filter:invert(.91) hue-rotate(180deg)}}
+@media print{:root{--ink:#000;--paper:#fff;--line:#999;--soft:#fff;--accent:#000;color-scheme:light}nav{display:none}
+.plot img{filter:none;max-width:100%}.plot,.finding,tr,li{break-inside:avoid}h2,h3{break-after:avoid}
+body{margin:0;font-size:11pt}}
 """
 
 
@@ -17,8 +35,8 @@ def page(title: str, body: Iterable[str], *, style: str = _STYLE) -> str:
     title = html.escape(title)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style></head>'
-        f"<body><h1>{title}</h1>{''.join(body)}</body></html>\n"
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style></head><body><main><h1>{title}</h1>{''.join(body)}</main></body></html>\n"
     )
 
 
@@ -37,5 +55,15 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
 
 
 def picture(png: bytes, description: str) -> str:
-    """A PNG file as an image inside the page."""
-    return f'<img alt="{html.escape(description)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    """A plot, a PNG file of `panels.png`, inside the page; on a narrow screen it scrolls, by keyboard too."""
+    width, height = struct.unpack(">II", png[16:24])
+    name = html.escape(description)
+    return (
+        f'<div class="plot" role="region" tabindex="0" aria-label="{name}"><img alt="{name}" '
+        f'width="{width // PIXEL_RATIO}" height="{height // PIXEL_RATIO}" src="{data_url(png)}"></div>'
+    )
+
+
+def data_url(png: bytes) -> str:
+    """A PNG file as an address that needs no other file."""
+    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -15,21 +15,26 @@ LINES: tuple[dict[str, Any], ...] = (
     {"color": "0.25", "linestyle": ":", "marker": "^"},
 )
 WIDTH, HEIGHT = 4.2, 3.2  # inches, of one panel
-DOTS_PER_INCH = 110
+DOTS_PER_INCH = 110  # as shown
+PIXEL_RATIO = 2  # pixels of the file for one as shown: sharp on a phone and on paper
 
 Results = Mapping[str, Any]  # network → its record
 
 
-def panels(count: int, *, width: float = WIDTH, height: float = HEIGHT) -> tuple["Figure", list["Axes"]]:
-    """A figure of `count` axes beside each other."""
+def panels(
+    count: int, *, width: float = WIDTH, height: float = HEIGHT, columns: int | None = None
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of `count` axes beside each other, or in rows of so many columns."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * count, height), layout="constrained")
-    return figure, [figure.add_subplot(1, count, index + 1) for index in range(count)]
+    columns = columns or count
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
 def png(figure: "Figure") -> bytes:
     """The figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    figure.savefig(buffer, format="png", dpi=PIXEL_RATIO * DOTS_PER_INCH)
     return buffer.getvalue()

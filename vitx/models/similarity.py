@@ -18,7 +18,12 @@ SHORTEST = 1e-12
 
 
 def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
-    """Return the mean cosine of all pairs of different tokens, averaged over the batch; a scalar.
+    """Return the mean cosine of all pairs of different tokens, averaged over the batch; a scalar."""
+    return token_similarities(tokens_BnD, absolute=absolute).mean()
+
+
+def token_similarities(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
+    """Return the mean cosine of all pairs of different tokens of each image, (B,).
 
     `CosSim(h) = 1/(n(n−1)) Σ_{i≠j} ĥ_i·ĥ_j`, ĥ = h/‖h‖ (Gong et al., arXiv 2104.12753, §3). The signed form equals
     (‖Σ_i ĥ_i‖² − Σ_i ‖ĥ_i‖²)/(n(n−1)) and needs no n×n matrix; `absolute` takes |cos| and does.
@@ -31,7 +36,8 @@ def token_similarity(tokens_BnD: Tensor, *, absolute: bool = False) -> Tensor:
         total_B = unit_BnD.sum(dim=-2).square().sum(dim=-1)
     # The sums include each token with itself: a cosine of 1, unless it is all zeros, which is similar to none.
     own_B = unit_BnD.square().sum(dim=(-2, -1))
-    return ((total_B - own_B) / (n * (n - 1))).mean()
+    similarities_B: Tensor = (total_B - own_B) / (n * (n - 1))
+    return similarities_B
 
 
 def inverse_norm(vectors: Tensor, axis: int) -> Tensor:
@@ -47,10 +53,17 @@ def inverse_norm(vectors: Tensor, axis: int) -> Tensor:
 
 def attention_std(maps_BHNN: Tensor) -> Tensor:
     """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows, heads and batch."""
+    return attention_stds(maps_BHNN).mean()
+
+
+def attention_stds(maps_BHNN: Tensor) -> Tensor:
+    """Return the standard deviation (unbiased) over keys of each softmax row, averaged over rows and heads: (B,)."""
     centred_BHNN = maps_BHNN - maps_BHNN.mean(dim=-1, keepdim=True)
     # Half the time of torch.std, which updates mean and variance value by value.
-    spread: Tensor = torch.linalg.vector_norm(centred_BHNN, dim=-1).mean() / math.sqrt(maps_BHNN.shape[-1] - 1)
-    return spread
+    spread_B: Tensor = torch.linalg.vector_norm(centred_BHNN, dim=-1).mean(dim=(-2, -1)) / math.sqrt(
+        maps_BHNN.shape[-1] - 1
+    )
+    return spread_B
 
 
 def map_similarity(first_BHNN: Tensor, second_BHNN: Tensor, over: Over = "rows") -> Tensor:

@@ -16,6 +16,7 @@ from vitx.analyze.metrics.cka import CKAMetric
 from vitx.analyze.metrics.feature_similarity import FeatureSimilarityMetric
 from vitx.analyze.metrics.fourier import FourierMetric
 from vitx.analyze.metrics.over_smoothing import OverSmoothingMetric
+from vitx.analyze.metrics.residual_update import ResidualUpdateMetric
 from vitx.analyze.metrics.variance import VarianceMetric
 from vitx.analyze.spectrum import fourier_log_amplitude
 from vitx.analyze.units import residual_units
@@ -284,3 +285,18 @@ def test_what_does_not_apply_says_so() -> None:
     for metric in metrics:
         with pytest.raises(NotApplicable):
             metric.result()
+
+
+def test_the_update_of_a_block_is_that_of_its_median_token() -> None:
+    model = network("deepvit_s")
+    metric = ResidualUpdateMetric(model)
+    (batch,) = stream_activations(model, DIGITS, Preprocessing(image_size=32), batch_size=10)
+    metric.add(batch)
+    before, after = (batch.streams[f"blocks.{index}.mlp"].double().numpy() for index in (0, 1))
+    ratios = np.linalg.norm(after - before, axis=-1) / np.linalg.norm(before, axis=-1)
+    assert metric.result().update["blocks.1"] == pytest.approx(np.median(ratios, axis=1).mean(), rel=1e-4)
+    still = dict.fromkeys(batch.streams, batch.streams[EMBEDDING])
+    metric = ResidualUpdateMetric(model)
+    metric.add(batch._replace(streams=still))
+    found = metric.result()
+    assert (set(found.update.values()), set(found.unchanged.values())) == ({0}, {10})

@@ -15,6 +15,7 @@ from vitx.analyze.metrics.landscape import (
     loss_landscape,
     moved_parameters,
     random_direction,
+    training_path,
 )
 from vitx.core.errors import InputError
 
@@ -139,3 +140,23 @@ def test_bad_input_is_refused() -> None:
         loss_landscape(network(), [])
     with pytest.raises(InputError, match="Sequential has no weights of two or more axes"):
         loss_landscape(nn.Sequential(nn.Flatten(), nn.LayerNorm(192)), batches())
+
+
+def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
+    model = network().double()
+    weights = {name: weight.detach() for name, weight in moved_parameters(model).items()}
+    first, second = (
+        {name: random_direction(weight, 0, number, index) for index, (name, weight) in enumerate(weights.items())}
+        for number in (0, 1)
+    )
+    within = {name: weight + 0.5 * first[name] - 0.25 * second[name] for name, weight in weights.items()}
+    path, share = training_path(model, [within, weights], 0)
+    assert np.allclose(path, [(0.5, -0.25), (0, 0)])
+    assert share == pytest.approx(1)
+    elsewhere = {
+        name: random_direction(weight, 1, 0, index) + weight for index, (name, weight) in enumerate(weights.items())
+    }
+    _, share = training_path(model, [elsewhere], 0)
+    assert share is not None
+    assert 0 <= share < 0.2
+    assert training_path(model, [weights], 0)[1] is None

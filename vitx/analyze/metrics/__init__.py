@@ -15,6 +15,7 @@ from vitx.analyze.metrics.landscape import LANDSCAPE_METRIC
 from vitx.analyze.metrics.lesions import LESIONS_METRIC
 from vitx.analyze.metrics.occlusion import OCCLUSION_METRIC
 from vitx.analyze.metrics.over_smoothing import OVER_SMOOTHING_METRIC
+from vitx.analyze.metrics.residual_update import RESIDUAL_UPDATE_METRIC
 from vitx.analyze.metrics.temperature import TEMPERATURE_METRIC
 from vitx.analyze.metrics.trajectory import TRAJECTORY_METRIC
 from vitx.analyze.metrics.variance import VARIANCE_METRIC
@@ -23,6 +24,7 @@ METRICS: dict[str, Metric] = {
     "over-smoothing": OVER_SMOOTHING_METRIC,
     "attention-collapse": ATTENTION_COLLAPSE_METRIC,
     "attention-collapse-mixed": MIXED_ATTENTION_COLLAPSE_METRIC,
+    "residual-update": RESIDUAL_UPDATE_METRIC,
     "feature-similarity": FEATURE_SIMILARITY_METRIC,
     "fourier": FOURIER_METRIC,
     "variance": VARIANCE_METRIC,

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitx.analyze.accuracy import AccuracyCounter, Labels, labelled_batches
-from vitx.analyze.metric import Metric, MetricContext, percent
-from vitx.analyze.metric_figures import ACCURACY
+from vitx.analyze.intervals import share_text
+from vitx.analyze.metric import Metric, MetricContext
+from vitx.analyze.metric_figures import ACCURACY, Curve, draw_curve
 from vitx.analyze.predictor import PixelLogits, as_pixels, pixel_logits
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -151,8 +152,8 @@ def draw_adversarial(results: Results) -> "Figure":
     for (network, record), style in zip(records.items(), LINES, strict=False):
         radii = [0.0, *(255 * epsilon for epsilon in record.epsilons)]
         for name, values, line in (("FGSM", record.fgsm, ":"), ("PGD", record.pgd, "-")):
-            points = [100 * record.clean, *(100 * value for value in values)]
-            axes.plot(radii, points, label=f"{network}, {name}", markersize=4, **{**style, "linestyle": line})
+            curve = Curve.of_shares([record.clean, *values], record.images)
+            draw_curve(axes, radii, curve, f"{network}, {name}", {**style, "linestyle": line})
     axes.set(xlabel="largest change of a pixel, ε (of 255)", ylabel=ACCURACY)
     axes.legend(fontsize="small")
     return figure
@@ -160,13 +161,15 @@ def draw_adversarial(results: Results) -> "Figure":
 
 def _attack_line(found: AdversarialRobustness) -> str:
     radius = f"ε = {255 * found.epsilons[-1]:.3g}/255"
-    return f"{percent(found.clean)}; {radius}: FGSM {percent(found.fgsm[-1])}, PGD {percent(found.pgd[-1])}"
+    clean, fgsm, pgd = (share_text(share, found.images) for share in (found.clean, found.fgsm[-1], found.pgd[-1]))
+    return f"{clean}; {radius}: FGSM {fgsm}, PGD {pgd}"
 
 
 ADVERSARIAL_METRIC = Metric(
     title="Adversarial images",
     reading="Accuracy when each value of an image moves by at most ε along the network's gradients. Quote PGD; neither "
     "is a bound.",
+    precision="Wilson's, of the images; not of the attack, which may not find the worst change",
     record=AdversarialRobustness,
     line=_attack_line,
     measure=measure_adversarial,

@@ -5,12 +5,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from vitx.analyze.activations import Activations
-from vitx.analyze.metric import SIMILARITY_THRESHOLD, Metric, NotApplicable, first_to_last
-from vitx.analyze.metric_figures import draw_lines, draw_matrix
+from vitx.analyze.intervals import LayerSamples, ends_text, rounded
+from vitx.analyze.metric import SIMILARITY_THRESHOLD, Metric, NotApplicable
+from vitx.analyze.metric_figures import Curve, draw_lines, draw_matrix
 from vitx.analyze.similarity_matrix import MeanCosine, SimilarityMatrix
 from vitx.core.panels import Results, panels
-from vitx.models.layer_metrics import LayerMeans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,12 +28,14 @@ class AttentionCollapse(SimilarityMatrix):
     """`matrix`: the mean cosine M of two layers' maps; no unit.
 
     maps: which were compared. similar_blocks: how many layers have M above `threshold` with the layer before.
-    head_diversity: by layer, 1 − the mean cosine of two different heads; 0 where all heads are the same.
+    repeated: by layer, on how many images its M with the layer before is above `threshold`. head_diversity: by layer,
+    1 − the mean cosine of two different heads; 0 where all heads are the same.
     """
 
     maps: Maps = "softmax"
-
+    images: int
     threshold: float
+    repeated: dict[str, int]
     similar_blocks: int
     head_diversity: dict[str, float]
 
@@ -45,56 +49,74 @@ class AttentionCollapseMetric:
     """
 
     def __init__(self, threshold: float = SIMILARITY_THRESHOLD, maps: Maps = "softmax") -> None:
-        self._similarity, self._diversity = MeanCosine(axis=-2), LayerMeans()
+        self._similarity, self._diversity = MeanCosine(axis=-2), LayerSamples()
         self._threshold = threshold
         self._maps: Maps = maps
 
     def add(self, batch: Activations) -> None:
         maps = batch.maps if self._maps == "softmax" else batch.mixed
-        for layer, columns in self._similarity.add(maps, batch.images).items():
+        for layer, columns in self._similarity.add(maps).items():
             heads = columns.shape[1]
             if heads > 1:
                 # ‖Σ_h u_h‖² of unit vectors u is Σ_{g≠h} cos + H: the mean cosine without a product for each pair.
                 cosine = (columns.sum(dim=1).square().sum(dim=-2) - heads) / (heads * (heads - 1))
-                self._diversity.add(layer, 1 - cosine.mean().item(), batch.images)
+                self._diversity.add(layer, 1 - cosine.mean(dim=-1))
 
     def result(self) -> AttentionCollapse:
-        layers, matrix = self._similarity.means()
-        if not layers:
+        values = self._similarity.values()
+        if not values:
             raise NotApplicable(_NO_MAPS[self._maps])
-        neighbours = [matrix[before][after] for before, after in pairwise(range(len(layers)))]
-        return AttentionCollapse(
+        layers = list(self._similarity.layers)
+        neighbours = {pair[1]: values[pair] for pair in pairwise(layers) if pair in values}
+        compared = f"{self._maps} maps, similarity to the layer before"
+        found = self._similarity.result(
+            AttentionCollapse,
             maps=self._maps,
-            layers=layers,
-            columns=layers,
-            matrix=matrix,
+            images=len(values[layers[0], layers[0]]),
             threshold=self._threshold,
-            similar_blocks=sum(value is not None and value > self._threshold for value in neighbours),
+            similar_blocks=sum(bool(each.mean() > self._threshold) for each in neighbours.values()),
+            repeated={layer: int((each > self._threshold).sum()) for layer, each in neighbours.items()},
             head_diversity=self._diversity.means(),
+            per_image={compared: rounded(np.mean([*neighbours.values()], axis=0))} if neighbours else {},
         )
+        intervals = {**found.intervals, "head_diversity": self._diversity.intervals()}
+        return found.model_copy(update={"intervals": intervals})
 
 
 def draw_attention_collapse(results: Results) -> "Figure":
     records: Mapping[str, AttentionCollapse] = results
-    figure, axes_of = panels(len(records) + 1, height=3.6)
+    figure, axes_of = panels(len(records) + 2, height=3.6, columns=3 if len(records) == 1 else 2)
     for axes, (network, record) in zip(axes_of, records.items(), strict=False):
-        title = f"{network}\n{record.similar_blocks} layers > {record.threshold:g} to the one before"
-        draw_matrix(axes, record, title, "attention layer", "attention layer")
-    diversity = {network: list(record.head_diversity.values()) for network, record in records.items()}
+        draw_matrix(axes, record, network, "attention layer", "attention layer")
+    neighbours = {
+        network: Curve.of(found.neighbours(), found.intervals["neighbours"]) for network, found in records.items()
+    }
+    draw_lines(axes_of[-2], neighbours, "attention layer after the first", "similarity to the layer before")
+    axes_of[-2].axhline(next(iter(records.values())).threshold, color="0.5", linestyle=":", linewidth=1)
+    diversity = {
+        network: Curve.of(found.head_diversity, found.intervals["head_diversity"]) for network, found in records.items()
+    }
     draw_lines(axes_of[-1], diversity, "attention layer", "1 − cosine between heads")
     return figure
 
 
 def _collapse_line(found: AttentionCollapse) -> str:
-    similar = f"{found.similar_blocks} of {len(found.layers) - 1} layers above {found.threshold:g} to the one before"
-    diversity = f"; 1 − cosine of heads {first_to_last(found.head_diversity.values())}" if found.head_diversity else ""
-    return similar + diversity
+    neighbours, intervals = found.neighbours(), found.intervals
+    similar = f"{found.similar_blocks} of {len(neighbours)} layers above {found.threshold:g} to the one before"
+    parts = {
+        "similarity to it": (neighbours, "neighbours"),
+        "1 − cosine of heads": (found.head_diversity, "head_diversity"),
+    }
+    ends = [f"{name} {ends_text(values, intervals[field])}" for name, (values, field) in parts.items() if values]
+    return "; ".join([similar, *ends])
 
 
 ATTENTION_COLLAPSE_METRIC = Metric(
     title="Attention collapse, softmax maps",
-    reading="Cosine of the attention maps of two layers, column by column. Deep layers that repeat the maps of the "
-    "one before add little; 1 − cosine between heads says how much the heads of one layer differ.",
+    reading="Cosine of the attention maps of two layers, column by column; dotted: the bound above which a layer "
+    "counts as a repetition of the one before. 1 − cosine between heads: how much the heads of one layer differ.",
+    claim="Zhou et al. (2103.11886): the softmax maps of deep layers repeat each other, and such layers add little.",
+    precision="bootstrap over images; entries of a matrix share the widest",
     record=AttentionCollapse,
     line=_collapse_line,
     activation=lambda context: AttentionCollapseMetric(context.options.similar_above),
@@ -107,8 +129,8 @@ MIXED_ATTENTION_COLLAPSE_METRIC = replace(
     ATTENTION_COLLAPSE_METRIC,
     title="Attention collapse, mixed maps",
     reading="The same of the maps that meet V: after the mix over heads of Re-Attention, with its norm, or of talking "
-    "heads. Re-Attention is there to make them differ where the softmax maps repeat. Layers without a mix have their "
-    "softmax maps here.",
+    "heads. Layers without a mix have their softmax maps here.",
+    claim="Zhou et al. (2103.11886): Re-Attention makes maps differ where softmax maps repeat.",
     activation=lambda context: AttentionCollapseMetric(context.options.similar_above, "mixed"),
     maps=False,
     mixed=True,

@@ -8,10 +8,12 @@ batch size. Shape letters: B batch, L and M layers of one network and of another
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from vitx.analyze.activations import Activations, stream_order
+from vitx.analyze.intervals import FEWEST, resampled_means
 from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.similarity_matrix import SimilarityMatrix, matrix_line
@@ -66,21 +68,35 @@ class MinibatchCKA:
     """
 
     def __init__(self) -> None:
-        self._sums: list[Tensor] = []
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def add(self, first: Sequence[Tensor], second: Sequence[Tensor] | None = None) -> None:
         """Add a batch of at least 4 images: each layer's features (B, …); `second`: another network's on the same."""
         k = grams_of(first)
         l = k if second is None else grams_of(second)  # noqa: E741 - the letters of the literature
-        found = [hsic_1(k, l), _own(k), _own(l)]
-        self._sums = [before + new for before, new in zip(self._sums, found, strict=True)] if self._sums else found
+        self._batches.append((hsic_1(k, l), _own(k), _own(l)))
 
     def result(self) -> Tensor:
         """(L, M), float64; nan where a layer is the same for all images."""
-        if not self._sums:
+        if not self._batches:
             raise InputError(f"CKA saw no batch of {SMALLEST_BATCH} images or more: give more images")
-        cross, own_k, own_l = self._sums
+        cross, own_k, own_l = (torch.stack(parts).sum(dim=0) for parts in zip(*self._batches, strict=True))
         return cross / (own_k[:, None] * own_l).sqrt()
+
+    @property
+    def batches(self) -> int:
+        return len(self._batches)
+
+    def widest(self) -> float | None:
+        """Half the width of the widest bootstrap interval of an entry, over batches; None for fewer than ten."""
+        if len(self._batches) < FEWEST:
+            return None
+        parts = (torch.stack(parts).cpu().numpy() for parts in zip(*self._batches, strict=True))
+        cross, own_k, own_l = (resampled_means(part) for part in parts)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            resampled = cross / np.sqrt(own_k[:, :, None] * own_l[:, None])
+        low, high = np.nanquantile(resampled.reshape(len(resampled), -1), (0.025, 0.975), axis=0)
+        return _number(float(np.nanmax(high - low)) / 2)
 
 
 def _own(grams: Tensor) -> Tensor:
@@ -117,12 +133,14 @@ class CKAMetric:
     def result(self) -> SimilarityMatrix:
         if len(self._order) < 2:
             raise NotApplicable("the network has no residual units that are known")
+        if not self._cka.batches:
+            raise NotApplicable(f"no batch of {SMALLEST_BATCH} images or more")
         return cka_matrix(self._cka, self._order, self._order)
 
 
 def cka_matrix(cka: MinibatchCKA, layers: Sequence[str], columns: Sequence[str]) -> SimilarityMatrix:
     matrix = tuple(tuple(_number(value) for value in row) for row in cka.result().tolist())
-    return SimilarityMatrix(layers=tuple(layers), columns=tuple(columns), matrix=matrix)
+    return SimilarityMatrix(layers=tuple(layers), columns=tuple(columns), matrix=matrix, widest=cka.widest())
 
 
 def _number(value: float) -> float | None:
@@ -132,6 +150,7 @@ def _number(value: float) -> float | None:
 CKA_METRIC = Metric(
     title="CKA between units",
     reading="Whether two layers tell images apart in the same way (1), whatever their widths and rotations.",
+    precision="bootstrap over batches; entries share the widest",
     record=SimilarityMatrix,
     line=matrix_line,
     activation=lambda context: CKAMetric(context.source.model),

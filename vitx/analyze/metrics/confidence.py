@@ -11,7 +11,20 @@ import numpy.typing as npt
 
 from vitx.analyze.accuracy import Labels
 from vitx.analyze.activations import Activations
-from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.intervals import (
+    FEWEST,
+    Interval,
+    Measured,
+    mean_interval,
+    percentiles,
+    resampled_means,
+    rounded,
+    share_text,
+    wilson,
+    with_interval,
+)
+from vitx.analyze.metric import Metric, MetricContext
+from vitx.analyze.metric_figures import BARS, Curve, draw_curve
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, Results, panels
@@ -21,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CERTAIN = 0.9  # an image is certain above this confidence
+MISTAKES = 12  # the surest wrong answers that are kept
 LogitArray = npt.NDArray[np.floating]
 
 
@@ -34,10 +48,21 @@ class ReliabilityBin(Record):
     accuracy: float | None
 
 
-class Confidence(Record):
+class Mistake(Record):
+    """A wrong answer: the image's place in the set, its class, the predicted class, and how surely (0 to 1)."""
+
+    image: int
+    label: int
+    predicted: int
+    confidence: float
+
+
+class Confidence(Measured):
     """What `confidence` measures: `nll` in nats, `brier` 0 to 2, the signed ECE −1 to 1, all else shares of 0 to 1.
 
-    A "90" value is None where there is no image to take the share of.
+    A "90" value is None where there is no image to take the share of. null_ece: the mean and the 97.5 % quantile of the
+    ECE of a perfectly calibrated network with these confidences on so many images, ece_p the probability that its ECE
+    is as large as this network's. mistakes: the wrong answers of largest confidence, the surest first.
     """
 
     images: int
@@ -52,6 +77,9 @@ class Confidence(Record):
     iou_90: float | None
     freq_90: float
     bins: tuple[ReliabilityBin, ...]
+    null_ece: tuple[float, float]
+    ece_p: float
+    mistakes: tuple[Mistake, ...]
 
 
 def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BINS) -> Confidence:
@@ -77,12 +105,17 @@ def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BIN
     correct = predicted == labels
     certain = top > CERTAIN
     of_label = probabilities[np.arange(len(labels)), labels]
+    nll = -np.log(np.maximum(of_label, np.finfo(np.float64).tiny))  # finite for an underflow to 0
+    squares = np.square(probabilities).sum(axis=1) - 2 * of_label + 1
+    ece = calibration_error(probabilities, labels, bins)
+    null = null_calibration_errors(top, bins)
+    wrong = np.flatnonzero(~correct)
     return Confidence(
         images=len(labels),
-        nll=-float(np.log(np.maximum(of_label, np.finfo(np.float64).tiny)).mean()),  # finite for an underflow to 0
+        nll=float(nll.mean()),
         accuracy=float(correct.mean()),
         brier=brier_score(probabilities, labels),
-        ece=calibration_error(probabilities, labels, bins),
+        ece=ece,
         signed_ece=calibration_error(probabilities, labels, bins, signed=True),
         acc_90=_share(correct[certain]),
         unc_90=_share(~certain[~correct]),
@@ -90,7 +123,56 @@ def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BIN
         iou_90=_mean_iou(predicted[certain], labels[certain]) if certain.any() else None,
         freq_90=float(certain.mean()),
         bins=_reliability(top, correct, bins),
+        null_ece=(float(null.mean()), float(np.quantile(null, 0.975))),
+        ece_p=(1 + int((null >= ece - 1e-12).sum())) / (1 + len(null)),
+        mistakes=tuple(
+            Mistake(
+                image=int(image),
+                label=int(labels[image]),
+                predicted=int(predicted[image]),
+                confidence=float(top[image]),
+            )
+            for image in wrong[np.argsort(-top[wrong], kind="stable")][:MISTAKES]
+        ),
+        intervals={
+            "accuracy": {"": wilson(float(correct.mean()), len(labels))},
+            "nll": mean_interval(nll),
+            "brier": mean_interval(squares),
+            "ece": ece_interval(top, correct, ece, bins),
+        },
+        per_image={"accuracy": rounded(correct), "NLL": rounded(nll), "confidence": rounded(top)},
     )
+
+
+def null_calibration_errors(top: Float64Array, bins: int = ECE_BINS, seed: int = 0) -> Float64Array:
+    """ECEs of networks that are right as often as they say, by their confidences (N,): answers drawn at random.
+
+    An ECE of few images is above 0 for a perfect network too: this is what it is measured against.
+    """
+    order = np.argsort(top, kind="stable")
+    ordered = top[order]
+    _, starts = np.unique(confidence_bins(ordered, bins), return_index=True)
+    draws = max(1999, min(4999, 20_000_000 // len(top)))
+    generator, found = np.random.default_rng(seed), []
+    piece = max(1, 2_000_000 // len(top))
+    for first in range(0, draws, piece):
+        right = generator.random((min(piece, draws - first), len(top))) < ordered
+        found.append(np.abs(np.add.reduceat(right - ordered, starts, axis=1)).sum(axis=1) / len(top))
+    return np.asarray(np.concatenate(found))
+
+
+def ece_interval(
+    top: Float64Array, correct: npt.NDArray[np.bool_], ece: float, bins: int = ECE_BINS
+) -> dict[str, Interval]:
+    """The basic bootstrap interval of the ECE, as {"": interval}; empty for fewer than ten images.
+
+    Resampling adds once more what few images have added to the ECE, so percentiles are reflected at the estimate.
+    """
+    if len(top) < FEWEST:
+        return {}
+    gaps = (confidence_bins(top, bins)[:, None] == np.arange(bins)) * (correct - top)[:, None]
+    ((low, high),) = percentiles(np.abs(resampled_means(gaps)).sum(axis=1, keepdims=True))
+    return {"": (max(0.0, 2 * ece - high), max(0.0, 2 * ece - low))}
 
 
 def require_labels(scores: LogitArray, labels: Labels) -> None:
@@ -154,23 +236,43 @@ class ConfidenceMetric(LogitCollector):
 
 def draw_confidence(results: Results) -> "Figure":
     records: Mapping[str, Confidence] = results
-    figure, (axes,) = panels(1)
+    figure, (axes, counts) = panels(2, height=3.9)
     axes.plot([0, 1], [0, 1], color="0.7", linewidth=1)
-    for (network, record), style in zip(records.items(), LINES, strict=False):
-        filled = [(part.confidence, part.accuracy) for part in record.bins if part.count]
-        axes.plot(*zip(*filled, strict=True), label=f"{network}, ECE {100 * record.ece:.1f} %", markersize=4, **style)
+    for index, ((network, record), style) in enumerate(zip(records.items(), LINES, strict=False)):
+        filled = [part for part in record.bins if part.count]
+        values = [part.accuracy or 0.0 for part in filled]
+        curve = Curve(values, [wilson(value, part.count) for value, part in zip(values, filled, strict=True)])
+        label = f"{network}, ECE {100 * record.ece:.1f} %"
+        draw_curve(axes, [part.confidence or 0.0 for part in filled], curve, label, style)
+        width = 1 / len(record.bins) / len(records)
+        lefts = [part.lower + index * width for part in record.bins]
+        bars = counts.bar(lefts, [part.count for part in record.bins], width, align="edge", **BARS[index % len(BARS)])
+        if len(records) == 1:
+            counts.bar_label(bars, [str(part.count or "") for part in record.bins], fontsize="x-small")
     axes.set(xlabel="confidence", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02))
-    axes.legend(fontsize="small", loc="lower right")
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.18))
+    counts.set(xlabel="confidence", ylabel="images", xlim=(0, 1))
     return figure
 
 
 def _confidence_line(found: Confidence) -> str:
-    return f"top-1 {percent(found.accuracy)}, NLL {found.nll:.3f}, ECE {percent(found.ece)}, Brier {found.brier:.3f}"
+    parts = (
+        f"top-1 {share_text(found.accuracy, found.images)}",
+        f"NLL {with_interval(found.nll, found.interval('nll'), '.3f')}",
+        f"ECE {with_interval(found.ece, found.interval('ece'), '.1f', scale=100)} % "
+        f"(perfect calibration: {100 * found.null_ece[0]:.1f} %, up to {100 * found.null_ece[1]:.1f} %)",
+        f"Brier {with_interval(found.brier, found.interval('brier'), '.3f')}",
+    )
+    return ", ".join(parts)
 
 
 CONFIDENCE_METRIC = Metric(
     title="Confidence and calibration",
-    reading="Below the diagonal the network is surer than it is right. ECE is the mean distance from the diagonal.",
+    reading="Left: accuracy of the images of each bin of confidence, on the diagonal if the network is right as often "
+    "as it says; below it, it is surer than it is right. Right: the images in each bin.",
+    claim="Guo et al. (1706.04599): modern networks are overconfident.",
+    precision="Wilson's for accuracies, bootstrap over images for the others; the ECE of perfect calibration is drawn "
+    "from the network's own confidences",
     record=Confidence,
     line=_confidence_line,
     activation=ConfidenceMetric,

@@ -9,11 +9,11 @@ from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_bat
 from vitx.analyze.corruption.constants import CORRUPTIONS
 from vitx.analyze.corruption.copies import CorruptedCopies, open_corrupted_copies
 from vitx.analyze.corruption.synthesis import SEVERITIES, check_corruption, corrupt
-from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.intervals import Measured, mean_interval, rounded, share_text, with_interval
+from vitx.analyze.metric import Metric, MetricContext
 from vitx.analyze.metric_figures import ACCURACY, whole_numbers
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
-from vitx.core.files import Record
 from vitx.core.panels import LINES, WIDTH, Results, panels
 from vitx.core.preprocess import Preprocessing, UInt8Array
 
@@ -34,7 +34,7 @@ ALEXNET_ERRORS = dict(
 )
 
 
-class CorruptionRobustness(Record):
+class CorruptionRobustness(Measured):
     """Accuracies, 0 to 1: `accuracy[corruption][i]` at `severities[i]`, `clean` on the uncorrupted images.
 
     `clean` is None for published copies, which have no clean images. `mean_accuracy` is over corruptions and
@@ -135,6 +135,9 @@ def _result(
 ) -> CorruptionRobustness:
     accuracy = {name: tuple(counter.accuracy((name, severity)) for severity in severities) for name in corruptions}
     errors = {name: 1 - float(np.mean(values)) for name, values in accuracy.items()}
+    # An image's answers under the corruptions go together, so images are resampled, not answers.
+    answers = [counter.correct((name, severity)) for name in corruptions for severity in severities]
+    of_image = np.mean(answers, axis=0) if len({*map(len, answers)}) == 1 else np.empty(0)
     return CorruptionRobustness(
         images=counter.images((corruptions[0], severities[0])),
         severities=tuple(severities),
@@ -142,11 +145,13 @@ def _result(
         accuracy=accuracy,
         mean_accuracy=1 - float(np.mean(list(errors.values()))),
         mce=None if baseline_errors is None else mean_corruption_error(errors, baseline_errors),
+        intervals={"mean_accuracy": mean_interval(of_image)},
+        per_image={"mean accuracy under corruptions": rounded(of_image)} if len(of_image) else {},
     )
 
 
 def measure_corruptions(context: MetricContext) -> CorruptionRobustness:
-    source, images, options, _ = context
+    source, images, options, *_ = context
     predict = predictor(source.model, source.preprocessing)
     if options.corrupted is None:
         return corruption_robustness(predict, context.batches(), images.labels, seed=options.seed)
@@ -174,13 +179,17 @@ def draw_corruptions(results: Results) -> "Figure":
 
 def _corruptions_line(found: CorruptionRobustness) -> str:
     name = min(found.accuracy, key=lambda key: sum(found.accuracy[key]))
-    worst = sum(found.accuracy[name]) / len(found.accuracy[name])
-    return f"{percent(found.clean)} → {percent(found.mean_accuracy)} on average, {percent(worst)} under {name}"
+    clean, worst = (
+        "–" if share is None else share_text(share, found.images) for share in (found.clean, min(found.accuracy[name]))
+    )
+    mean = with_interval(found.mean_accuracy, found.interval("mean_accuracy"), ".1f", scale=100)
+    return f"{clean} → {mean} % on average, {worst} under the worst severity of {name}"
 
 
 CORRUPTIONS_METRIC = Metric(
     title="Corruptions",
     reading="Accuracy under 15 corruptions at 5 severities. The mean over the 75 is the number to compare.",
+    precision="Wilson's for one corruption and severity; bootstrap over images for the mean; drawn means have none",
     record=CorruptionRobustness,
     line=_corruptions_line,
     measure=measure_corruptions,

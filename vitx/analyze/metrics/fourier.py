@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from vitx.analyze.activations import Activations, Layout, feature_maps_of, unit_kinds
-from vitx.analyze.metric import Metric, NotApplicable, first_to_last
+from vitx.analyze.intervals import LayerSamples, Measured, ends_text, layer_intervals, rounded
+from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
-from vitx.analyze.spectrum import frequencies, log_amplitudes
+from vitx.analyze.spectrum import frequencies, image_log_amplitudes
+from vitx.analyze.steps import steps_along, steps_text
 from vitx.analyze.units import Kind
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -25,10 +27,14 @@ class Spectrum(Record):
     log_amplitude: tuple[float, ...]
 
 
-class Fourier(Record):
-    """By unit, in the order of the network; `kind` is None for the embedding."""
+class Fourier(Measured):
+    """By unit, in the order of the network; `kind` is None for the embedding.
+
+    intervals["highest"]: of the log amplitude at the highest frequency; ["step"]: of how much a unit raises it.
+    """
 
     units: dict[str, Spectrum]
+    step: dict[str, float]
 
 
 class FourierMetric:
@@ -40,30 +46,35 @@ class FourierMetric:
 
     def __init__(self, model: nn.Module) -> None:
         self._layout, self._kinds = Layout.of(model), unit_kinds(model)
-        self._sums: dict[str, Tensor] = {}
+        self._amplitudes = LayerSamples()
         self._map_sizes: dict[str, int] = {}
-        self._images = 0
 
     def add(self, batch: Activations) -> None:
-        self._images += batch.images
         for name, features in feature_maps_of(self._layout, batch):
-            found = log_amplitudes(features).double() * batch.images
-            self._sums[name] = self._sums[name] + found if name in self._sums else found
+            self._amplitudes.add(name, image_log_amplitudes(features))
             self._map_sizes[name] = features.shape[-1]
 
     def result(self) -> Fourier:
-        if not self._sums:
+        values = self._amplitudes.values()
+        if not values:
             raise NotApplicable("no unit has a square feature map as its output")
-        units = {}
-        for name, kind in self._kinds.items():
-            if name in self._sums:
-                amplitudes = self._sums[name] / self._images
-                units[name] = Spectrum(
-                    kind=kind,
+        order = [name for name in self._kinds if name in values]
+        relative = {name: values[name] - values[name][:, :1] for name in order}
+        highest = {name: found[:, -1] for name, found in relative.items()}
+        steps = steps_along(highest, self._map_sizes)
+        return Fourier(
+            units={
+                name: Spectrum(
+                    kind=self._kinds[name],
                     frequencies=tuple(frequencies(self._map_sizes[name])),
-                    log_amplitude=tuple((amplitudes - amplitudes[0]).tolist()),
+                    log_amplitude=tuple(found.mean(axis=0).tolist()),
                 )
-        return Fourier(units=units)
+                for name, found in relative.items()
+            },
+            step={name: float(found.mean()) for name, found in steps.items()},
+            intervals={"highest": layer_intervals(highest), "step": layer_intervals(steps)},
+            per_image={"log amplitude at the highest frequency, last unit": rounded([*highest.values()][-1])},
+        )
 
 
 def draw_fourier(results: Results) -> "Figure":
@@ -79,7 +90,10 @@ def draw_fourier(results: Results) -> "Figure":
             ylabel="Δ log amplitude to DC\n(light: early, dark: late)",
         )
     heights = {
-        network: [(spectrum.kind, spectrum.log_amplitude[-1]) for spectrum in record.units.values()]
+        network: [
+            (spectrum.kind, spectrum.log_amplitude[-1], record.interval("highest", name))
+            for name, spectrum in record.units.items()
+        ]
         for network, record in records.items()
     }
     draw_by_kind(axes_of[-1], heights, "Δ log amplitude, highest frequency")
@@ -87,13 +101,18 @@ def draw_fourier(results: Results) -> "Figure":
 
 
 def _fourier_line(found: Fourier) -> str:
-    return f"highest frequency {first_to_last(unit.log_amplitude[-1] for unit in found.units.values())}"
+    highest = {name: unit.log_amplitude[-1] for name, unit in found.units.items()}
+    kinds = {name: unit.kind for name, unit in found.units.items()}
+    steps = steps_text(found.step, found.intervals["step"], kinds)
+    return f"highest frequency {ends_text(highest, found.intervals['highest'])}; {steps}"
 
 
 FOURIER_METRIC = Metric(
     title="Fourier analysis",
-    reading="Log amplitude of feature maps relative to the constant part. A falling curve along the network means "
-    "that high frequencies are lost: attention is a low-pass filter, MLPs and convolutions are not.",
+    reading="Log amplitude of feature maps relative to the constant part, along the diagonal of the spectrum; right: "
+    "at the highest frequency, unit by unit.",
+    claim="Park & Kim (2202.06709): attention lowers high frequencies, MLPs and convolutions raise them.",
+    precision="bootstrap over images, right; the curves on the left are too many to carry one",
     record=Fourier,
     line=_fourier_line,
     activation=lambda context: FourierMetric(context.source.model),

@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vitx.analyze.accuracy import AccuracyCounter, Labels, Predict, labelled_batches
-from vitx.analyze.metric import Metric, MetricContext, first_to_last, percent
-from vitx.analyze.metric_figures import ACCURACY
+from vitx.analyze.intervals import share_text
+from vitx.analyze.metric import Metric, MetricContext
+from vitx.analyze.metric_figures import ACCURACY, Curve, draw_curve
 from vitx.analyze.predictor import predictor
 from vitx.core.errors import InputError
 from vitx.core.files import Record
@@ -121,22 +122,25 @@ def draw_frequency_noise(results: Results) -> "Figure":
     figure, (axes,) = panels(1)
     for (network, record), style in zip(records.items(), LINES, strict=False):
         middles = [(low + high) / 2 for low, high in zip(record.edges, record.edges[1:], strict=False)]
-        values = [100 * value for value in record.accuracy]
-        axes.plot(middles, values, label=f"{network}, clean {100 * record.clean:.1f} %", markersize=4, **style)
+        label = f"{network}, clean {100 * record.clean:.1f} %"
+        draw_curve(axes, middles, Curve.of_shares(record.accuracy, record.images), label, style)
     axes.set(xlabel="frequency of the noise (π rad / pixel)", ylabel=ACCURACY, ylim=(0, 102))
     axes.legend(fontsize="small")
     return figure
 
 
 def _noise_line(found: FrequencyRobustness) -> str:
-    by_band = first_to_last(100 * value for value in found.accuracy)
-    return f"clean {percent(found.clean)}; lowest to highest band {by_band} %"
+    clean, low, high = (
+        share_text(share, found.images) for share in (found.clean, found.accuracy[0], found.accuracy[-1])
+    )
+    return f"clean {clean}; lowest band {low}, highest {high}"
 
 
 FREQUENCY_NOISE_METRIC = Metric(
     title="Noise by frequency",
-    reading="Accuracy under noise of equal power in one band of frequencies: convolutions suffer from high "
-    "frequencies, attention from low ones.",
+    reading="Accuracy under noise of equal power in one band of frequencies.",
+    claim="Park & Kim (2202.06709): convolutions suffer from noise of high frequencies, attention from low ones.",
+    precision="Wilson's",
     record=FrequencyRobustness,
     line=_noise_line,
     measure=measure_frequency_noise,

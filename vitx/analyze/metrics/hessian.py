@@ -6,9 +6,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import nn
 
-from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian_eigenvalues, parameter_count, parameters_of
+from vitx.analyze.curvature import (
+    LabelledBatch,
+    augmented_batches,
+    augmented_images,
+    hessian_eigenvalues,
+    parameter_count,
+    parameters_of,
+)
+from vitx.analyze.intervals import batch_interval, with_interval
 from vitx.analyze.lanczos import Eigenvalues
-from vitx.analyze.metric import Metric, MetricContext, percent
+from vitx.analyze.metric import Metric, MetricContext
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
@@ -85,7 +93,7 @@ def measure_hessian(context: MetricContext) -> HessianSpectrum:
     options = context.options
     return hessian_spectrum(
         context.source.model,
-        augmented_batches(context),
+        context.shown(augmented_batches(context), augmented_images(context)),
         options.eigenvalues,
         weight_decay=options.weight_decay,
         module=options.module,
@@ -118,15 +126,23 @@ def draw_hessian(results: Results) -> "Figure":
 
 
 def _hessian_line(found: HessianSpectrum) -> str:
-    largest = max(value for batch in found.batches for value in batch.values)
-    mean = "–" if found.mean_positive is None else f"{found.mean_positive:.3g}"
-    return f"largest {largest:.3g}, mean of the positive {mean}, negative {percent(found.negative_share)}"
+    """Means over batches of each batch's numbers, with Student's intervals; batches without a positive one count 0."""
+    values = [np.array(batch.values) for batch in found.batches]
+    numbers = {
+        "largest {}": [float(each.max()) for each in values],
+        "mean of the positive {}": [float(each[each > 0].mean()) if (each > 0).any() else 0.0 for each in values],
+        "negative {} %": [100 * float((each < 0).mean()) for each in values],
+    }
+    return ", ".join(
+        name.format(with_interval(float(np.mean(each)), batch_interval(each).get(""))) for name, each in numbers.items()
+    )
 
 
 HESSIAN_METRIC = Metric(
     title="Largest eigenvalues of the Hessian",
-    reading="Of the loss of each batch. Large ones mean a sharp loss, negative ones that it is not convex there; "
-    "attention makes fewer large and more negative ones than convolutions.",
+    reading="Of the loss of each batch. Large ones mean a sharp loss, negative ones that it is not convex there.",
+    claim="Park & Kim (2202.06709): attention makes fewer large and more negative ones than convolutions.",
+    precision="Student's over the few batches; none for one batch",
     record=HessianSpectrum,
     line=_hessian_line,
     measure=measure_hessian,

@@ -7,7 +7,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitx.analyze.curvature import LabelledBatch, augmented_batches, hessian, parameter_count, parameters_of
+from vitx.analyze.curvature import (
+    LabelledBatch,
+    augmented_batches,
+    augmented_images,
+    hessian,
+    parameter_count,
+    parameters_of,
+)
 from vitx.analyze.lanczos import Density, lanczos_quadrature, smoothed_density
 from vitx.analyze.metric import Metric, MetricContext
 from vitx.core.errors import InputError
@@ -86,7 +93,7 @@ def measure_hessian_density(context: MetricContext) -> HessianDensity:
     options = context.options
     return hessian_density(
         context.source.model,
-        augmented_batches(context),
+        context.shown(augmented_batches(context), augmented_images(context)),
         weight_decay=options.weight_decay,
         module=options.module,
         seed=options.seed,
@@ -110,7 +117,8 @@ def _density_line(found: HessianDensity) -> str:
 
 HESSIAN_DENSITY_METRIC = Metric(
     title="Density of all eigenvalues",
-    reading="By stochastic Lanczos quadrature: the bulk near zero, and the outliers that decide the step size.",
+    reading="By stochastic Lanczos quadrature, on a logarithmic axis, smoothed by a hundredth of the range.",
+    precision="none: the quadrature of one random vector a batch has no distribution to resample",
     record=HessianDensity,
     line=_density_line,
     measure=measure_hessian_density,

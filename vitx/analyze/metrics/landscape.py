@@ -1,22 +1,30 @@
 """The loss around the weights, along two random filter-normalised directions (docs/maths.md §5.4)."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from pydantic import Field
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vitx.analyze.activations import in_evaluation_mode
 from vitx.analyze.curvature import LabelledBatch, augmented_batches, mean_nll
 from vitx.analyze.metric import Metric, MetricContext
+from vitx.analyze.metric_figures import COLOURS
+from vitx.analyze.metrics.trajectory import checkpoints_by_step
+from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import Results, panels
+from vitx.core.run import RunFolder
 
 if TYPE_CHECKING:
+    from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
 
 
@@ -24,7 +32,8 @@ class LossLandscape(Record):
     """The loss on a grid: row i at axis[i] along the first direction, column j at axis[j] along the second.
 
     axis: at 1 every filter has moved by its own length. nll: mean over the images (nats), None where it is not finite.
-    l2: ½·weight_decay·‖w‖².
+    l2: ½·weight_decay·‖w‖². path: where the run's checkpoints lie, in the order of training, seen along the normal of
+    the plane; path_share: how much of their squared distance from the weights lies in it, None without a path.
     """
 
     axis: list[float]
@@ -33,6 +42,8 @@ class LossLandscape(Record):
     weight_decay: float
     images: int
     seed: int
+    path: list[tuple[float, float]] = Field(default_factory=list)
+    path_share: float | None = None
 
 
 def filter_normalized_direction(weight: Tensor, direction: Tensor) -> Tensor:
@@ -69,6 +80,7 @@ def loss_landscape(
     points: int = 11,
     weight_decay: float = 0.0,
     seed: int = 0,
+    quiet: bool = True,
 ) -> LossLandscape:
     """NLL and ½·λ·‖w‖² at w + a·d₁ + b·d₂ on a grid of `points`², a and b from −`radius` to `radius`.
 
@@ -89,8 +101,14 @@ def loss_landscape(
     axis = [radius * (index - half) / half for index in range(points)]
     nll = np.empty((points, points))
     l2 = np.empty((points, points))
-    with torch.no_grad(), in_evaluation_mode(model), _restored(moved) as weights:
-        for point in np.ndindex(points, points):
+    with (
+        torch.no_grad(),
+        in_evaluation_mode(model),
+        _restored(moved) as weights,
+        progress("landscape", points**2, quiet=quiet) as bar,
+    ):
+        for done, point in enumerate(np.ndindex(points, points)):
+            bar.update(done)
             _move(moved, weights, [axis[index] for index in point], seed)
             nll[point] = _mean_nll_over(model, batches)
             l2[point] = 0.5 * weight_decay * sum(float(part.double().square().sum()) for part in model.parameters())
@@ -144,7 +162,41 @@ def _restored(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
                 parameter.copy_(copy)
 
 
+def training_path(
+    model: nn.Module, states: Iterable[Mapping[str, Tensor]], seed: int
+) -> tuple[list[tuple[float, float]], float | None]:
+    """The coordinates of weights in the plane of `loss_landscape`, and the share of their squared distance in it.
+
+    The share is None where all are the model's own weights.
+    """
+    parameters = {name: weight.detach().cpu() for name, weight in moved_parameters(model).items()}
+    path, inside, total = [], 0.0, 0.0
+    for state in states:
+        products, gram = torch.zeros(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+        for index, (name, weight) in enumerate(parameters.items()):
+            moved = (state[name].cpu() - weight).double().flatten()
+            plane = torch.stack(
+                [random_direction(weight, seed, number, index).flatten() for number in range(2)]
+            ).double()
+            products, gram = products + plane @ moved, gram + plane @ plane.T
+            total += float(moved.square().sum())
+        coordinates = torch.linalg.pinv(gram) @ products  # weights of 0 have directions of 0
+        inside += float(coordinates @ products)
+        path.append((float(coordinates[0]), float(coordinates[1])))
+    return path, inside / total if total else None
+
+
 def measure_landscape(context: MetricContext) -> LossLandscape:
+    found = _measure_grid(context)
+    if context.source.recipe is None:
+        return found
+    folders = [folder for _, folder in checkpoints_by_step(RunFolder.open(context.source.name))]
+    states = (load_file(folder / "model.safetensors") for folder in folders)
+    path, share = training_path(context.source.model, states, found.seed)
+    return found if share is None else found.model_copy(update={"path": path, "path_share": share})
+
+
+def _measure_grid(context: MetricContext) -> LossLandscape:
     options = context.options
     return loss_landscape(
         context.source.model,
@@ -152,31 +204,57 @@ def measure_landscape(context: MetricContext) -> LossLandscape:
         points=options.landscape_points | 1,  # odd: the middle is the network itself
         weight_decay=options.weight_decay,
         seed=options.seed,
+        quiet=context.quiet,
     )
 
 
 def draw_landscape(results: Results) -> "Figure":
     records: Mapping[str, LossLandscape] = results
-    figure, axes_of = panels(len(records), height=3.6)
+    figure, axes_of = panels(len(records), width=6.4, height=5.6)
     for axes, (network, record) in zip(axes_of, records.items(), strict=True):
         nll = np.array([[np.nan if value is None else value for value in row] for row in record.nll])
-        drawn = axes.contourf(record.axis, record.axis, nll, levels=12, cmap="gray_r")
-        lines = axes.contour(record.axis, record.axis, nll, levels=12, colors="black", linewidths=0.5)
-        axes.clabel(lines, fontsize="x-small")
-        axes.set(title=network, xlabel="second direction (filter norms)", ylabel="first direction (filter norms)")
-        figure.colorbar(drawn, ax=axes, label="NLL (nats)")
+        finite = nll[np.isfinite(nll)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+        levels = _levels(low, high)
+        drawn = axes.contourf(record.axis, record.axis, nll, levels=levels, cmap=COLOURS, norm=_norm(levels))
+        lines = axes.contour(record.axis, record.axis, nll, levels=levels, colors="white", linewidths=0.5)
+        axes.clabel(lines, fontsize="x-small", fmt="%.3g")
+        axes.plot(0, 0, "+", color="white", markersize=12, markeredgewidth=2)
+        axes.plot([b for _, b in record.path], [a for a, _ in record.path], "o-", color="white", markersize=4)
+        axes.set(xlabel="second direction (filter norms)", ylabel="first direction (filter norms)", aspect="equal")
+        axes.set_title(f"{network}\n{low:.3g} to {high:.3g} nats, + the weights", fontsize="medium")
+        figure.colorbar(drawn, ax=axes, label="NLL (nats)", format="%.3g")
     return figure
+
+
+def _levels(low: float, high: float) -> npt.NDArray[np.float64]:
+    """Even steps of the logarithm where the loss spans more than a factor of ten, of the loss itself elsewhere."""
+    high = max(high, low + 1e-6)
+    return np.geomspace(low, high, 15) if 0 < low < high / 10 else np.linspace(low, high, 15)
+
+
+def _norm(levels: npt.NDArray[np.float64]) -> "BoundaryNorm":
+    from matplotlib.colors import BoundaryNorm
+
+    return BoundaryNorm(levels.tolist(), 256)
 
 
 def _landscape_line(found: LossLandscape) -> str:
     middle = len(found.axis) // 2
     edge = [value for row in (found.nll[0], found.nll[-1]) for value in row if value is not None]
-    return f"NLL {found.nll[middle][middle]:.3f} at the weights, {min(edge):.3g} to {max(edge):.3g} at the edge"
+    reach = f"{min(edge):.3g} to {max(edge):.3g}" if edge else "not finite"
+    own = found.nll[middle][middle]
+    share = (
+        "" if found.path_share is None else f"; {100 * found.path_share:.2g} % of the training path lies in the plane"
+    )
+    return f"NLL {'not finite' if own is None else f'{own:.3f}'} at the weights, {reach} at the edge{share}"
 
 
 LANDSCAPE_METRIC = Metric(
     title="Loss landscape",
-    reading="NLL around the weights along two random directions whose filters have the norms of the network's.",
+    reading="NLL around the weights along two random directions whose filters have the norms of the network's. Dots: "
+    "the run's checkpoints, projected on the plane.",
+    precision="none: the loss of these images along these two directions is exact; others would differ",
     record=LossLandscape,
     line=_landscape_line,
     measure=measure_landscape,

@@ -5,27 +5,35 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from vitx.analyze.activations import Activations, Layout
-from vitx.analyze.metric import Metric, NotApplicable, first_to_last
-from vitx.analyze.metric_figures import draw_lines
+from vitx.analyze.activations import EMBEDDING, Activations, Layout
+from vitx.analyze.intervals import LayerSamples, Measured, ends_text, rounded
+from vitx.analyze.metric import Metric, NotApplicable
+from vitx.analyze.metric_figures import Curve, draw_lines
 from vitx.analyze.units import residual_units
-from vitx.core.files import Record
 from vitx.core.panels import Results, panels
-from vitx.models import attention_std, token_similarity
-from vitx.models.layer_metrics import LayerMeans
+from vitx.models.similarity import attention_stds, token_similarities
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class OverSmoothing(Record):
+# Ours, the papers name no bound: at 0.9 the mean angle between patches is 26°, and 81 % of their energy is common.
+SMOOTHED_ABOVE = 0.9
+
+
+class OverSmoothing(Measured):
     """cos_sim by block and attention_std by attention layer, means over the images; no unit.
 
-    cos_sim: from −1/(n−1) to 1, where all n patches point one way. attention_std: 0 where attention is uniform.
+    cos_sim: from −1/(n−1) to 1, where all n patches point one way. embedding: that of the patches before the first
+    block, None where they cannot be observed. smoothed: by block, on how many images its cos_sim is above `threshold`
+    and above the embedding's. attention_std: 0 where attention is uniform.
     """
 
     images: int
+    threshold: float
+    embedding: float | None
     cos_sim: dict[str, float]
+    smoothed: dict[str, int]
     attention_std: dict[str, float]
 
 
@@ -39,45 +47,67 @@ class OverSmoothingMetric:
 
     def __init__(self, model: nn.Module) -> None:
         self._layout = Layout.of(model)
-        self._blocks = [(unit.name, unit.layer) for unit in residual_units(model) if unit.layer is not None]
-        self._cos_sim, self._spread, self._images = LayerMeans(), LayerMeans(), 0
+        self._blocks = {EMBEDDING: EMBEDDING}
+        self._blocks |= {unit.name: unit.layer for unit in residual_units(model) if unit.layer is not None}
+        self._cos_sim, self._spread, self._images = LayerSamples(), LayerSamples(), 0
 
     def add(self, batch: Activations) -> None:
         self._images += batch.images
-        for name, layer in self._blocks:
-            patches = self._layout.patches(batch.streams[name])
+        for name, layer in self._blocks.items():
+            patches = self._layout.patches(batch.streams[name]) if name in batch.streams else None
             if patches is not None:
-                self._cos_sim.add(layer, token_similarity(patches).item(), batch.images)
+                self._cos_sim.add(layer, token_similarities(patches))
         for layer, maps in batch.maps.items():
-            self._spread.add(layer, attention_std(maps).item(), batch.images)
+            self._spread.add(layer, attention_stds(maps))
 
     def result(self) -> OverSmoothing:
-        cos_sim, spread = self._cos_sim.means(), self._spread.means()
+        cos_sim, spread = self._cos_sim.values(), self._spread.values()
         if not cos_sim and not spread:
             raise NotApplicable("the network has no tokens and no attention")
-        return OverSmoothing(images=self._images, cos_sim=cos_sim, attention_std=spread)
+        before = cos_sim.pop(EMBEDDING, None)
+        bound = SMOOTHED_ABOVE if before is None else before.clip(min=SMOOTHED_ABOVE)
+        ends = {"CosSim, last block": cos_sim, "attention std, last layer": spread}
+        return OverSmoothing(
+            images=self._images,
+            threshold=SMOOTHED_ABOVE,
+            embedding=None if before is None else float(before.mean()),
+            cos_sim={layer: float(values.mean()) for layer, values in cos_sim.items()},
+            smoothed={layer: int((values > bound).sum()) for layer, values in cos_sim.items()},
+            attention_std=self._spread.means(),
+            intervals={"cos_sim": self._cos_sim.intervals(), "attention_std": self._spread.intervals()},
+            per_image={name: rounded([*values.values()][-1]) for name, values in ends.items() if values},
+        )
 
 
 def draw_over_smoothing(results: Results) -> "Figure":
     records: Mapping[str, OverSmoothing] = results
     figure, (left, right) = panels(2)
-    cos_sim = {network: list(record.cos_sim.values()) for network, record in records.items()}
-    spread = {network: list(record.attention_std.values()) for network, record in records.items()}
-    draw_lines(left, cos_sim, "block", "CosSim of patch tokens")
-    draw_lines(right, spread, "attention layer", "std of attention over keys")
+    for axes, field, x, y in (
+        (left, "cos_sim", "block", "CosSim of patch tokens"),
+        (right, "attention_std", "attention layer", "std of attention over keys"),
+    ):
+        curves = {
+            network: Curve.of(getattr(found, field), found.intervals[field]) for network, found in records.items()
+        }
+        draw_lines(axes, curves, x, y)
     right.set_ylim(bottom=0)
     return figure
 
 
 def _over_smoothing_line(found: OverSmoothing) -> str:
     parts = {"CosSim": found.cos_sim, "attention std": found.attention_std}
-    return ", ".join(f"{name} {first_to_last(layers.values())}" for name, layers in parts.items() if layers)
+    fields = {"CosSim": "cos_sim", "attention std": "attention_std"}
+    return ", ".join(
+        f"{name} {ends_text(layers, found.intervals[fields[name]])}" for name, layers in parts.items() if layers
+    )
 
 
 OVER_SMOOTHING_METRIC = Metric(
     title="Over-smoothing",
-    reading="CosSim is the mean cosine of different patch tokens after each block: at 1 all patches say the same. "
-    "The spread of attention over keys falls to 0 where attention looks at everything alike.",
+    reading="CosSim: the mean cosine of different patch tokens of an image after each block; at 1 all point one way. "
+    "Spread: the standard deviation of attention over keys; at 0 a query attends to all keys equally.",
+    claim="Gong et al. (2104.12753): CosSim rises with depth in vision transformers, and accuracy suffers.",
+    precision="bootstrap over images",
     record=OverSmoothing,
     line=_over_smoothing_line,
     activation=lambda context: OverSmoothingMetric(context.source.model),

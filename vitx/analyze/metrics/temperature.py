@@ -6,16 +6,16 @@ import numpy as np
 from scipy import optimize
 
 from vitx.analyze.accuracy import Labels
+from vitx.analyze.intervals import FEWEST, Interval, Measured, mean_interval, with_interval
 from vitx.analyze.metric import Metric, NotApplicable, percent
-from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, require_labels
+from vitx.analyze.metrics.confidence import LogitArray, LogitCollector, ece_interval, require_labels
 from vitx.core.errors import InputError
-from vitx.core.files import Record
-from vitx.core.probabilities import classification_metrics, softmax
+from vitx.core.probabilities import Float64Array, classification_metrics, log_softmax, softmax
 
 TEMPERATURES = (0.01, 100.0)  # the bounds of T
 
 
-class TemperatureScaling(Record):
+class TemperatureScaling(Measured):
     """The fitted temperature, and NLL (nats) and ECE (0 to 1) before and after scaling.
 
     `temperature` is fitted on all images, `temperatures_of_halves` on those of even and of odd index. `nll` and `ece`
@@ -71,16 +71,41 @@ def temperature_scaling(logits: LogitArray, labels: Labels) -> TemperatureScalin
     scaled = np.array(logits, dtype=np.float64)
     scaled[::2] /= halves[1]
     scaled[1::2] /= halves[0]
+    fitted = fit_temperature(logits, labels)
     before, after = classification_metrics(logits, labels), classification_metrics(scaled, labels)
     return TemperatureScaling(
         images=len(labels),
-        temperature=fit_temperature(logits, labels),
+        temperature=fitted,
         temperatures_of_halves=halves,
         nll=before["nll"],
         scaled_nll=after["nll"],
         ece=before["ece"],
         scaled_ece=after["ece"],
+        intervals={"temperature": _temperature_interval(logits, labels, fitted), **_intervals(scaled, labels, after)},
     )
+
+
+def _intervals(scaled: Float64Array, labels: Labels, after: dict[str, float]) -> dict[str, dict[str, Interval]]:
+    probabilities = softmax(scaled)
+    top, correct = probabilities.max(axis=1), scaled.argmax(axis=1) == labels
+    nll = -log_softmax(scaled)[np.arange(len(labels)), labels]
+    return {"scaled_nll": mean_interval(nll), "scaled_ece": ece_interval(top, correct, after["ece"])}
+
+
+def _temperature_interval(logits: LogitArray, labels: Labels, temperature: float) -> dict[str, Interval]:
+    """Of the root 1/T of mean(E_p[z] − z_y) = 0: its variance is that of the terms over the squared slope."""
+    z, n = np.asarray(logits, dtype=np.float64), len(labels)
+    if n < FEWEST or not TEMPERATURES[0] < temperature < TEMPERATURES[1]:
+        return {}
+    p = softmax(z / temperature)
+    mean = (p * z).sum(axis=1)
+    slope = float(((p * z**2).sum(axis=1) - mean**2).mean())
+    if slope <= 0:
+        return {}
+    error = float(np.std(mean - z[np.arange(n), labels])) / slope / math.sqrt(n)
+    # T = 1/β is taken on a logarithmic scale, where it is positive: the error of log T is that of β over β.
+    factor = math.exp(1.96 * error * temperature)
+    return {"": (temperature / factor, temperature * factor)}
 
 
 class TemperatureMetric(LogitCollector):
@@ -93,14 +118,18 @@ class TemperatureMetric(LogitCollector):
 
 
 def _temperature_line(found: TemperatureScaling) -> str:
-    gain = f"NLL {found.nll:.3f} → {found.scaled_nll:.3f}, ECE {percent(found.ece)} → {percent(found.scaled_ece)}"
-    return f"T = {found.temperature:.3g}: {gain}"
+    nll = with_interval(found.scaled_nll, found.interval("scaled_nll"), ".3f")
+    ece = with_interval(found.scaled_ece, found.interval("scaled_ece"), ".1f", scale=100)
+    gain = f"NLL {found.nll:.3f} → {nll}, ECE {percent(found.ece)} → {ece} %"
+    return f"T = {with_interval(found.temperature, found.interval('temperature'))}: {gain}"
 
 
 TEMPERATURE_METRIC = Metric(
     title="Temperature scaling",
     reading="Logits divided by one number T, fitted on half of the images and judged on the other. T above 1: the "
     "network was surer than it is right; an ECE that stays is no error of scale.",
+    precision="bootstrap over images; large-sample (sandwich) for T, none where T is at its bound; before scaling: see "
+    "Confidence and calibration",
     record=TemperatureScaling,
     line=_temperature_line,
     activation=TemperatureMetric,

@@ -70,10 +70,7 @@ def run_trajectory(
     file is verified. Raises what `polar_trajectory` does, and InputError for a checkpoint that is corrupt or of another
     network.
     """
-    found = sorted(
-        ((read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")),
-        key=lambda pair: pair[0].step,
-    )
+    found = checkpoints_by_step(run)
     steps = [state.step for state, _ in found]
     if len(found) + (initial is not None) < 2:
         raise InputError(
@@ -84,6 +81,14 @@ def run_trajectory(
     states = _LazyStates([folder / f"{weights}.safetensors" for _, folder in found], initial)
     names = {name for name, _ in build_model(run.info.model).named_parameters()}
     return polar_trajectory(states, names=names, steps=[0, *steps] if initial is not None else steps)
+
+
+def checkpoints_by_step(run: RunFolder) -> list[tuple[CheckpointState, Path]]:
+    """Every checkpoint that the run holds, and its folder, in the order of training."""
+    found = (
+        (read_record(path, CheckpointState), path.parent) for path in run.path.glob("checkpoints/epoch-*/state.json")
+    )
+    return sorted(found, key=lambda pair: pair[0].step)
 
 
 class _LazyStates(Sequence[State]):
@@ -152,6 +157,7 @@ def _trajectory_line(found: Trajectory) -> str:
 TRAJECTORY_METRIC = Metric(
     title="Trajectory of training",
     reading="Distance from the first weights, over that of the last weights, and the angle between the two directions.",
+    precision="none: weights are known exactly",
     record=Trajectory,
     line=_trajectory_line,
     measure=measure_trajectory,

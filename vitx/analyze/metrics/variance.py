@@ -6,45 +6,55 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from vitx.analyze.activations import Activations, Layout, feature_maps_of, unit_kinds
-from vitx.analyze.metric import Metric, NotApplicable, first_to_last
+from vitx.analyze.intervals import LayerSamples, Measured, ends_text, layer_intervals
+from vitx.analyze.metric import Metric, NotApplicable
 from vitx.analyze.metric_figures import draw_by_kind
-from vitx.analyze.spectrum import feature_variance
+from vitx.analyze.spectrum import feature_variances
+from vitx.analyze.steps import steps_along, steps_text
 from vitx.analyze.units import Kind
-from vitx.core.files import Record
 from vitx.core.panels import WIDTH, Results, panels
-from vitx.models.layer_metrics import LayerMeans
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class Variance(Record):
-    """The variance over space by unit, in squared units of the activations, and the kind of each unit."""
+class Variance(Measured):
+    """The variance over space by unit, in squared units of the activations, and the kind of each unit.
+
+    step: how much a unit raises it.
+    """
 
     variance: dict[str, float]
     kinds: dict[str, Kind | None]
+    step: dict[str, float]
 
 
 class VarianceMetric:
     """The unbiased variance of a feature map (B, D, S, S) over its S² positions, mean over images and channels.
 
-    Attention averages positions, so it lowers it (Park & Kim, arXiv 2202.06709, §3; docs/maths.md §5.1).
+    (Park & Kim, arXiv 2202.06709, §3; docs/maths.md §5.1.)
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._layout, self._kinds, self._means = Layout.of(model), unit_kinds(model), LayerMeans()
+        self._layout, self._kinds, self._variances = Layout.of(model), unit_kinds(model), LayerSamples()
+        self._map_sizes: dict[str, int] = {}
 
     def add(self, batch: Activations) -> None:
         for name, features in feature_maps_of(self._layout, batch):
-            self._means.add(name, feature_variance(features).item(), batch.images)
+            self._variances.add(name, feature_variances(features))
+            self._map_sizes[name] = features.shape[-1]
 
     def result(self) -> Variance:
-        means = self._means.means()
-        if not means:
+        values = self._variances.values()
+        if not values:
             raise NotApplicable("no unit has a square feature map as its output")
-        order = [name for name in self._kinds if name in means]
+        ordered = {name: values[name] for name in self._kinds if name in values}
+        steps = steps_along(ordered, self._map_sizes)
         return Variance(
-            variance={name: means[name] for name in order}, kinds={name: self._kinds[name] for name in order}
+            variance={name: float(found.mean()) for name, found in ordered.items()},
+            kinds={name: self._kinds[name] for name in ordered},
+            step={name: float(found.mean()) for name, found in steps.items()},
+            intervals={"variance": layer_intervals(ordered), "step": layer_intervals(steps)},
         )
 
 
@@ -52,7 +62,9 @@ def draw_variance(results: Results) -> "Figure":
     records: Mapping[str, Variance] = results
     figure, (axes,) = panels(1, width=1.4 * WIDTH)
     heights = {
-        network: [(record.kinds[name], value) for name, value in record.variance.items()]
+        network: [
+            (record.kinds[name], value, record.interval("variance", name)) for name, value in record.variance.items()
+        ]
         for network, record in records.items()
     }
     draw_by_kind(axes, heights, "variance over space")
@@ -60,11 +72,18 @@ def draw_variance(results: Results) -> "Figure":
     return figure
 
 
+def _variance_line(found: Variance) -> str:
+    ends = ends_text(found.variance, found.intervals["variance"])
+    return f"{ends}; {steps_text(found.step, found.intervals['step'], found.kinds)}"
+
+
 VARIANCE_METRIC = Metric(
     title="Variance of feature maps",
-    reading="Variance over space of each unit's output: attention lowers it, MLPs and convolutions raise it.",
+    reading="Variance over space of the stream after each unit.",
+    claim="Park & Kim (2202.06709): attention lowers it, MLPs and convolutions raise it.",
+    precision="bootstrap over images",
     record=Variance,
-    line=lambda found: first_to_last(found.variance.values()),
+    line=_variance_line,
     activation=lambda context: VarianceMetric(context.source.model),
     streams=True,
     figure=draw_variance,

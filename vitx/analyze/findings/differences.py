@@ -1,0 +1,106 @@
+"""What differs significantly between two networks: numbers of the same images, paired."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from scipy import stats
+
+from vitx.analyze.findings.finding import RISK
+from vitx.analyze.intervals import FEWEST, Interval, Measured, holm, percentiles, resample_weights
+from vitx.core.files import Record
+from vitx.core.probabilities import ECE_BINS, Float64Array, confidence_bins
+
+
+class Difference(Record):
+    """One number of both networks, means over the same images: the second's less the first's, and its interval.
+
+    p: adjusted by Holm's method for all numbers compared. significant: p up to 0.05.
+    """
+
+    quantity: str
+    first: float
+    second: float
+    difference: float
+    interval: Interval
+    p: float
+    significant: bool
+
+
+def differences(first: Mapping[str, Record], second: Mapping[str, Record]) -> list[Difference]:
+    """Compare every number that both networks' results have of the same images; empty for fewer than ten images.
+
+    p is that of the bootstrap of the paired difference, of McNemar's exact test for accuracy. The caller sees to it
+    that both are of the same images.
+    """
+    pairs = [
+        (name, np.array(one), np.array(values[name]))
+        for metric, values in _per_image(second)
+        for name, one in dict(_per_image(first)).get(metric, {}).items()
+        if len(one) == len(values.get(name, ())) >= FEWEST
+    ]
+    if not pairs:
+        return []
+    columns = {name: (one, other) for name, one, other in pairs}
+    found = [_compared(name, one, other) for name, (one, other) in columns.items() if name != "confidence"]
+    if {"confidence", "accuracy"} <= set(columns):
+        found.append(_ece_compared(*columns["confidence"], *columns["accuracy"]))
+    adjusted = holm([each.p for each in found])
+    return [each.model_copy(update={"p": p, "significant": p <= RISK}) for each, p in zip(found, adjusted, strict=True)]
+
+
+def _per_image(results: Mapping[str, Record]) -> Iterator[tuple[str, dict[str, tuple[float, ...]]]]:
+    for metric, result in results.items():
+        if isinstance(result, Measured):
+            yield metric, result.per_image
+
+
+def _compared(name: str, one: Float64Array, other: Float64Array) -> Difference:
+    resampled = np.concatenate([weights @ (other - one) / len(one) for weights in resample_weights(len(one))])
+    p = _bootstrap_p(resampled)
+    if name == "accuracy":
+        lost, gained = int((one > other).sum()), int((other > one).sum())
+        p = float(stats.binomtest(min(lost, gained), lost + gained, 0.5).pvalue) if lost + gained else 1.0
+    return _difference(name, float(one.mean()), float(other.mean()), resampled, p)
+
+
+def _ece_compared(*columns: Float64Array) -> Difference:
+    """confidence of both networks, then whether each answer was right, of both."""
+    tops, rights = columns[:2], columns[2:]
+    gaps = [
+        (confidence_bins(top)[:, None] == np.arange(ECE_BINS)) * (right - top)[:, None]
+        for top, right in zip(tops, rights, strict=True)
+    ]
+    images = len(tops[0])
+    one, other = (float(np.abs(gap.sum(axis=0)).sum()) / images for gap in gaps)
+    resampled = np.concatenate(
+        [
+            (np.abs(weights @ gaps[1]).sum(axis=1) - np.abs(weights @ gaps[0]).sum(axis=1)) / images
+            for weights in resample_weights(images)
+        ]
+    )
+    return _difference("ECE", one, other, resampled, _bootstrap_p(resampled))
+
+
+def _bootstrap_p(resampled: Float64Array) -> float:
+    """Two-sided: how often the resampled difference has the other sign; from the normal law where it never has.
+
+    Counting 1,000 resamples cannot tell 0.002 from 0, and Holm's method multiplies it by the number of comparisons.
+    """
+    spread = float(resampled.std())
+    if spread == 0:
+        return 1.0 if resampled[0] == 0 else 0.0
+    counted = 2 * min(float((resampled <= 0).mean()), float((resampled >= 0).mean()))
+    return min(1.0, max(counted, 2 * float(stats.norm.sf(abs(float(resampled.mean())) / spread))))
+
+
+def _difference(name: str, one: float, other: float, resampled: Float64Array, p: float) -> Difference:
+    ((low, high),) = percentiles(resampled[:, None])
+    return Difference(
+        quantity=name,
+        first=one,
+        second=other,
+        difference=other - one,
+        interval=(low, high),
+        p=p,
+        significant=False,
+    )

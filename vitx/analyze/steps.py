@@ -1,0 +1,30 @@
+"""What each unit changes: the number after it less the number before it, image by image."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from vitx.analyze.intervals import Interval
+from vitx.analyze.metric_figures import NAMES
+from vitx.analyze.units import Kind
+from vitx.core.probabilities import Float64Array
+
+
+def steps_along(values: Mapping[str, Float64Array], sizes: Mapping[str, int]) -> dict[str, Float64Array]:
+    """Unit → its values (N,) less those of the unit before, of neighbours whose maps have the same side."""
+    return {
+        after: values[after] - values[before] for before, after in pairwise(values) if sizes[before] == sizes[after]
+    }
+
+
+def steps_text(steps: Mapping[str, float], intervals: Mapping[str, Interval], kinds: Mapping[str, Kind | None]) -> str:
+    """How many units of each kind lower the number, and how many raise it, by more than their intervals."""
+    texts = []
+    for kind in dict.fromkeys(kinds[name] for name in steps):
+        ends = [intervals.get(name) for name in steps if kinds[name] == kind]
+        lower, higher = (
+            sum(end is not None and end[1] < 0 for end in ends),
+            sum(end is not None and end[0] > 0 for end in ends),
+        )
+        texts.append(f"{lower} of {len(ends)} {NAMES[kind]} units lower it, {higher} raise it")
+    unsure = "" if intervals else " (too few images to tell)"
+    return "; ".join(texts) + unsure if texts else "no two units have maps of one size"
