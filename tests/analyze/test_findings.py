@@ -16,7 +16,7 @@ from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.findings.differences import differences
 from vitx.analyze.findings.finding import Finding, Rule, find
 from vitx.analyze.images import open_analysis_images
-from vitx.analyze.intervals import holm, mean_interval, paired_change, wilson
+from vitx.analyze.intervals import holm, mean_interval, paired_change
 from vitx.analyze.metrics.confidence import confidence
 from vitx.analyze.metrics.temperature import fit_temperature, temperature_scaling
 from vitx.analyze.predictor import predictor
@@ -191,8 +191,6 @@ def test_an_onset_goes_back_until_a_layer_does_not_follow() -> None:
 
 def test_holm_and_the_intervals_are_those_of_the_literature() -> None:
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert wilson(0.5, 20) == pytest.approx((0.29930, 0.70070), abs=1e-4)  # 10 of 20
-    assert wilson(1.0, 10) == pytest.approx((0.72247, 1.0), abs=1e-4)
     values = np.random.default_rng(0).normal(size=400)
     ((low, high),) = mean_interval(values).values()
     error = values.std(ddof=1) / 20

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from vitx.core.files import Record
-from vitx.core.probabilities import Float64Array
+from vitx.core.probabilities import Float64Array, wilson_interval
 
 CONFIDENCE = 0.95
 RESAMPLES = 1000
@@ -37,13 +37,6 @@ class Measured(Record):
 
     def interval(self, field: str, layer: str = "") -> Interval | None:
         return self.intervals.get(field, {}).get(layer)
-
-
-def wilson(rate: float, n: int) -> Interval:
-    """Wilson's interval of a share of n trials, by the share that was seen."""
-    centre, width = rate + _NORMAL**2 / (2 * n), _NORMAL * math.sqrt(rate * (1 - rate) / n + _NORMAL**2 / (4 * n * n))
-    low, high = ((centre + side * width) / (1 + _NORMAL**2 / n) for side in (-1, 1))
-    return max(0.0, low), min(1.0, high)
 
 
 def paired_change(lost: int, gained: int, n: int) -> Interval:
@@ -156,7 +149,7 @@ def with_interval(value: float, interval: Interval | None, form: str = ".3g", *,
 
 def share_text(rate: float, n: int) -> str:
     """A share of n images in percent with Wilson's interval: 85.3 % [81.2, 88.6]."""
-    low, high = wilson(rate, n)
+    low, high = wilson_interval(round(rate * n), n)
     return f"{100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 

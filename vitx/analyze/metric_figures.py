@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vitx.analyze.intervals import Interval, wilson
+from vitx.analyze.intervals import Interval
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.panels import LINES, Results, panels
+from vitx.core.probabilities import wilson_interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ class Curve(NamedTuple):
     def of_shares(cls, shares: Iterable[float], n: int) -> "Curve":
         """Shares of n images in percent, with Wilson's intervals."""
         shares = list(shares)
-        ends = [wilson(share, n) for share in shares]
+        ends = [wilson_interval(round(share * n), n) for share in shares]
         return cls([100 * share for share in shares], [(100 * low, 100 * high) for low, high in ends])
 
     def errors(self) -> npt.NDArray[np.float64]:

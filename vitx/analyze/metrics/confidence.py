@@ -20,7 +20,6 @@ from vitx.analyze.intervals import (
     resampled_means,
     rounded,
     share_text,
-    wilson,
     with_interval,
 )
 from vitx.analyze.metric import Metric, MetricContext
@@ -28,7 +27,15 @@ from vitx.analyze.metric_figures import BARS, Curve, draw_curve
 from vitx.core.errors import InputError
 from vitx.core.files import Record
 from vitx.core.panels import LINES, Results, panels
-from vitx.core.probabilities import ECE_BINS, Float64Array, brier_score, calibration_error, confidence_bins, softmax
+from vitx.core.probabilities import (
+    ECE_BINS,
+    Float64Array,
+    brier_score,
+    calibration_error,
+    confidence_bins,
+    softmax,
+    wilson_interval,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -135,7 +142,7 @@ def confidence(probabilities: LogitArray, labels: Labels, *, bins: int = ECE_BIN
             for image in wrong[np.argsort(-top[wrong], kind="stable")][:MISTAKES]
         ),
         intervals={
-            "accuracy": {"": wilson(float(correct.mean()), len(labels))},
+            "accuracy": {"": wilson_interval(int(correct.sum()), len(labels))},
             "nll": mean_interval(nll),
             "brier": mean_interval(squares),
             "ece": ece_interval(top, correct, ece, bins),
@@ -241,7 +248,13 @@ def draw_confidence(results: Results) -> "Figure":
     for index, ((network, record), style) in enumerate(zip(records.items(), LINES, strict=False)):
         filled = [part for part in record.bins if part.count]
         values = [part.accuracy or 0.0 for part in filled]
-        curve = Curve(values, [wilson(value, part.count) for value, part in zip(values, filled, strict=True)])
+        curve = Curve(
+            values,
+            [
+                wilson_interval(round(value * part.count), part.count)
+                for value, part in zip(values, filled, strict=True)
+            ],
+        )
         label = f"{network}, ECE {100 * record.ece:.1f} %"
         draw_curve(axes, [part.confidence or 0.0 for part in filled], curve, label, style)
         width = 1 / len(record.bins) / len(records)
