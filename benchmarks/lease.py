@@ -59,7 +59,7 @@ PARTS: dict[str, dict[str, int]] = {
 PACKAGES = (
     *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
     *("torch", "torchvision", "triton", "timm", "numpy", "safetensors", "PIL", "sklearn", "tensorboard", "rich"),
-    *("onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime", "typer"),
+    *("onnx", "onnxscript", "onnx_ir", "ml_dtypes", "onnxruntime", "typer", "huggingface_hub"),
 )
 # No GPU even where there is one; one thread, since threads that wait for a busy core take minutes for seconds.
 REHEARSAL = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -59,18 +59,19 @@ def test_a_table_has_its_numbers_to_the_right(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_page_shows_text_as_text() -> None:
-    text = page("a<b", [section("x", "A & B", "one", "<i>"), table([("k<", "v&")]), picture(b"\x00\x01", 'a"b')])
+    drawn = png(panels(1, width=1, height=0.5)[0])
+    text = page("a<b", [section("x", "A & B", "one", "<i>"), table([("k<", "v&")]), picture(drawn, 'a"b')])
     assert text.count("a&lt;b") == 2
     assert '<h2 id="x">A &amp; B</h2><p>one</p><p>&lt;i&gt;</p>' in text
     assert '<tr><th scope="row">k&lt;</th><td>v&amp;</td></tr>' in text
-    assert '<img alt="a&quot;b" src="data:image/png;base64,AAE=">' in text
+    assert 'aria-label="a&quot;b"><img alt="a&quot;b" width="110" height="55" src="data:image/png;base64,iVBO' in text
     assert "<script" not in text
 
 
 def test_panels_stand_beside_each_other() -> None:
     figure, axes = panels(3, width=2, height=1)
     assert len(axes) == 3
-    assert Image.open(io.BytesIO(png(figure))).size == (3 * 2 * 110, 110)
+    assert Image.open(io.BytesIO(png(figure))).size == (2 * 3 * 2 * 110, 2 * 110)  # two pixels for one as shown
 
 
 def test_errors_have_their_exit_codes() -> None:
@@ -174,9 +175,9 @@ def test_the_whole_of_a_page() -> None:
     found = page("T", ["<p>a</p>", table([("k", 1), ("l", "v")]), section("i", "S", "x", "y")], style="css{}")
     assert found == (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><link rel="icon" href="data:,">'
-        '<meta name="viewport" content="width=device-width"><title>T</title><style>css{}</style></head>'
-        '<body><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
-        '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></body></html>\n'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>T</title><style>css{}</style></head>'
+        '<body><main><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
+        '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></main></body></html>\n'
     )
     assert "<style>\nbody{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;" in page("T", [])
 
@@ -199,4 +200,4 @@ def test_a_panel_is_4_2_by_3_2_inches_and_a_png_whatever_matplotlib_is_told() ->
     assert [(place.colspan.start, place.rowspan.stop) for place in places] == [(0, 1), (1, 1)]
     with matplotlib.rc_context({"savefig.format": "svg", "savefig.dpi": 50}):
         picture = Image.open(io.BytesIO(png(figure)))
-    assert (picture.format, picture.size) == ("PNG", (924, 352))
+    assert (picture.format, picture.size) == ("PNG", (2 * 924, 2 * 352))  # for 924 as shown

@@ -218,7 +218,7 @@ def test_an_export_s_certificate_lists_all(witnessed_original: Bundle) -> None:
 
 def test_certified_here_by_the_command(vitx: Any, witnessed: Bundle, bare: Bundle, cache: Path) -> None:
     code, out, err = vitx("parity", witnessed.path, "--runtime", "openvino", "--json", "--device", "cpu")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"next: vitx serve {witnessed.path}\n")
     (found,) = json.loads(out)["executables"]
     assert (found["verdict"], found["executable"]["runtime"], found["images"]) == ("pass", "openvino", 340)
     assert found in [json.loads(path.read_text())["verdict"] for path in cache.rglob("*.json")]
