@@ -179,7 +179,7 @@ def test_the_whole_of_a_page() -> None:
         '<body><main><h1>T</h1><p>a</p><table><tr><th scope="row">k</th><td>1</td></tr><tr><th scope="row">l</th>'
         '<td>v</td></tr></table><h2 id="i">S</h2><p>x</p><p>y</p></main></body></html>\n'
     )
-    assert "<style>\nbody{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;" in page("T", [])
+    assert "<style>\n:root{color-scheme:light dark;" in page("T", [])
 
 
 def test_lines_differ_in_more_than_their_grey() -> None:
