@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-import torch
 from onnx import TensorProto, helper, numpy_helper
 
+from run_fixture import DIGITS_PREPROCESSING as PREPROCESSING
+from run_fixture import trained_deepvit
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.preprocess import Preprocessing, UInt8Array
-from vitx.core.run import ModelSpec
+from vitx.core.preprocess import UInt8Array
 from vitx.data.open import open_images
 from vitx.export import onnx_from_model, rewrite_for_export
 from vitx.export.graph.dataflow import Dataflow
@@ -23,43 +23,16 @@ from vitx.export.precision.calibration import MIN_IMAGES, Activations, sample_im
 from vitx.export.precision.lower import lower_precision
 from vitx.export.precision.placement import find_layers
 from vitx.export.precision.qdq import QuantizedGraph
-from vitx.models import build_model, image_tensor
-
-PREPROCESSING = Preprocessing(image_size=32)
-SMALL: dict[str, Any] = {
-    "weight_init": "jax",
-    "position_std": 0.5,
-    "embed_dim": 48,
-    "depth": 2,
-    "num_heads": 3,
-    "attention": ["plain", "re-attention"],
-}
 
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[onnx.ModelProto, UInt8Array, UInt8Array]:
     """A DeepViT that has learned the digits for a few epochs: its graph, training images, evaluation images."""
-    images = np.concatenate(list(open_images("digits", "train").batches(PREPROCESSING, 256)))
-    labels = torch.from_numpy(open_images("digits", "train").labels)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        spec = ModelSpec(name="deepvit_digits", num_classes=10, kwargs=SMALL)
-        model: Any = build_model(spec).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        epochs, steps = 8, 23
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=epochs * steps)
-        for _ in range(epochs):
-            for index in torch.chunk(torch.randperm(len(images)), steps):
-                logits = model(image_tensor(images[index.numpy()], PREPROCESSING.mean, PREPROCESSING.std))
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(logits, labels[index]).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                schedule.step()
     path = tmp_path_factory.mktemp("quantization") / "model.onnx"
-    rewritten = rewrite_for_export(model.eval(), PREPROCESSING)
+    rewritten = rewrite_for_export(trained_deepvit(), PREPROCESSING)
     graph = onnx_from_model(rewritten, PREPROCESSING, tuple("0123456789"), path)
     held_out = np.concatenate(list(open_images("digits", "val").batches(PREPROCESSING, 256)))
-    return graph, images[:400], held_out
+    return graph, next(open_images("digits", "train").batches(PREPROCESSING, 400)), held_out
 
 
 @pytest.fixture(scope="session")
