@@ -36,10 +36,10 @@ check: $(VENV)/.dev.stamp
 test coverage: export PYTHONDONTWRITEBYTECODE =
 
 test: check
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 coverage: $(VENV)/.dev.stamp
-	$(BIN)/pytest -n 4 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --cov --cov-report=term-missing:skip-covered
 
 # SAMPLE=100 tries so many of the room's mutants; exit code 1 below the floor of benchmarks/mutation/rooms.toml.
 mutate: $(VENV)/.dev.stamp

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,25 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VITX_CACHE", str(folder / "cache"))
         patch.setenv("VITX_TESTS_SHARED_FOLDER", str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sessions_of_one_thread() -> Iterator[None]:
+    """Where a session does not say how many threads it takes; by default those of ONNX Runtime spin on every core."""
+    runtime = sys.modules.get("onnxruntime")
+    if runtime is None:  # no test that needs it was collected
+        yield
+        return
+    made = runtime.SessionOptions
+
+    def options() -> Any:
+        one = made()
+        one.intra_op_num_threads = 1
+        return one
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "SessionOptions", options)
         yield
 
 
