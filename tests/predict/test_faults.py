@@ -267,6 +267,8 @@ def test_an_image_that_http_does_not_give_is_noticed(
 
 @pytest.mark.parametrize("name", ["0.png", "a.tar"])
 def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: Path, server: str, name: str) -> None:
+    # A server that ran in this process leaves its own behind.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     RELEASE.clear()
     INTERRUPTS.release()
     source = f"{server}/stall/{name}"
@@ -281,6 +283,7 @@ def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: 
             assert ledger.execute("SELECT max(lease) FROM shard").fetchone() == (0.0,)
     finally:
         RELEASE.set()
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_server_that_is_not_there_is_noticed(certified_original: Bundle, tmp_path: Path) -> None:
