@@ -4,7 +4,7 @@
 
 The network, requests, servers and limit of part (a) of server.py; 64 connections. wrk counts a request when its answer
 has come, whenever it was sent. `vitx` has its access log in a file and its metrics on, `no log` is the same server
-without the log. They take turns; while one is measured the others are stopped. A ratio is the median of the rounds'.
+without the log. They take turns, the others idle; a ratio is the median of the rounds'.
 """
 
 import argparse
@@ -67,14 +67,11 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name, server in servers.items():
             check_logits(server, sessions, images)
             scripts[name] = (folder / f"{name}.lua", write_script(server.request(images[0]), folder / f"{name}.lua"))
-            server.pause()
         rows: dict[str, list[dict[str, float]]] = {name: [] for name in (*servers, "sessions")}
         for _ in range(arguments.rounds):
             for name, server in servers.items():
-                server.resume()
                 turn(server, *scripts[name], 1)
                 rows[name].append(turn(server, *scripts[name], arguments.seconds))
-                server.pause()
             rows["sessions"].append({"rate": sessions.measure(arguments.seconds)})
             print({name: found[-1] for name, found in rows.items()}, flush=True)
     return {"rounds": rows, "ratios": ratios(rows)}
