@@ -9,7 +9,6 @@ without the log. They take turns, the others idle; a ratio is the median of the 
 
 import argparse
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from server import CONNECTIONS, Sessions, check_logits, random_images
 
 from support.server_peers import SMALL, Server, bundle_of, package_versions, triton_server, vitx_server
+from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 
 # What was promised of the median ratio: more than, or no more than.
@@ -84,11 +84,10 @@ def ratios(rows: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         if other not in rows:
             continue
         key = "p99_ms" if what == "p99" else "rate"
-        each = [ours[key] / theirs[key] for ours, theirs in zip(rows["vitx"], rows[other], strict=True)]
-        ratio = statistics.median(each)
-        holds = ratio <= target if what == "p99" else ratio >= target
-        found[title] = {"ratio": ratio, "lowest": min(each), "highest": max(each), "target": target, "holds": holds}
-        print(f"{title}: {ratio:.3f} ({min(each):.3f} to {max(each):.3f}), promised {target} {verdict(found[title])}")
+        each: dict[str, Any] = spread([row[key] for row in rows["vitx"]], [row[key] for row in rows[other]])
+        holds = each["ratio"] <= target if what == "p99" else each["ratio"] >= target
+        found[title] = each | {"target": target, "holds": holds}
+        print(f"{title}: {found[title]} {verdict(found[title])}")
     return found
 
 
