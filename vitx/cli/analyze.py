@@ -41,8 +41,8 @@ def command(
     else:
         _print_findings(analyses)
         _print_table(analyses, metrics)
-    if other is None and not source.startswith("model:"):
-        log_next(*export_of(source), quiet=quiet)
+    if other is None and not source.startswith("model:") and not quiet:  # the images are listed to name the command
+        log_next(*export_of(source))
 
 
 def _print_findings(analyses: "list[Analysis]") -> None:
