@@ -166,9 +166,9 @@ def test_object_store(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None
 def test_store_that_fails_twice_and_store_that_fails_always(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from vitx.predict.inputs import stores
+    from vitx.predict.inputs import remote, stores
 
-    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
     MemoryFileSystem().pipe("/flaky/a.png", b"bytes")
     calls = []
 

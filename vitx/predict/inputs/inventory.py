@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
+from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import (
     exists,
@@ -43,6 +44,8 @@ ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
+# Characters of a line of a list, and of a list: what a server sends may have no end.
+MAX_LINE, MAX_LIST = 1 << 16, 1 << 37
 # Versions that are asked for at once.
 VERSION_THREADS = 16
 
@@ -152,12 +155,18 @@ def list_again(source: str, scratch: Path, columns: TableColumns) -> Contents:
 
 def _no_image(source: str) -> InputError:
     known = ", ".join(sorted(EXTENSIONS))
-    kind = "holds" if is_folder(source) else "names"
+    kind = "holds" if _is_folder(source) else "names"
     return InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
 
 
+def _is_folder(source: str) -> bool:
+    """Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it."""
+    named = is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
+    return not (named and is_http(source)) and is_folder(source)
+
+
 def _source(source: str) -> Source:
-    if is_folder(source):
+    if _is_folder(source):
         return "folder"
     if not exists(source):
         return "pattern"
@@ -175,7 +184,7 @@ def _list_input(
     def marked(base: str, names: Iterable[str]) -> Iterable[str]:
         return _with_versions(base, names) if versions else names
 
-    if is_folder(source):
+    if _is_folder(source):
         images = sort_paths(walk_images(source, skipped, versions=versions), scratch)
         first = next(images, None)
         if first is not None:
@@ -211,7 +220,7 @@ def _list_input(
 
 def _matched_images(pattern: str, skipped: SkippedNames) -> Iterator[str]:
     for path in expand(pattern):
-        if is_image_name(path):
+        if is_image_name(path) or path.endswith("/"):
             yield path
         elif not _is_container(path):
             skipped.add(path)
@@ -222,23 +231,43 @@ def _is_container(name: str) -> bool:
 
 
 def _lines(source: str) -> Iterator[str]:
+    number = length = 0
     # utf-8-sig: some editors begin a file with a mark of its encoding.
     with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
+        while True:
+            try:
+                line = file.readline(MAX_LINE)
+            except OSError as error:
+                raise EnvironmentMissing(
+                    f"cannot read the list '{source}' beyond line {number}: {error}; nothing was begun: run the same "
+                    "command again"
+                ) from None
+            if not line:
+                return
+            number, length = number + 1, length + len(line)
             if "\0" in line:
                 raise InputError(
                     f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
                     "UTF-8 (a list in UTF-16 has to be converted)"
                 )
+            if len(line) == MAX_LINE or length > MAX_LIST:
+                raise InputError(
+                    f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
+                    f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
+                )
             if path := line.rstrip("\r\n"):
                 yield path
 
 
-def _with_versions(base: str, names: Iterable[str]) -> Iterator[str]:
-    remaining = iter(names)
-    with ThreadPoolExecutor(VERSION_THREADS) as pool:
+def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None]:
+    remaining, stopped = iter(names), threading.Event()
+    pool = ThreadPoolExecutor(VERSION_THREADS)
+    try:
         while block := list(itertools.islice(remaining, 1024)):
-            yield from pool.map(lambda name: with_version(name, join(base, name)), block)
+            yield from pool.map(lambda name: with_version(name, join(base, name), stopped), block)
+    finally:
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def _container_shards(
@@ -267,23 +296,25 @@ def read_shard(
     skipped: SkippedNames | None = None,
     *,
     versions: bool = False,
+    stopped: threading.Event | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
     versions: those of tar and Parquet files are told with their images; of single images, `read_item` tells them.
+    stopped: see `read_bytes`.
 
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
-    version = version_of(join(base, shard.location)) if versions and shard.kind != "images" else None
+    version = version_of(join(base, shard.location), stopped) if versions and shard.kind != "images" else None
     match shard.kind:
         case "images":
             names = read_range(listing_of(shard, listing), RecordRange(shard.start, shard.count or 0))
             items = (Item(name, join(base, name)) for name in names)
         case "tar":
-            items = _tar_items(shard, base, skipped)
+            items = _tar_items(shard, base, skipped, stopped)
         case "parquet":
-            items = _parquet_items(shard, base, columns)
+            items = _parquet_items(shard, base, columns, stopped)
     with closing(items):
         for item in items:
             yield item if version is None else item._replace(version=version)
@@ -300,16 +331,18 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item
     source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
-        item = item._replace(version=version_of(source))
+        item = item._replace(version=version_of(source, stopped))
     try:
         return item._replace(source=read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
 
 
-def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generator[Item, None, None]:
+def _tar_items(
+    shard: Shard, base: str, skipped: SkippedNames | None, stopped: threading.Event | None
+) -> Generator[Item, None, None]:
     try:
-        with open_stream(join(base, shard.location)) as file:
+        with open_stream(join(base, shard.location), stopped) as file:
             for name, content in tar_images(file, skipped):
                 yield Item(f"{shard.location}/{name}", content)
     except TAR_ERRORS as error:
@@ -317,12 +350,14 @@ def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generat
         yield Item(shard.location, ImageError(reason))
 
 
-def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Generator[Item, None, None]:
+def _parquet_items(
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None
+) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
-        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns):
+        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
             yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
             row += 1
         return

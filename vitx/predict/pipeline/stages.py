@@ -1,6 +1,5 @@
 """Parts of a pipeline of threads: bounded read-ahead, a consumer thread, and how busy each stage was."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -79,10 +78,9 @@ class BackgroundGenerator(Generic[T]):
                 raise got
             yield got[0]
 
-    def close(self, end: float = math.inf) -> None:
-        """Until `end`, by `time.monotonic`; a thread that still waits for a value then is left to itself."""
+    def close(self) -> None:
         self._closed = True
-        while self._thread.is_alive() and time.monotonic() < end:
+        while self._thread.is_alive():
             try:  # the thread may be waiting for room in the queue
                 self._queue.get(timeout=0.05)
             except Empty:

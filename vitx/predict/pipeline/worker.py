@@ -1,6 +1,5 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,8 +24,6 @@ from vitx.runtimes.session import LOGITS, Float32Array, Session
 STAGES = ("read", "decode", "infer", "write")
 # Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
 BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
-# A stage that has not ended by then waits for a server that does not answer, and is left behind.
-CLOSE_SECONDS = 1.5
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
@@ -189,9 +186,9 @@ class Worker:
             raise
         finally:
             self.shards.stop()
-            end = time.monotonic() + CLOSE_SECONDS
+            self.backoff.stopped.set()
             for stage in (inferred, decoded, read):  # the last first: it may be waiting for values of the one before
-                stage.close(end)
+                stage.close()
             callers.shutdown(cancel_futures=True)
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
@@ -205,7 +202,7 @@ class Worker:
         for claim in self.shards.claims():
             reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
             given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
-            items = read_shard(*given, versions=job.versions)
+            items = read_shard(*given, versions=job.versions, stopped=self.backoff.stopped)
             remaining = reading.remaining(items)
             with closing(items):
                 while True:
