@@ -154,8 +154,8 @@ TABLES: dict[str, Callable[[Random], bytes]] = {
 HTTP = (401, 403, 404, 410, 429, 500, 503, "closed", "short", "page", "nothing", "loop")
 
 
-# Until it is set, a request for /stall/NAME gets no answer; as often as INTERRUPTS says it interrupts this process.
-RELEASE, INTERRUPTS = threading.Event(), threading.Semaphore(0)
+# Until it is set, a request for /stall/NAME gets no answer; the first for a name in INTERRUPTS interrupts this process.
+RELEASE, INTERRUPTS = threading.Event(), set[str]()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -173,10 +173,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         _, fault, name = self.path.split("/")
         if fault == "stall":
-            if INTERRUPTS.acquire(blocking=False):
+            if name in INTERRUPTS:
+                INTERRUPTS.remove(name)
                 os.kill(os.getpid(), signal.SIGINT)
-            RELEASE.wait(30)
-            RELEASE.set()
+            if not RELEASE.wait(30):
+                RELEASE.set()
             return
         data = TAR if name.endswith(".tar") else IMAGES[int(name[0])]
         if fault == "closed":
@@ -270,7 +271,7 @@ def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: 
     # A server that ran in this process leaves its own behind.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     RELEASE.clear()
-    INTERRUPTS.release()
+    INTERRUPTS.add(name)
     source = f"{server}/stall/{name}"
     if name == "0.png":
         source = str(tmp_path / "list.txt")

@@ -73,6 +73,8 @@ async def _http_client(**options: Any) -> Any:
                 raise FileNotFoundError(f"HTTP status {self.status}")
             if self.status in (401, 403):
                 raise PermissionError(f"HTTP status {self.status}")
+            if self.status >= 400:
+                self.close()
             super().raise_for_status()
 
     limits = aiohttp.ClientTimeout(total=None, sock_connect=READ_SECONDS, sock_read=READ_SECONDS)
@@ -115,7 +117,7 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None = None) -> T:
+def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None) -> T:
     end = time.monotonic() + seconds
     try:
         while not future.done():
@@ -124,18 +126,21 @@ def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None 
             if (left := end - time.monotonic()) <= 0:
                 raise TimeoutError(f"not read within {seconds:g} s")
             futures.wait([future], min(left, LOOK_SECONDS))
+        return future.result()
     finally:
         future.cancel()
-    return future.result()
 
 
-def attempts(function: Callable[[], T], problem: str) -> T:
+def attempts(function: Callable[[], T], problem: str, stopped: threading.Event | None = None) -> T:
     """The value of `function`, which is called again unless its error will not change; at last raise ImageError.
 
-    Not after PATIENCE_SECONDS, in which the store's own package has tried it again.
+    Not after PATIENCE_SECONDS, in which the store's own package has tried it again. Raises CancelledError when
+    `stopped` is set.
     """
     end = time.monotonic() + PATIENCE_SECONDS
     for wait in (*REMOTE_WAITS, None):
+        if stopped is not None and stopped.is_set():
+            raise CancelledError
         try:
             return function()
         except (ImageError, CancelledError):
@@ -175,7 +180,7 @@ def read_object(location: str, stopped: threading.Event | None) -> bytes:
                     return b""
             raise
 
-    content = attempts(read, "cannot read the object")
+    content = attempts(read, "cannot read the object", stopped)
     check_size(len(content))
     return content
 
@@ -191,8 +196,8 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, location: str, stopped: threading.Event | None = None) -> None:
         self._location, self._stopped = location, stopped
         self._system, self._path = remote_filesystem(location)
-        # fsspec's file, and what it was a file of.
-        self._file: Any = None
+        # Of fsspec's file; and what it was a file of.
+        self._opening: Future[Any] | None = None
         self._version: Any = None
         self._place = 0
         # Whether nobody has asked for a place in it.
@@ -225,27 +230,25 @@ class RemoteFile(io.RawIOBase):
         super().close()
 
     def _leave(self) -> None:
-        """Close fsspec's file: a thread that waits for it ends."""
-        file, self._file = self._file, None
-        if file is not None:
-            _in_thread(file.close)
+        """Close fsspec's file, also one that is opened too late: a thread that waits for it ends."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.add_done_callback(lambda opened: opened.exception() or _in_thread(opened.result().close))
 
     def _tried(self, use: Callable[[Any], T]) -> T:
         def attempt() -> T:
             try:
-                self._file = self._file or self._awaited(self._opened)
-                return self._awaited(lambda: use(self._file))
+                self._opening = self._opening or _in_thread(self._opened)
+                file = _awaited(self._opening, READ_SECONDS, self._stopped)
+                return _awaited(_in_thread(lambda: use(file)), READ_SECONDS, self._stopped)
             except BaseException:
                 self._leave()
                 raise
 
         try:
-            return attempts(attempt, "the store does not give it")
+            return attempts(attempt, "the store does not give it", self._stopped)
         except ImageError as error:
             raise OSError(str(error)) from None
-
-    def _awaited(self, function: Callable[[], T]) -> T:
-        return _awaited(_in_thread(function), READ_SECONDS, self._stopped)
 
     def _opened(self) -> Any:
         streamed = self._whole and self._place == 0 and is_http(self._location)

@@ -112,10 +112,12 @@ def version_of(location: str, stopped: threading.Event | None = None) -> str | N
     """
     try:
         if not is_url(location):
-            found = os.stat(location)
-            return f"{found.st_size}-{found.st_mtime_ns}"
+            local = os.stat(location)
+            return f"{local.st_size}-{local.st_mtime_ns}"
         system, path = remote_filesystem(location)
-        return _entry_version(attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer"))
+        return _entry_version(
+            attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer", stopped)
+        )
     except (OSError, ImageError, VitxError):
         return None
 
