@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from vitx.predict.inputs.inventory import Contents, Shard, list_again, listing_of
+from vitx.predict.inputs.inventory import Contents, Shard, list_input, listing_of
 from vitx.predict.inputs.listing import RecordRange, read_range, write_list
 from vitx.predict.inputs.stores import MARK, join, version_of
 from vitx.predict.inputs.tables import TableColumns, key_record, key_records, refuse_equal_keys
@@ -43,7 +43,7 @@ def extend_run(
         return Increment(new=ledger.names())
     while True:
         extended = ledger.extensions()
-        contents = list_again(source, ledger.path.parent, columns)
+        contents = list_input(source, ledger.path.parent, columns, again=True)
         comparison = _Comparison(ledger, summary.parent, run, contents)
         with closing(comparison):
             if columns.key is not None:
@@ -167,7 +167,7 @@ class _Comparison:
             for row, key in enumerate(self._versions(number, "path"))
             if key is not None
         )
-        present = key_records(self._run.base, self._contents.readable, column)
+        present = key_records(self._run.base, self._contents.tables.readable, column)
         refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
 
     def _again(self) -> Iterator[tuple[int, str, list[int]]]:

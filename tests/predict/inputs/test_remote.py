@@ -491,7 +491,7 @@ def test_a_page_of_links_without_end(waits: list[float], monkeypatch: pytest.Mon
         http_server(answer=answer) as (url, _),
         pytest.raises(InputError, match=r"^cannot list the folder 'http.*bytes or more: more than the 100,000"),
     ):
-        list(walk_images(url))
+        list(walk_images(url, print))
     assert waits == []
 
 
@@ -501,7 +501,7 @@ def test_a_listing_that_stalls_is_given_up(waits: list[float], monkeypatch: pyte
     release = Event()
     with http_server(answer=lambda _: release.wait(30)) as (url, _):
         with pytest.raises(InputError, match=r"cannot list the folder: TimeoutError: not read within 0\.05 s$"):
-            list(walk_images(url))
+            list(walk_images(url, print))
         assert version_of(f"{url}/a.png") is None
         release.set()
     assert waits == [0.2, 1.0] * 2

@@ -7,7 +7,6 @@ import glob
 import hashlib
 import io
 import itertools
-import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,52 +110,49 @@ def take_inventory(
     Parquet file whose `columns` of images and keys are clear, one whose columns cannot go on to the output, or two
     rows of one key.
     """
-    source = source if is_url(source) else source.rstrip("/") or "/"
-    skipped = SkippedNames()
-    base, containers, images = _list_input(source, listing.parent, skipped)
-    written = write_list(listing, images, shard_size, share)
-    units, tables = _container_shards(source, base, containers, columns, others=written.total)
-    if not units and not written.total:
-        raise _no_image(source)
+    found = list_input(source, listing.parent, columns)
+    written = write_list(listing, found.images, shard_size, share)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(base, tables.readable, columns.key), listing.parent)
-    digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
+        refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
+    digest = hashlib.sha256(f"{written.digest} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
     ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
-    units = units[share.number - 1 :: share.jobs]
-    beside = skipped if share.number == 1 else SkippedNames()
-    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside, tables.schema())
+    units = found.units[share.number - 1 :: share.jobs]
+    beside = found.skipped if share.number == 1 else SkippedNames()
+    schema = found.tables.schema()
+    return Inventory(found.base, (*ranges, *units), digest.hexdigest(), share, found.source, beside, schema)
 
 
 class Contents(NamedTuple):
     """What an input has now.
 
-    images: of each single image its name, MARK and its version, to be read once. readable: names of Parquet files.
+    source: what names the single images. images: each, to be read once. units: the shards of tar and Parquet files.
     """
 
+    source: Source
     base: str
     images: Iterator[str]
     units: list[Shard]
-    readable: list[str]
+    tables: Tables
     skipped: SkippedNames
 
 
-def list_again(source: str, scratch: Path, columns: TableColumns) -> Contents:
-    """List an input that was listed before; see `take_inventory`. columns: with the schema that was found then."""
+def list_input(source: str, scratch: Path, columns: TableColumns, *, again: bool = False) -> Contents:
+    """List an input; see `take_inventory`. scratch: for temporary files.
+
+    again: it was listed before, and `columns` has the schema that was found then; then each image is followed by MARK
+    and its version.
+    """
     source = source if is_url(source) else source.rstrip("/") or "/"
     skipped = SkippedNames()
-    base, containers, names = _list_input(source, scratch, skipped, versions=True)
+    named, base, containers, names = _list_input(source, scratch, skipped, versions=again)
     images = iter(names)
     first = list(itertools.islice(images, 1))
-    units, tables = _container_shards(source, base, containers, columns, others=len(first), again=True)
+    units, tables = _container_shards(source, base, containers, columns, others=bool(first), again=again)
     if not units and not first:
-        raise _no_image(source)
-    return Contents(base, itertools.chain(first, images), units, tables.readable, skipped)
-
-
-def _no_image(source: str) -> InputError:
-    known = ", ".join(sorted(EXTENSIONS))
-    kind = "holds" if _is_folder(source) else "names"
-    return InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+        known = ", ".join(sorted(EXTENSIONS))
+        kind = "holds" if named == "folder" else "names"
+        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+    return Contents(named, base, itertools.chain(first, images), units, tables, skipped)
 
 
 def _is_folder(source: str) -> bool:
@@ -165,18 +161,10 @@ def _is_folder(source: str) -> bool:
     return not (named and is_http(source)) and is_folder(source)
 
 
-def _source(source: str) -> Source:
-    if _is_folder(source):
-        return "folder"
-    if not exists(source):
-        return "pattern"
-    return "list" if source.lower().endswith(LIST_NAMES) else "image"
-
-
 def _list_input(
-    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool = False
-) -> tuple[str, list[str], Iterable[str]]:
-    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base.
+    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool
+) -> tuple[Source, str, list[str], Iterable[str]]:
+    """Return (what names the images, base, tar and Parquet files, single images); names are relative to the base.
 
     versions: each image is followed by MARK and its version.
     """
@@ -184,45 +172,49 @@ def _list_input(
     def marked(base: str, names: Iterable[str]) -> Iterable[str]:
         return _with_versions(base, names) if versions else names
 
+    containers: list[str] = []
     if _is_folder(source):
-        images = sort_paths(walk_images(source, skipped, versions=versions), scratch)
-        first = next(images, None)
-        if first is not None:
-            return source, [], itertools.chain([first], images)
-        escaped = source.rstrip("/") if is_url(source) else glob.escape(source.rstrip("/"))
-        found = (path for path in expand(f"{escaped}/*") if _is_container(path))
-        # The last part of each: a store may write the folder's URL otherwise than it was given.
-        containers = sorted(os.path.basename(path) for path in found)
+
+        def skip(name: str) -> None:
+            beside = _is_container(name) and not name.startswith(".") and "/" not in name
+            containers.append(name) if beside else skipped.add(name)
+
+        images = sort_paths(walk_images(source, skip, versions=versions), scratch)
+        if (first := next(images, None)) is None:
+            return "folder", source, sorted(containers), ()
         for name in containers:
-            skipped.remove(name)
-        return source, containers, ()
+            skipped.add(name)
+        return "folder", source, [], itertools.chain([first], images)
     if not exists(source):
-        if glob.has_magic(source):
-            # Two passes over the matches, so that the images need not be kept in memory.
-            containers = sorted(path for path in expand(source) if _is_container(path))
-            return "", containers, marked("", sort_paths(_matched_images(source, skipped), scratch))
-        raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
+        if not glob.has_magic(source):
+            raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
+        images = sort_paths(_matched_images(source, containers, skipped), scratch)
+        first_images = list(itertools.islice(images, 1))  # then all names have been sorted
+        return "pattern", "", sorted(containers), marked("", itertools.chain(first_images, images))
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
-        return base, [], marked(base, _lines(source))
+        return "list", base, [], marked(base, _lines(source))
     if _is_container(name):
-        return base, [name], ()
+        return "image", base, [name], ()
     if is_image_name(name):
-        return base, [], marked(base, [name])
+        return "image", base, [], marked(base, [name])
     raise InputError(
         f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
     )
 
 
-def _matched_images(pattern: str, skipped: SkippedNames) -> Iterator[str]:
+def _matched_images(pattern: str, containers: list[str], skipped: SkippedNames) -> Iterator[str]:
+    """Yield the images; add the tar and Parquet files to `containers`, and other names to `skipped`."""
     for path in expand(pattern):
-        if is_image_name(path) or path.endswith("/"):
+        if is_image_name(path):
             yield path
-        elif not _is_container(path):
+        elif _is_container(path):
+            containers.append(path)
+        else:
             skipped.add(path)
 
 
@@ -271,7 +263,7 @@ def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None
 
 
 def _container_shards(
-    source: str, base: str, names: list[str], columns: TableColumns, *, others: int, again: bool = False
+    source: str, base: str, names: list[str], columns: TableColumns, *, others: bool, again: bool
 ) -> tuple[list[Shard], Tables]:
     """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
     tables = Tables(columns, again=again)

@@ -27,15 +27,6 @@ class SkippedNames:
         for suffix, count in other.by_suffix.items():
             self._add(suffix, count, iter(other.first))
 
-    def remove(self, name: str) -> None:
-        """Of a name that was added and is of the input after all."""
-        suffix = _suffix(name) if _suffix(name) in self.by_suffix else OTHER
-        self.by_suffix[suffix] -= 1
-        if not self.by_suffix[suffix]:
-            del self.by_suffix[suffix]
-        if name in self.first:
-            self.first.remove(name)
-
     def _add(self, suffix: str, count: int, names: Iterator[str]) -> None:
         if suffix not in self.by_suffix and len(self.by_suffix) >= MAX_SUFFIXES:
             suffix = OTHER

@@ -32,7 +32,6 @@ from vitx.predict.inputs.remote import (
     read_object,
     remote_filesystem,
 )
-from vitx.predict.inputs.skipped import SkippedNames
 
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
@@ -86,15 +85,15 @@ def open_stream(location: str, stopped: threading.Event | None = None) -> Binary
     return cast(BinaryIO, io.BufferedReader(RemoteFile(location, stopped), BLOCK_BYTES))
 
 
-def walk_images(root: str, skipped: SkippedNames | None = None, *, versions: bool = False) -> Iterator[str]:
-    """Yield the paths of the images below a folder, relative to it and unsorted; other names are added to `skipped`.
+def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[str]:
+    """Yield the paths of the images below a folder, relative to it and unsorted.
 
-    versions: each path is followed by MARK and its version, empty if that cannot be told.
+    skip: called with each other name. versions: each path is followed by MARK and its version, empty if that cannot be
+    told.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
-    skip = SkippedNames().add if skipped is None else skipped.add
     if is_url(root):
         return _walk_remote(root, skip, versions=versions)
     names = _walk_local(root, skip)
