@@ -18,7 +18,7 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
-from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
+from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
 STAGES = ("read", "decode", "infer", "write")
@@ -69,7 +69,7 @@ class Job:
 
 
 class Shards(Protocol):
-    """Where a worker's shards come from and go to. `claims` runs in the reading thread, `commit` in the writing one."""
+    """Where a worker's shards come from and go to. `claims` runs in the reading thread, the others in the worker's."""
 
     def temporary_suffix(self) -> str:
         """Return a suffix for the next temporary file, different from those of all other writers of the same shard."""
@@ -134,8 +134,8 @@ class BatchOutputs(NamedTuple):
 class Worker:
     """Runs the pipeline over shards until there are no more.
 
-    Four kinds of threads work at once: readers, decoders, those that call the session, and a writer. The queues between
-    them are bounded, so memory does not grow with the input.
+    Three kinds of threads work at once: readers, decoders, and those that call the session; the caller's own writes.
+    The queues between them are bounded, so memory does not grow with the input.
     """
 
     def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
@@ -162,7 +162,6 @@ class Worker:
         However it ends, shards that are not committed are given back. Raises CheckFailed for an unreadable image of a
         strict job, EnvironmentMissing if the disk stays full or the ledger is lost.
         """
-        sink = Sink(self._write, BATCHES_TO_WRITE, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
         callers = ThreadPoolExecutor(self.session.callers, thread_name_prefix="infer")
@@ -173,17 +172,13 @@ class Worker:
         # One less: the thread itself holds a slice while the queue is full.
         decoded = BackgroundGenerator(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
         inferring = submitted(callers, self._infer, self._batches(results(decoded)))
-        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1), "infer-ahead")
+        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
         try:
             for claim, outputs in results(inferred):
-                sink.put((claim, outputs))
+                self._write(claim, outputs)
                 if outputs is not None:
                     self.images += len(outputs.items)
                     self.on_progress()
-            sink.finish()
-        except BaseException:
-            sink.abandon()
-            raise
         finally:
             self.shards.stop()
             self.backoff.stopped.set()
@@ -276,10 +271,7 @@ class Worker:
         return found[LOGITS], {name: found[name] for name in self.job.outputs}
 
     def _rows(self, outputs: BatchOutputs) -> Rows:
-        """Rank the classes; an image of whose outputs a value is not finite becomes one with an error.
-
-        Called in the writing thread, so that the model does not wait for it.
-        """
+        """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
         items, errors, logits, further = outputs
         finite = np.isfinite(logits).all(axis=1)
         for values in further.values():
@@ -295,20 +287,13 @@ class Worker:
         keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
         return Rows(keys, errors, indices, scores, lists, copied, versions)
 
-    def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
-        """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
-        claim, outputs = message
+    def _write(self, claim: Claim, outputs: BatchOutputs | None) -> None:
+        """Write a batch, or commit the shard when there are no outputs."""
         if self._dropped == claim:
             self._dropped = None if outputs is None else claim  # at its end: this worker may claim it again
             return
-        try:
-            with self.timer.busy("write"):
-                self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
-        except BaseException:
-            # Or `claims` would wait for others to finish the shard that this worker itself holds, and the model's
-            # thread, which must raise the error, would wait for `claims`.
-            self.shards.stop()
-            raise
+        with self.timer.busy("write"):
+            self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
 
     def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
         try:
