@@ -40,7 +40,13 @@ def extend_run(
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """
     if run.created:
-        return Increment(new=ledger.names())
+        images, files = 0, set[str]()
+        for _, shard, _ in ledger.shards():
+            if shard.kind == "images":
+                images += shard.count or 0
+            else:
+                files.add(shard.location)
+        return Increment(new=images + len(files))
     while True:
         extended = ledger.extensions()
         contents = list_input(source, ledger.path.parent, columns, again=True)

@@ -111,7 +111,7 @@ def predict(
             _refuse_other_listing(ledger, where, run.listing, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = _job(bundle, out, run, where, copied, options)
-        job = replace(job, certified=certified, has_single_files=ledger.has_single_files())
+        job = replace(job, certified=certified, has_single_files=bool(ledger.lists()))
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
