@@ -360,18 +360,9 @@ def test_records_are_of_finished_shards(store: Store) -> None:
     with closing(store.open()) as one:
         one.create_or_join(lambda: ("", Inventory("", shards, "")))
         assert list(one.records()) == []
-        first: dict[str, Any] = {
-            "images": 5,
-            "errors": 2,
-            "listed": 8,
-            "skipped": SkippedNames({".txt": 3}, ["a/x.txt"]),
-        }
-        third: dict[str, Any] = {
-            "images": 7,
-            "errors": 1,
-            "listed": 9,
-            "skipped": SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"]),
-        }
+        texts, mixed = SkippedNames({".txt": 3}, ["a/x.txt"]), SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"])
+        first: dict[str, Any] = {"images": 5, "errors": 2, "listed": 8, "skipped": texts}
+        third: dict[str, Any] = {"images": 7, "errors": 1, "listed": 9, "skipped": mixed}
         for changes in (first, {"listed": 4}, third):
             done(one, **changes)
         assert list(one.records()) == [

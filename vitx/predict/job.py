@@ -81,8 +81,7 @@ def predict(
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
         **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
-    lists = [*(["logits"] if options.logits else []), *options.outputs]
-    taken = tuple(output_columns(lists, versions=options.incremental))
+    taken = tuple(output_columns(options.lists, versions=options.incremental))
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
     def take(listing: Path) -> Inventory:
@@ -176,14 +175,8 @@ def _job(bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableC
         base=run.base,
         labels=bundle.manifest.labels,
         preprocessing=bundle.manifest.preprocessing,
-        batch_size=options.batch_size,
-        top_k=options.top_k,
-        logits=options.logits,
-        outputs=options.outputs,
-        draft=options.draft,
+        options=options,
         columns=columns,
-        versions=options.incremental,
-        strict=options.strict,
         read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
         decode_threads=options.decode_threads or usable_cores(),
         footer=_footer(bundle),

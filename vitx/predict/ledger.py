@@ -325,9 +325,11 @@ class Ledger:
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
         columns = "id, kind, classes, skipped, digest, images, errors, listed"
-        for number, kind, classes, skipped, *counts, listed in self._pages(columns, "digest IS NOT NULL"):
+        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest IS NOT NULL"):
             by_class = {int(index): count for index, count in json.loads(classes).items()}
-            yield number, kind, ShardRecord(*counts, by_class, listed, SkippedNames(**json.loads(skipped)))
+            images, errors, listed = counts
+            names = SkippedNames(**json.loads(skipped))
+            yield number, kind, ShardRecord(digest, images, errors, by_class, listed, names)
 
     def first_shard_with_errors(self) -> int | None:
         """The first finished shard that has an unreadable image."""

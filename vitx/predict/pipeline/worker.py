@@ -16,6 +16,7 @@ from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
@@ -46,22 +47,13 @@ class Job:
     base: str
     labels: tuple[str, ...]
     preprocessing: Preprocessing
-    batch_size: int
-    top_k: int
-    logits: bool
-    strict: bool
+    options: PredictOptions
     read_threads: int
     decode_threads: int
-    # Whether the files of the output tell what was read: a column of versions.
-    versions: bool = False
     # Of Parquet files.
     columns: TableColumns = field(default_factory=TableColumns)
     # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
     has_single_files: bool = True
-    # Further outputs of the session, each of which becomes a column.
-    outputs: tuple[str, ...] = ()
-    # See Preprocessing.from_bytes.
-    draft: bool = False
     # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
     certified: bool = True
     # Of each file of the output: its key-value metadata.
@@ -123,12 +115,11 @@ class PreparedImage(NamedTuple):
 
 
 class BatchOutputs(NamedTuple):
-    """A batch of N images: items and errors of all; logits (M, C) and further outputs of the M without an error."""
+    """A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error."""
 
     items: list[Item]
     errors: list[str | None]
-    logits: Float32Array
-    further: dict[str, Float32Array]
+    outputs: dict[str, Float32Array]
 
 
 class Worker:
@@ -139,12 +130,13 @@ class Worker:
     """
 
     def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
-        missing = [name for name in job.outputs if name not in session.outputs]
+        wanted = job.options.outputs
+        missing = [name for name in wanted if name not in session.outputs]
         if missing:
-            raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={job.outputs})")
+            raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={wanted})")
         self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
         self.images = self.committed = 0
-        self._slice_size = slice_size(job.batch_size, job.decode_threads)
+        self._slice_size = slice_size(job.options.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
         readers = job.read_threads if job.has_single_files else 1
         threads = (readers, job.decode_threads, session.callers, 1)
@@ -165,7 +157,7 @@ class Worker:
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
         callers = ThreadPoolExecutor(self.session.callers, thread_name_prefix="infer")
-        per_batch = -(-self.job.batch_size // self._slice_size)
+        per_batch = -(-self.job.options.batch_size // self._slice_size)
         depth = max(per_batch, self.job.read_threads)
         read = BackgroundGenerator(submitted(readers, self._read, self._slices()), depth, "read-ahead")
         decoding = submitted(decoders, self._decode, results(read))
@@ -197,7 +189,7 @@ class Worker:
         for claim in self.shards.claims():
             reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
             given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
-            items = read_shard(*given, versions=job.versions, stopped=self.backoff.stopped)
+            items = read_shard(*given, versions=job.options.incremental, stopped=self.backoff.stopped)
             remaining = reading.remaining(items)
             with closing(items):
                 while True:
@@ -211,7 +203,7 @@ class Worker:
 
     def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("read"):
-            versions, stopped = self.job.versions, self.backoff.stopped
+            versions, stopped = self.job.options.incremental, self.backoff.stopped
             return images[0], [read_item(item, versions=versions, stopped=stopped) for item in images[1]]
 
     def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
@@ -219,10 +211,10 @@ class Worker:
             return images[0], [self._prepare(item) for item in images[1]]
 
     def _prepare(self, item: Item) -> PreparedImage:
-        bare = item._replace(source=b"")
+        bare, job = item._replace(source=b""), self.job
         try:
             if isinstance(item.source, bytes):
-                return PreparedImage(bare, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
+                return PreparedImage(bare, job.preprocessing.from_bytes(item.source, draft=job.options.draft))
         except ImageError as error:
             return PreparedImage(bare, error)
         assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
@@ -237,7 +229,7 @@ class Worker:
         must be the same whichever worker makes it, after whichever other shard.
         """
         waiting: list[PreparedImage] = []
-        size = self.job.batch_size
+        size = self.job.options.batch_size
         for claim, images in decoded:
             waiting += images
             # A full batch, or at the end of the shard what is left.
@@ -253,37 +245,32 @@ class Worker:
         if not batch:
             return claim, None
         errors = [str(image.pixels) if isinstance(image.pixels, ImageError) else None for image in batch]
-        if self.job.strict:
+        if self.job.options.strict:
             refuse_unreadable((image.item.key for image in batch), errors)
-        classes = len(self.job.labels)
-        logits: Float32Array = np.zeros((0, classes), dtype=np.float32)
-        further: dict[str, Float32Array] = {}
+        outputs: dict[str, Float32Array] = {LOGITS: np.zeros((0, len(self.job.labels)), dtype=np.float32)}
         pixels = [image.pixels for image in batch if not isinstance(image.pixels, ImageError)]
         if pixels:
             with self.timer.busy("infer"):
-                logits, further = self._run(np.stack(pixels))
-        return claim, BatchOutputs([image.item for image in batch], errors, logits, further)
+                outputs = self._run(np.stack(pixels))
+        return claim, BatchOutputs([image.item for image in batch], errors, outputs)
 
-    def _run(self, images: UInt8Array) -> tuple[Float32Array, dict[str, Float32Array]]:
-        if not self.job.outputs:
-            return self.session.infer(images), {}
+    def _run(self, images: UInt8Array) -> dict[str, Float32Array]:
+        if not (wanted := self.job.options.outputs):
+            return {LOGITS: self.session.infer(images)}
         found = self.session.infer_outputs(images)
-        return found[LOGITS], {name: found[name] for name in self.job.outputs}
+        return {name: found[name] for name in (LOGITS, *wanted)}
 
-    def _rows(self, outputs: BatchOutputs) -> Rows:
+    def _rows(self, batch: BatchOutputs) -> Rows:
         """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
-        items, errors, logits, further = outputs
-        finite = np.isfinite(logits).all(axis=1)
-        for values in further.values():
-            finite &= np.isfinite(values).all(axis=1)
+        items, errors, outputs = batch
+        finite = np.all([np.isfinite(values).all(axis=1) for values in outputs.values()], axis=0)
         if not finite.all():
             predicted = [row for row, error in enumerate(errors) if error is None]
             for row in np.array(predicted)[~finite]:
                 errors[row] = "the model's output is not finite"
-            logits = logits[finite]
-            further = {name: values[finite] for name, values in further.items()}
-        indices, scores = rank(logits, self.job.top_k)
-        lists = ({"logits": logits} if self.job.logits else {}) | further
+            outputs = {name: values[finite] for name, values in outputs.items()}
+        indices, scores = rank(outputs[LOGITS], self.job.options.top_k)
+        lists = {name: outputs[name] for name in self.job.options.lists if name in outputs}
         keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
         return Rows(keys, errors, indices, scores, lists, copied, versions)
 
@@ -306,12 +293,11 @@ class Worker:
 
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._writer is None:
-            job, suffix = self.job, self.shards.temporary_suffix()
-            lists = [*(["logits"] if job.logits else []), *job.outputs]
+            job = self.job
             self._writer = PartWriter(
-                *(job.out, claim.id, suffix, job.labels),
-                lists=lists,
-                versions=job.versions,
+                *(job.out, claim.id, self.shards.temporary_suffix(), job.labels),
+                lists=job.options.lists,
+                versions=job.options.incremental,
                 copied=job.columns.schema,
                 footer=job.footer,
             )
