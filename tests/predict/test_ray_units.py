@@ -167,7 +167,7 @@ def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
     ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
-    claims = [Claim(number, Shard("images", "", part.start, 1)) for number, part in enumerate(ranges, 1)]
+    claims = [Claim(number, Shard("images", "", *part)) for number, part in enumerate(ranges, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]
     assert [pool._sample_path(given, claim) for claim in claims] == expected

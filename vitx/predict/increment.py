@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from vitx.predict.inputs.inventory import Contents, Shard, list_input, listing_of
-from vitx.predict.inputs.listing import RecordRange, read_range, write_list
+from vitx.predict.inputs.inventory import Contents, Shard, list_input, names_of
+from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.stores import MARK, join, version_of
 from vitx.predict.inputs.tables import TableColumns, key_record, key_records, refuse_equal_keys
-from vitx.predict.ledger import Extension, Ledger
+from vitx.predict.ledger import Ledger
 from vitx.predict.outputs.parts import VERSION, part_path
 from vitx.predict.state import SharedRun
 from vitx.predict.summary import Increment
@@ -115,7 +115,7 @@ class _Comparison:
             if shard.kind != "images":
                 self._containers.setdefault(shard.location, []).append((number, shard))
                 continue
-            names = read_range(listing_of(shard, self._run.listing), RecordRange(shard.start, shard.count or 0))
+            names = names_of(shard, self._run.listing)
             versions = itertools.chain(self._versions(number) if done else (), itertools.repeat(None))
             for place, (name, version) in enumerate(zip(names, versions, strict=False)):
                 yield os.fsencode(name), version, number, place if done else None
@@ -189,10 +189,14 @@ class _Comparison:
         added, shards = False, list[Shard]()
         try:
             ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
-            shards = [Shard("images", listing.name, part.start, part.count) for part in ranges]
+            shards = [Shard("images", listing.name, start, count) for start, count in ranges]
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
-            extension = Extension(json.dumps(described), self._again(), self._replaced, [*shards, *self.added])
-            added = self._ledger.extend(extension, extended)
+            added = self._ledger.extend(
+                *(extended, json.dumps(described)),
+                again=self._again(),
+                replaced=self._replaced,
+                added=[*shards, *self.added],
+            )
         finally:
             if not added or not shards:
                 listing.unlink(missing_ok=True)

@@ -93,20 +93,6 @@ class Claim:
     attempt: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True)
-class Extension:
-    """What `--incremental` changes in a run.
-
-    description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
-    (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
-    """
-
-    description: str
-    again: Iterable[tuple[int, str, list[int]]]
-    replaced: Iterable[tuple[int, Shard]]
-    added: Iterable[Shard]
-
-
 class Ledger:
     """One worker's view of a run, at `path` on a local file system: SQLite's write-ahead log uses shared memory.
 
@@ -174,29 +160,41 @@ class Ledger:
         """How often the run was extended."""
         return int(self._one("SELECT extended FROM run")[0])
 
-    def extend(self, extension: Extension, extended: int) -> bool:
-        """Add work to the run; return False, and change nothing, if another process has since `extended` times."""
+    def extend(
+        self,
+        extended: int,
+        description: str,
+        *,
+        again: Iterable[tuple[int, str, list[int]]] = (),
+        replaced: Iterable[tuple[int, Shard]] = (),
+        added: Iterable[Shard] = (),
+    ) -> bool:
+        """Add work to the run; return False, and change nothing, if another process has since `extended` times.
+
+        description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
+        (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
+        """
 
         def work() -> bool:
             if self.extensions() != extended:
                 return False
             run = self._connection.execute
-            for number, digest, places in extension.again:
+            for number, digest, places in again:
                 # Not if it was made again meanwhile.
                 run(
                     f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} "
                     "WHERE id = ? AND coalesce(digest, kept) = ?",
                     (json.dumps(places), number, digest),
                 )
-            for number, shard in extension.replaced:
+            for number, shard in replaced:
                 run(
                     f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
                     "WHERE id = ?",
                     (shard.start, shard.count, number),
                 )
             (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
-            self._insert(enumerate(extension.added, last + 1))
-            run("UPDATE run SET description = ?, extended = extended + 1", (extension.description,))
+            self._insert(enumerate(added, last + 1))
+            run("UPDATE run SET description = ?, extended = extended + 1", (description,))
             return True
 
         return self._write(work)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
-from vitx.core.preprocess import ImageError
+from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
+from vitx.predict.inputs.listing import read_range, sort_paths, write_list
 from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import (
@@ -65,14 +65,14 @@ class Shard:
 
 
 class Item(NamedTuple):
-    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read.
+    """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
     copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
     read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
     """
 
     key: str
-    source: str | bytes | ImageError
+    source: str | bytes | UInt8Array | ImageError
     copied: Any = None
     version: str | None = None
 
@@ -115,7 +115,7 @@ def take_inventory(
     if columns.key is not None:
         refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
     digest = hashlib.sha256(f"{written.digest} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
-    ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
+    ranges = (Shard("images", "", start, count) for start, count in written.ranges)
     units = found.units[share.number - 1 :: share.jobs]
     beside = found.skipped if share.number == 1 else SkippedNames()
     schema = found.tables.schema()
@@ -301,8 +301,7 @@ def read_shard(
     version = version_of(join(base, shard.location), stopped) if versions and shard.kind != "images" else None
     match shard.kind:
         case "images":
-            names = read_range(listing_of(shard, listing), RecordRange(shard.start, shard.count or 0))
-            items = (Item(name, join(base, name)) for name in names)
+            items = (Item(name, join(base, name)) for name in names_of(shard, listing))
         case "tar":
             items = _tar_items(shard, base, skipped, stopped)
         case "parquet":
@@ -312,9 +311,10 @@ def read_shard(
             yield item if version is None else item._replace(version=version)
 
 
-def listing_of(shard: Shard, listing: Path) -> Path:
-    """The file with the names of a shard of single images. listing: the run's first."""
-    return listing.with_name(shard.location) if shard.location else listing
+def names_of(shard: Shard, listing: Path) -> Iterator[str]:
+    """The names of a shard of single images. listing: the run's first."""
+    path = listing.with_name(shard.location) if shard.location else listing
+    return read_range(path, shard.start, shard.count or 0)
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:

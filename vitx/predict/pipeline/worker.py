@@ -107,13 +107,6 @@ class Reading:
         return (self.images if shard.count is None else shard.count) + self.skipped.count, self.skipped
 
 
-class PreparedImage(NamedTuple):
-    """An image without its bytes, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
-
-    item: Item
-    pixels: UInt8Array | ImageError
-
-
 class BatchOutputs(NamedTuple):
     """A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error."""
 
@@ -206,29 +199,26 @@ class Worker:
             versions, stopped = self.job.options.incremental, self.backoff.stopped
             return images[0], [read_item(item, versions=versions, stopped=stopped) for item in images[1]]
 
-    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
+    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("decode"):
             return images[0], [self._prepare(item) for item in images[1]]
 
-    def _prepare(self, item: Item) -> PreparedImage:
-        bare, job = item._replace(source=b""), self.job
+    def _prepare(self, item: Item) -> Item:
+        """The image with its pixels, or with the reason why there are none."""
+        if not isinstance(item.source, bytes):
+            return item
         try:
-            if isinstance(item.source, bytes):
-                return PreparedImage(bare, job.preprocessing.from_bytes(item.source, draft=job.options.draft))
+            return item._replace(source=self.job.preprocessing.from_bytes(item.source, draft=self.job.options.draft))
         except ImageError as error:
-            return PreparedImage(bare, error)
-        assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
-        return PreparedImage(bare, item.source)
+            return item._replace(source=error)
 
-    def _batches(
-        self, decoded: Iterator[tuple[Claim, list[PreparedImage]]]
-    ) -> Generator[tuple[Claim, list[PreparedImage]], None, None]:
+    def _batches(self, decoded: Iterator[tuple[Claim, list[Item]]]) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield batches, and an empty one at the end of each shard.
 
         A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
         must be the same whichever worker makes it, after whichever other shard.
         """
-        waiting: list[PreparedImage] = []
+        waiting: list[Item] = []
         size = self.job.options.batch_size
         for claim, images in decoded:
             waiting += images
@@ -239,20 +229,20 @@ class Worker:
             if not images:
                 yield claim, []
 
-    def _infer(self, images: tuple[Claim, list[PreparedImage]]) -> tuple[Claim, BatchOutputs | None]:
+    def _infer(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, BatchOutputs | None]:
         """Run the model; None at the end of a shard. Called in several threads at once."""
         claim, batch = images
         if not batch:
             return claim, None
-        errors = [str(image.pixels) if isinstance(image.pixels, ImageError) else None for image in batch]
+        errors = [str(item.source) if isinstance(item.source, ImageError) else None for item in batch]
         if self.job.options.strict:
-            refuse_unreadable((image.item.key for image in batch), errors)
+            refuse_unreadable((item.key for item in batch), errors)
         outputs: dict[str, Float32Array] = {LOGITS: np.zeros((0, len(self.job.labels)), dtype=np.float32)}
-        pixels = [image.pixels for image in batch if not isinstance(image.pixels, ImageError)]
+        pixels = [item.source for item in batch if isinstance(item.source, np.ndarray)]
         if pixels:
             with self.timer.busy("infer"):
                 outputs = self._run(np.stack(pixels))
-        return claim, BatchOutputs([image.item for image in batch], errors, outputs)
+        return claim, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
 
     def _run(self, images: UInt8Array) -> dict[str, Float32Array]:
         if not (wanted := self.job.options.outputs):

@@ -15,8 +15,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
-from vitx.predict.inputs.inventory import listing_of
-from vitx.predict.inputs.listing import RecordRange, read_range
+from vitx.predict.inputs.inventory import names_of
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.options import PredictOptions
@@ -271,6 +270,6 @@ def _sample_path(job: Job, claim: Claim) -> str | None:
     """The first file of a shard, or None if it is a URL or not there."""
     shard, name = claim.shard, claim.shard.location
     if shard.kind == "images":
-        name = next(read_range(listing_of(shard, job.listing), RecordRange(shard.start, 1)))
+        name = next(names_of(shard, job.listing))
     location = join(job.base, name)
     return location if not is_url(location) and os.path.lexists(location) else None
