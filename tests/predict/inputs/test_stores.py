@@ -1,7 +1,6 @@
 """Locations: how names are joined, what is an image, and how often a remote object is tried."""
 
 import os
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,13 +61,6 @@ def test_a_folder_linked_twice_is_no_circle(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     assert sorted(walk_images(str(tmp_path), print)) == ["a/1.png", "a/up/", "b/1.png", "b/up/"]
-
-
-@pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    waited: list[float] = []
-    monkeypatch.setattr(time, "sleep", waited.append)
-    return waited
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes")
