@@ -1,5 +1,6 @@
 """What is asked of a store: how often, for how long, and how much of the answer is read."""
 
+import asyncio
 import errno
 import socket
 from collections.abc import Callable, Iterator
@@ -215,6 +216,24 @@ def test_a_refused_connection_is_tried_again_and_named(waits: list[float]) -> No
     with pytest.raises(ImageError, match=r"^cannot read the object: .*Cannot connect"):
         read_bytes(f"http://127.0.0.1:{port}/a.png")
     assert waits == [0.2, 1.0]
+
+
+def test_what_took_long_is_not_tried_again(read: Read, waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PATIENCE_SECONDS", -1.0)
+    with pytest.raises(ImageError, match=r"^cannot read the object: RuntimeError: reset$"):
+        read(Store([RuntimeError("reset")]))
+    assert waits == []
+
+
+def test_a_file_of_an_http_server_may_take_hours() -> None:
+    pytest.importorskip("aiohttp", reason="fsspec's HTTP needs it")
+
+    async def limits() -> Any:
+        async with await remote._http_client(loop=None) as session:
+            return session.timeout
+
+    found = asyncio.run(limits())
+    assert (found.total, found.sock_read) == (None, 120)
 
 
 def test_a_page_of_links_without_end(waits: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
