@@ -195,7 +195,7 @@ def list_paths(scratch: Path, count: int, result: Any) -> None:
     names = (f"{index * 7919 % count:09d}/photo of something.jpg" for index in range(count))
     start = time.perf_counter()
     ranges, *_ = write_list(scratch / "list", sort_paths(names, scratch), 4096)
-    read = sum(1 for part in ranges for _ in read_range(scratch / "list", part))
+    read = sum(1 for part in ranges for _ in read_range(scratch / "list", *part))
     result.put((read, time.perf_counter() - start, own_peak_bytes()))
 
 

@@ -186,6 +186,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     }
     known = {import_name.get(name, name) for name in declared} | {"onnxruntime", "vitx"}
     known.add("huggingface_hub")  # timm depends on it
+    known.add("aiohttp")  # fsspec opens no http:// without it
     known.add("triton")  # torch for GPUs depends on it; without it another path is taken
     for path in MODULES.values():
         roots = {name.split(".")[0] for name in imports_of(path)}

@@ -195,7 +195,7 @@ def test_the_sample_is_spread_over_the_shards(tiny_bundle: Bundle, photos: Path,
 def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) -> list[int]:
     """The numbers of the images that are sampled from shards of a list of `count`."""
     ranges, *_ = write_list(folder / "list", (str(index) for index in range(count)), shard_size)
-    shards = tuple(Shard("images", "", part.start, part.count) for part in ranges)
+    shards = tuple(Shard("images", "", *part) for part in ranges)
     if not known:
         shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
     found = draft._sample(Inventory("", shards, ""), folder / "list", TableColumns())
@@ -261,7 +261,7 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
     for index in range(4):
         (tmp_path / str(index)).write_bytes(b"%d" % index)
     ranges, *_ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
-    inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0].start, 5),), "")
+    inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0][0], 5),), "")
     for batch_size in (1, 2, 3):
         found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=batch_size)
         assert found.model_dump() == {

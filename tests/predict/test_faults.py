@@ -29,7 +29,7 @@ from bundle_fixture import LABELS, NumpySession, colour_image, png
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.predict import PREDICTIONS, predict
-from vitx.predict.inputs import stores
+from vitx.predict.inputs import remote
 from vitx.predict.options import PredictOptions
 
 COUNT = 8
@@ -154,8 +154,8 @@ TABLES: dict[str, Callable[[Random], bytes]] = {
 HTTP = (401, 403, 404, 410, 429, 500, 503, "closed", "short", "page", "nothing", "loop")
 
 
-# Until it is set, a request for /stall/NAME gets no answer; as often as INTERRUPTS says it interrupts this process.
-RELEASE, INTERRUPTS = threading.Event(), threading.Semaphore(0)
+# Until it is set, a request for /stall/NAME gets no answer; the first for a name in INTERRUPTS interrupts this process.
+RELEASE, INTERRUPTS = threading.Event(), set[str]()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -172,11 +172,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         _, fault, name = self.path.split("/")
-        if fault == "stall" and (not name.endswith(".tar") or "Range" in self.headers):
-            if INTERRUPTS.acquire(blocking=False):
+        if fault == "stall":
+            if name in INTERRUPTS:
+                INTERRUPTS.remove(name)
                 os.kill(os.getpid(), signal.SIGINT)
-            RELEASE.wait(30)
-            RELEASE.set()
+            if not RELEASE.wait(30):
+                RELEASE.set()
             return
         data = TAR if name.endswith(".tar") else IMAGES[int(name[0])]
         if fault == "closed":
@@ -209,7 +210,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
 
 
 def outcome(bundle: Bundle, source: Path | str, out: Path) -> str:
@@ -265,12 +266,12 @@ def test_an_image_that_http_does_not_give_is_noticed(
     assert say(certified_original, tmp_path, "list.txt", "\n".join(urls).encode())
 
 
-@pytest.mark.parametrize("name", ["0.png", "a.tar"])
+@pytest.mark.parametrize("name", ["0.png", "a.tar", "list.txt", ""])
 def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: Path, server: str, name: str) -> None:
     # A server that ran in this process leaves its own behind.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     RELEASE.clear()
-    INTERRUPTS.release()
+    INTERRUPTS.add(name)
     source = f"{server}/stall/{name}"
     if name == "0.png":
         source = str(tmp_path / "list.txt")
@@ -279,6 +280,9 @@ def test_an_interrupt_waits_for_no_server(certified_original: Bundle, tmp_path: 
         with pytest.raises(KeyboardInterrupt):
             predict(certified_original, NumpySession(), source, tmp_path / "out", quiet=True)
         assert not RELEASE.is_set()
+        if not name.endswith((".png", ".tar")):  # nothing was begun
+            assert not (tmp_path / "out").exists()
+            return
         with closing(sqlite3.connect(tmp_path / "out" / ".vitx" / "ledger.sqlite")) as ledger:
             assert ledger.execute("SELECT max(lease) FROM shard").fetchone() == (0.0,)
     finally:

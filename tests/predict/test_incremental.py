@@ -23,7 +23,7 @@ from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.inputs.stores import version_of
-from vitx.predict.ledger import Claim, Extension, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, ShardRecord
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import part_path
 
@@ -334,12 +334,12 @@ def test_another_process_that_was_faster_adds_it_once(
     write(folder / "00.png", IMAGES[1])
     extend, calls = Ledger.extend, 0
 
-    def slow(*given: Any) -> bool:
+    def slow(*given: Any, **changes: Any) -> bool:
         nonlocal calls
         calls += 1
         if calls == 1:
             assert counts(run(tiny_bundle, folder, out)[0]) == (1, 1, 9, 0)
-        return extend(*given)
+        return extend(*given, **changes)
 
     monkeypatch.setattr(Ledger, "extend", slow)
     summary, predicted = run(tiny_bundle, folder, out)
@@ -447,17 +447,17 @@ def test_an_extension_does_not_touch_what_was_made_again_meanwhile(tmp_path: Pat
         claim = ledger.claim()
         assert claim is not None
         ledger.commit(claim, ShardRecord("old", 3, 0, {}), lambda: None)
-        assert ledger.extend(Extension("1", [(1, "other", [2])], [], []), 0)
+        assert ledger.extend(0, "1", again=[(1, "other", [2])])
         assert ledger.claim() is None
-        assert not ledger.extend(Extension("2", [(1, "old", [2])], [], [shard]), 0)
+        assert not ledger.extend(0, "2", again=[(1, "old", [2])], added=[shard])
         assert (ledger.description(), ledger.totals().shards) == ("1", 1)
-        assert ledger.extend(Extension("2", [(1, "old", [0, 2])], [], [shard]), 1)
+        assert ledger.extend(1, "2", again=[(1, "old", [0, 2])], added=[shard])
         first, second = ledger.claim(), ledger.claim()
         assert first is not None
         assert second is not None
         assert [first, second] == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
         # What is held is taken away: its worker has begun with what was there before.
-        assert ledger.extend(Extension("3", [(1, "old", [1])], [(2, Shard("tar", "", 0, None))], []), 2)
+        assert ledger.extend(2, "3", again=[(1, "old", [1])], replaced=[(2, Shard("tar", "", 0, None))])
         assert not ledger.commit(second, ShardRecord("new", 3, 0, {}), lambda: None)
         third = ledger.claim()
         assert third == Claim(1, shard, "old", frozenset({1}))

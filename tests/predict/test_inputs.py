@@ -166,9 +166,9 @@ def test_object_store(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None
 def test_store_that_fails_twice_and_store_that_fails_always(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
-    from vitx.predict.inputs import stores
+    from vitx.predict.inputs import remote, stores
 
-    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
     MemoryFileSystem().pipe("/flaky/a.png", b"bytes")
     calls = []
 
@@ -259,8 +259,8 @@ def test_order_is_that_of_sorted_paths_across_runs(tmp_path: Path, monkeypatch: 
     names = ["a/b", "a-b", "a", "a/b/c", "ö", "a b", "Z", "a\nb", *(f"x/{index * 7919 % 100}" for index in range(100))]
     assert list(sort_paths(iter(names), tmp_path)) == [str(path) for path in sorted(map(Path, names))]
     ranges, digest, _ = write_list(tmp_path / "list", names, 10)
-    assert [name for part in ranges for name in read_range(tmp_path / "list", part)] == names
-    assert (len(ranges), ranges[-1].count, len(digest)) == (11, 8, 64)
+    assert [name for part in ranges for name in read_range(tmp_path / "list", *part)] == names
+    assert (len(ranges), ranges[-1][1], len(digest)) == (11, 8, 64)
 
 
 def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypat
         tracemalloc.start()
         names = (f"{index * 7919 % count:09d}/image.jpg" for index in range(count))
         ranges, *_ = write_list(tmp_path / "list", sort_paths(names, tmp_path), 4096)
-        read = sum(1 for part in ranges for _ in read_range(tmp_path / "list", part))
+        read = sum(1 for part in ranges for _ in read_range(tmp_path / "list", *part))
         assert read == count
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()

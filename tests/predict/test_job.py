@@ -6,6 +6,7 @@ import sqlite3
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,11 +69,12 @@ def test_every_option_reaches_the_job(tiny_bundle: Bundle, images: Path, tmp_pat
     }
     run(tiny_bundle, spy, images, out, embeddings=True, image_column="c", **asked)
     (job,) = spy.jobs
-    assert job.outputs == ("embedding",)
+    assert (job.options.outputs, job.options.lists) == (("embedding",), ("logits", "embedding"))
     taken = ("path", "class", "class_index", "score", "top_k_classes", "top_k_scores", "error", "logits", "embeddings")
     assert job.columns == TableColumns("c", None, None, taken)
-    assert {name: getattr(job, name) for name in asked} == asked
-    assert (job.out, job.base, job.draft, job.has_single_files) == (out, str(images), False, True)
+    assert {name: getattr(job.options, name) for name in asked} == asked
+    assert (job.read_threads, job.decode_threads) == (5, 6)
+    assert (job.out, job.base, job.has_single_files) == (out, str(images), True)
     assert (job.labels, job.preprocessing) == (tiny_bundle.manifest.labels, tiny_bundle.manifest.preprocessing)
     assert job.listing.read_bytes().split(b"\0") == [*(b"%d.png" % index for index in range(6)), b""]
 
@@ -196,7 +198,7 @@ def test_strict_looks_again_at_what_other_processes_did(tiny_bundle: Bundle, ima
 
     class Other(Spy):
         def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
-            lenient = Job(**{name: getattr(job, name) for name in job.__dataclass_fields__} | {"strict": False})
+            lenient = replace(job, options=job.options.model_copy(update={"strict": False}))
             return super().execute(lenient, ledger, backoff, bar)
 
     with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png"):

@@ -69,9 +69,7 @@ def test_a_pool_of_ray(tiny_bundle: Bundle, asked: list[Any]) -> None:
     )
     launch(tiny_bundle.path, "images", Path("out"), options)
     (made, settings), ((_, *rest), called) = asked
-    assert (made[0].path, made[1]) == (tiny_bundle.path, "auto")
-    common = {"runtime": "openvino", "device": "cpu", "threads": 3, "decode_threads": 2}
-    assert settings == {"actors": (2, 4), **common}
+    assert (made[0].path, made[1], settings) == (tiny_bundle.path, options, {})
     assert (rest, called) == (["a pool", "images", Path("out"), options], {"quiet": False})
 
 

@@ -180,9 +180,9 @@ def test_totals_are_sums(ledger: Ledger) -> None:
     ledger.commit(claim, DONE, lambda: None)
     assert ledger.totals() == (3, 1, 4, 1, 12)
     assert all(type(total) is int for total in ledger.totals())
-    assert list(ledger.class_counts()) == [{0: 2, 3: 1}]
+    assert list(ledger.records()) == [(1, "images", DONE)]
     assert ledger.first_shard_with_errors() == 1
-    assert ledger.has_single_files()
+    assert ledger.lists()
 
 
 def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> N
     assert ledger.verify(lambda shard: tmp_path / str(shard)) == [2]
     # Of the second shard three images were there, which is more certain than the four that were expected.
     assert ledger.totals() == (3, 1, 3, 1, 10)
-    assert list(ledger.class_counts()) == [DONE.classes]
+    assert list(ledger.records()) == [(1, "images", DONE._replace(images=3))]
     assert ledger.first_shard_with_errors() == 1
 
 
@@ -203,7 +203,7 @@ def test_totals_of_containers_are_not_known_beforehand(store: Store) -> None:
     with closing(store.open()) as one:
         one.create_or_join(lambda: ("", Inventory("", (Shard("tar", "a.tar"), Shard("tar", "b.tar")), "")))
         assert one.totals() == (2, 0, 0, 0, None)
-        assert not one.has_single_files()
+        assert not one.lists()
         while claim := one.claim():
             one.commit(claim, DONE, lambda: None)
         assert one.totals() == (2, 2, 8, 2, 8)
@@ -355,22 +355,21 @@ def test_shards_with_errors_are_tried_again_and_know_their_file(ledger: Ledger, 
     assert [claim.kept for claim in iter(second.claim, None)] == [None] * 3  # a recorded file is all that counts
 
 
-def test_counts_are_by_kind_and_of_finished_shards(store: Store) -> None:
+def test_records_are_of_finished_shards(store: Store) -> None:
     shards = (Shard("tar", "a"), Shard("images", "", 0, 4), Shard("tar", "b"), Shard("tar", "c"))
     with closing(store.open()) as one:
         one.create_or_join(lambda: ("", Inventory("", shards, "")))
-        assert one.counts() == {}
-        assert list(one.skipped_names()) == []
-        done(one, images=5, errors=2, listed=8, skipped=SkippedNames({".txt": 3}, ["a/x.txt"]))
-        done(one, listed=4)
-        done(one, images=7, errors=1, listed=9, skipped=SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"]))
-        assert one.counts() == {"images": (4, 4, 1, 0), "tar": (17, 12, 3, 5)}
-        assert list(one.skipped_names()) == [
-            SkippedNames({".txt": 3}, ["a/x.txt"]),
-            SkippedNames(),
-            SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"]),
+        assert list(one.records()) == []
+        texts, mixed = SkippedNames({".txt": 3}, ["a/x.txt"]), SkippedNames({".md": 1, ".txt": 1}, ["b/y.md"])
+        first: dict[str, Any] = {"images": 5, "errors": 2, "listed": 8, "skipped": texts}
+        third: dict[str, Any] = {"images": 7, "errors": 1, "listed": 9, "skipped": mixed}
+        for changes in (first, {"listed": 4}, third):
+            done(one, **changes)
+        assert list(one.records()) == [
+            (1, "tar", DONE._replace(**first)),
+            (2, "images", DONE._replace(listed=4)),
+            (3, "tar", DONE._replace(**third)),
         ]
-        assert one.has_single_files()
         assert one.totals() == (4, 3, 16, 4, None)
 
 
@@ -379,8 +378,8 @@ def test_every_finished_shard_is_read_however_many_there_are(store: Store) -> No
     shards = tuple(Shard("tar", f"{index}.tar") for index in range(2001))
     with closing(store.open()) as one:
         one.create_or_join(lambda: ("", Inventory("", shards, "")))
-        one._change("SET digest = 'd', classes = '{\"' || id || '\": 1}'", ())
-        assert list(one.class_counts()) == [{number: 1} for number in range(1, 2002)]
+        one._change("SET digest = 'd', classes = '{\"' || id || '\": 1}', skipped = '{}'", ())
+        assert [record.classes for _, _, record in one.records()] == [{number: 1} for number in range(1, 2002)]
 
 
 def test_a_file_that_was_made_anew_while_it_was_compared_stays(ledger: Ledger, second: Ledger, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs import stores
+from vitx.predict.inputs import remote
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import part_path
 
@@ -245,7 +245,7 @@ class Broken(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> type[Broken]:
-    monkeypatch.setattr(stores, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
     monkeypatch.setattr(
         "vitx.predict.outputs.mirror.remote_filesystem", lambda url: (Broken(), url.removeprefix("memory:/"))
     )

@@ -22,7 +22,7 @@ from vitx.core.preprocess import UInt8Array, decode
 from vitx.data.folder import list_images
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import ROW_GROUP
+from vitx.predict.outputs.parts import ROW_GROUP, PartWriter
 from vitx.runtimes import load_session
 
 # predict() ignores this warning, but pytest's own filters come first.
@@ -108,6 +108,21 @@ def test_strict_stops_and_leaves_no_predictions(tiny_bundle: Bundle, photos: Pat
         run_predict(tiny_bundle, photos, tmp_path / "out", strict=True)
     assert not any((tmp_path / "out" / PREDICTIONS).iterdir())
     assert not (tmp_path / "out" / SUMMARY).exists()
+
+
+def test_an_interrupt_while_a_file_is_made_leaves_nothing(
+    tiny_bundle: Bundle, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = PartWriter.__init__
+
+    def interrupted(self: PartWriter, *given: Any, **more: Any) -> None:
+        make(self, *given, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PartWriter, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_predict(tiny_bundle, photos, tmp_path / "out")
+    assert not any((tmp_path / "out" / PREDICTIONS).iterdir())
 
 
 def test_failed_run_keeps_the_earlier_result(tiny_bundle: Bundle, photos: Path, tmp_path: Path) -> None:

@@ -79,8 +79,9 @@ def local(certified_original: Bundle, paths: Path, tmp_path_factory: pytest.Temp
 def on_ray(
     bundle: Bundle, source: Path, out: Path, address: str, actors: tuple[int, int] | None = None, **options: Any
 ) -> PredictionSummary:
-    pool = RayPool(bundle, address, actors=actors, device="cpu", threads=1, decode_threads=1)
-    return predict(bundle, pool, source, out, PredictOptions(shard_size=SHARD, batch_size=8, **options), quiet=True)
+    given: dict[str, Any] = {"ray": address, "ray_actors": actors, "device": "cpu", "runtime": "onnxruntime"}
+    asked = PredictOptions(shard_size=SHARD, batch_size=8, threads=1, decode_threads=1, **given, **options)
+    return predict(bundle, RayPool(bundle, asked), source, out, asked, quiet=True)
 
 
 def command(bundle: Bundle, source: Path, out: Path, *more: str) -> list[str]:
@@ -214,10 +215,7 @@ JOB = Job(
     base="",
     labels=LABELS,
     preprocessing=PREPROCESSING,
-    batch_size=8,
-    top_k=1,
-    logits=False,
-    strict=False,
+    options=PredictOptions(batch_size=8),
     read_threads=1,
     decode_threads=1,
 )
@@ -333,10 +331,10 @@ def test_address_where_nothing_listens(certified_original: Bundle, paths: Path, 
 def test_too_large_actors_are_refused(
     certified_original: Bundle, paths: Path, ray_cluster: str, tmp_path: Path
 ) -> None:
-    pool = RayPool(certified_original, ray_cluster, device="cpu", threads=64)
+    pool = RayPool(certified_original, PredictOptions(ray=ray_cluster, device="cpu", threads=64))
     with pytest.raises(EnvironmentMissing, match="an actor needs 64 CPUs, and the largest node of the cluster has 1"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
-    pool = RayPool(certified_original, ray_cluster, device="cuda")
+    pool = RayPool(certified_original, PredictOptions(ray=ray_cluster, device="cuda"))
     with pytest.raises(EnvironmentMissing, match="needs 1 CPUs and a GPU"):
         predict(certified_original, pool, paths, tmp_path / "out", quiet=True)
 

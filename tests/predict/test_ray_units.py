@@ -15,6 +15,7 @@ from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, ShardRecord
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import PredictionActor, QueuedShards
@@ -101,7 +102,7 @@ Sizes = Callable[..., Any]
 def size(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Sizes:
     def of(nodes: list[dict[str, float]], **options: Any) -> Any:
         monkeypatch.setattr(pool, "cluster_nodes", lambda: [{"Resources": node} for node in nodes])
-        return pool.RayPool(tiny_bundle, **options)._pool_size()
+        return pool.RayPool(tiny_bundle, PredictOptions(ray="local", **options))._pool_size()
 
     return of
 
@@ -114,7 +115,7 @@ def size(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Sizes:
         ([{"CPU": 8}, {"CPU": 0}, {}], {}, (8, 0, 1, 1, 1)),
         ([{"CPU": 8}, {"CPU": 4}], {"threads": 3}, (3, 0, 1, 3, 3)),
         ([{"CPU": 8}, {"CPU": 4}], {"threads": 1, "decode_threads": 2}, (2, 0, 1, 6, 6)),
-        ([{"CPU": 8}], {"threads": 2, "actors": (2, 9)}, (2, 0, 2, 2, 9)),
+        ([{"CPU": 8}], {"threads": 2, "ray_actors": (2, 9)}, (2, 0, 2, 2, 9)),
         # One for each GPU, with its share of its node's CPUs.
         ([{"CPU": 9, "GPU": 2}, {"CPU": 64}], {}, (4, 1, 1, 2, 2)),
         ([{"CPU": 8, "GPU": 2}, {"CPU": 3, "GPU": 1}], {}, (3, 1, 1, 3, 3)),
@@ -123,7 +124,7 @@ def size(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> Sizes:
         ([{"CPU": 8, "GPU": 2}], {"device": "cpu"}, (8, 0, 1, 1, 1)),
         ([{"CPU": 8, "GPU": 2}], {"device": "cuda"}, (4, 1, 1, 2, 2)),
         # None yet: an autoscaler brings them.
-        ([], {"actors": (1, 4)}, (1, 0, 1, 1, 4)),
+        ([], {"ray_actors": (1, 4)}, (1, 0, 1, 1, 4)),
     ],
 )
 def test_the_pool_is_as_large_as_fits(
@@ -137,7 +138,7 @@ def test_the_pool_is_as_large_as_fits(
     [
         ([], {}, "an actor needs 1 CPUs, and the largest node of the cluster has 0 CPUs"),
         ([{"CPU": 4}], {"threads": 5}, "an actor needs 5 CPUs, and the largest node of the cluster has 4 CPUs"),
-        ([{"CPU": 4}], {"threads": 5, "actors": (1, 2)}, "an actor needs 5 CPUs"),
+        ([{"CPU": 4}], {"threads": 5, "ray_actors": (1, 2)}, "an actor needs 5 CPUs"),
         ([{"CPU": 4}], {"device": "cuda"}, "needs 1 CPUs and a GPU, and the largest node with a GPU of the cluster"),
         ([{"CPU": 2, "GPU": 1}], {"decode_threads": 3}, "needs 3 CPUs and a GPU, and the largest node with a GPU of"),
     ],
@@ -156,10 +157,7 @@ def job(folder: Path, base: str) -> Job:
         base=base,
         labels=LABELS,
         preprocessing=PREPROCESSING,
-        batch_size=1,
-        top_k=1,
-        logits=False,
-        strict=False,
+        options=PredictOptions(),
         read_threads=1,
         decode_threads=1,
     )
@@ -169,7 +167,7 @@ def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
     ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
-    claims = [Claim(number, Shard("images", "", part.start, 1)) for number, part in enumerate(ranges, 1)]
+    claims = [Claim(number, Shard("images", "", *part)) for number, part in enumerate(ranges, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]
     assert [pool._sample_path(given, claim) for claim in claims] == expected

@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
-from vitx.predict.inputs.inventory import Contents, Shard, list_again, listing_of
-from vitx.predict.inputs.listing import RecordRange, read_range, write_list
+from vitx.predict.inputs.inventory import Contents, Shard, list_input, names_of
+from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.stores import MARK, join, version_of
 from vitx.predict.inputs.tables import TableColumns, key_record, key_records, refuse_equal_keys
-from vitx.predict.ledger import Extension, Ledger
+from vitx.predict.ledger import Ledger
 from vitx.predict.outputs.parts import VERSION, part_path
 from vitx.predict.state import SharedRun
 from vitx.predict.summary import Increment
@@ -40,10 +40,16 @@ def extend_run(
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """
     if run.created:
-        return Increment(new=ledger.names())
+        images, files = 0, set[str]()
+        for _, shard, _ in ledger.shards():
+            if shard.kind == "images":
+                images += shard.count or 0
+            else:
+                files.add(shard.location)
+        return Increment(new=images + len(files))
     while True:
         extended = ledger.extensions()
-        contents = list_again(source, ledger.path.parent, columns)
+        contents = list_input(source, ledger.path.parent, columns, again=True)
         comparison = _Comparison(ledger, summary.parent, run, contents)
         with closing(comparison):
             if columns.key is not None:
@@ -109,7 +115,7 @@ class _Comparison:
             if shard.kind != "images":
                 self._containers.setdefault(shard.location, []).append((number, shard))
                 continue
-            names = read_range(listing_of(shard, self._run.listing), RecordRange(shard.start, shard.count or 0))
+            names = names_of(shard, self._run.listing)
             versions = itertools.chain(self._versions(number) if done else (), itertools.repeat(None))
             for place, (name, version) in enumerate(zip(names, versions, strict=False)):
                 yield os.fsencode(name), version, number, place if done else None
@@ -167,7 +173,7 @@ class _Comparison:
             for row, key in enumerate(self._versions(number, "path"))
             if key is not None
         )
-        present = key_records(self._run.base, self._contents.readable, column)
+        present = key_records(self._run.base, self._contents.tables.readable, column)
         refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
 
     def _again(self) -> Iterator[tuple[int, str, list[int]]]:
@@ -183,10 +189,14 @@ class _Comparison:
         added, shards = False, list[Shard]()
         try:
             ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
-            shards = [Shard("images", listing.name, part.start, part.count) for part in ranges]
+            shards = [Shard("images", listing.name, start, count) for start, count in ranges]
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
-            extension = Extension(json.dumps(described), self._again(), self._replaced, [*shards, *self.added])
-            added = self._ledger.extend(extension, extended)
+            added = self._ledger.extend(
+                *(extended, json.dumps(described)),
+                again=self._again(),
+                replaced=self._replaced,
+                added=[*shards, *self.added],
+            )
         finally:
             if not added or not shards:
                 listing.unlink(missing_ok=True)

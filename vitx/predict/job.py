@@ -81,8 +81,7 @@ def predict(
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
         **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
-    lists = [*(["logits"] if options.logits else []), *options.outputs]
-    taken = tuple(output_columns(lists, versions=options.incremental))
+    taken = tuple(output_columns(options.lists, versions=options.incremental))
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
     def take(listing: Path) -> Inventory:
@@ -111,7 +110,7 @@ def predict(
             _refuse_other_listing(ledger, where, run.listing, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = _job(bundle, out, run, where, copied, options)
-        job = replace(job, certified=certified, has_single_files=ledger.has_single_files())
+        job = replace(job, certified=certified, has_single_files=bool(ledger.lists()))
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -176,14 +175,8 @@ def _job(bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableC
         base=run.base,
         labels=bundle.manifest.labels,
         preprocessing=bundle.manifest.preprocessing,
-        batch_size=options.batch_size,
-        top_k=options.top_k,
-        logits=options.logits,
-        outputs=options.outputs,
-        draft=options.draft,
+        options=options,
         columns=columns,
-        versions=options.incremental,
-        strict=options.strict,
         read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
         decode_threads=options.decode_threads or usable_cores(),
         footer=_footer(bundle),

@@ -36,15 +36,7 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
             raise InputError("--ray shares the work among its nodes: pass --shard without it, or leave --shard out")
         from vitx.predict.ray.pool import RayPool
 
-        pool = RayPool(
-            *(bundle, options.ray),
-            actors=options.ray_actors,
-            runtime=options.runtime,
-            device=options.device,
-            threads=options.threads,
-            decode_threads=options.decode_threads,
-        )
-        return nullcontext(pool)
+        return nullcontext(RayPool(bundle, options))
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")

@@ -33,7 +33,7 @@ Row = tuple[Any, ...]
 # for without limit.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 3
+FORMAT = 4
 
 # lease: when it ends, in seconds since 1970. Paths are bytes, because a file name need not be valid Unicode and TEXT
 # must be. The index holds unfinished shards only, in the order in which `claim` takes them.
@@ -44,7 +44,7 @@ CREATE TABLE run (
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
-    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped INTEGER, skipped_names TEXT,
+    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
     kept TEXT, again TEXT, stored TEXT
 );
 CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
@@ -91,20 +91,6 @@ class Claim:
     again: frozenset[int] = frozenset()
     # Counts the claims of the shard: who claims again what was taken away must not commit the first.
     attempt: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True)
-class Extension:
-    """What `--incremental` changes in a run.
-
-    description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
-    (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
-    """
-
-    description: str
-    again: Iterable[tuple[int, str, list[int]]]
-    replaced: Iterable[tuple[int, Shard]]
-    added: Iterable[Shard]
 
 
 class Ledger:
@@ -170,42 +156,45 @@ class Ledger:
     def description(self) -> str:
         return str(self._one("SELECT description FROM run")[0])
 
-    def names(self) -> int:
-        """Single images, and tar and Parquet files, of all shards."""
-        return int(
-            self._one(
-                "SELECT coalesce(sum(CASE WHEN kind = 'images' THEN count END), 0) + "
-                "count(DISTINCT CASE WHEN kind <> 'images' THEN location END) FROM shard"
-            )[0]
-        )
-
     def extensions(self) -> int:
         """How often the run was extended."""
         return int(self._one("SELECT extended FROM run")[0])
 
-    def extend(self, extension: Extension, extended: int) -> bool:
-        """Add work to the run; return False, and change nothing, if another process has since `extended` times."""
+    def extend(
+        self,
+        extended: int,
+        description: str,
+        *,
+        again: Iterable[tuple[int, str, list[int]]] = (),
+        replaced: Iterable[tuple[int, Shard]] = (),
+        added: Iterable[Shard] = (),
+    ) -> bool:
+        """Add work to the run; return False, and change nothing, if another process has since `extended` times.
+
+        description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
+        (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
+        """
 
         def work() -> bool:
             if self.extensions() != extended:
                 return False
             run = self._connection.execute
-            for number, digest, places in extension.again:
+            for number, digest, places in again:
                 # Not if it was made again meanwhile.
                 run(
                     f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} "
                     "WHERE id = ? AND coalesce(digest, kept) = ?",
                     (json.dumps(places), number, digest),
                 )
-            for number, shard in extension.replaced:
+            for number, shard in replaced:
                 run(
                     f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
                     "WHERE id = ?",
                     (shard.start, shard.count, number),
                 )
             (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
-            self._insert(enumerate(extension.added, last + 1))
-            run("UPDATE run SET description = ?, extended = extended + 1", (extension.description,))
+            self._insert(enumerate(added, last + 1))
+            run("UPDATE run SET description = ?, extended = extended + 1", (description,))
             return True
 
         return self._write(work)
@@ -273,10 +262,10 @@ class Ledger:
             publish()
             self._connection.execute(
                 "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
-                "skipped_names = ?, kept = NULL, again = NULL WHERE id = ?",
+                "kept = NULL, again = NULL WHERE id = ?",
                 (
                     *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
-                    *(record.skipped.count, json.dumps(asdict(record.skipped)), claim.id),
+                    *(json.dumps(asdict(record.skipped)), claim.id),
                 ),
             )
             return True
@@ -289,7 +278,7 @@ class Ledger:
         output: the path of a shard's file.
         """
         wrong = []
-        for number, digest in self._finished("digest"):
+        for number, digest in self._pages("id, digest", "digest IS NOT NULL"):
             path = output(number)
             if path.is_file() and sha256_file(path) == digest:
                 continue
@@ -331,33 +320,19 @@ class Ledger:
         """The digest of the listing that the run was created from."""
         return str(self._one("SELECT digest FROM run")[0])
 
-    def has_single_files(self) -> bool:
-        """Whether some shard is a range of single image files, not a tar or Parquet file."""
-        return bool(self._rows("SELECT 1 FROM shard WHERE kind = 'images' LIMIT 1"))
-
-    def class_counts(self) -> Iterator[dict[int, int]]:
-        """Yield images by class index, for each finished shard."""
-        for _, text in self._finished("classes"):
-            yield {int(index): count for index, count in json.loads(text).items()}
-
-    def counts(self) -> dict[str, tuple[int, int, int, int]]:
-        """Sums of (listed, images, errors, skipped) over the finished shards of each kind."""
-        sums = "sum(listed), sum(images), sum(errors), sum(skipped)"
-        rows = self._rows(f"SELECT kind, {sums} FROM shard WHERE digest IS NOT NULL GROUP BY kind ORDER BY kind")
-        return {kind: tuple(counts) for kind, *counts in rows}
-
-    def skipped_names(self) -> Iterator[SkippedNames]:
-        for _, text in self._finished("skipped_names"):
-            yield SkippedNames(**json.loads(text))
+    def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
+        """Yield number, kind and record of each finished shard."""
+        columns = "id, kind, classes, skipped, digest, images, errors, listed"
+        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest IS NOT NULL"):
+            by_class = {int(index): count for index, count in json.loads(classes).items()}
+            images, errors, listed = counts
+            names = SkippedNames(**json.loads(skipped))
+            yield number, kind, ShardRecord(digest, images, errors, by_class, listed, names)
 
     def first_shard_with_errors(self) -> int | None:
         """The first finished shard that has an unreadable image."""
         first = self._one("SELECT min(id) FROM shard WHERE digest IS NOT NULL AND errors > 0")[0]
         return None if first is None else int(first)
-
-    def _finished(self, column: str) -> Iterator[tuple[int, str]]:
-        """Yield (id, column) of the finished shards."""
-        yield from ((row[0], row[1]) for row in self._pages(f"id, {column}", "digest IS NOT NULL"))
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
         """Yield columns, of which `id` is the first.

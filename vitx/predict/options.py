@@ -108,3 +108,8 @@ class PredictOptions(Options):
         """What a session must give beside logits."""
         wanted = (("embedding", self.embeddings), ("attention", self.attention))
         return tuple(name for name, asked in wanted if asked)
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """What a session gives that becomes a column."""
+        return (*(("logits",) if self.logits else ()), *self.outputs)

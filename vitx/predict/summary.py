@@ -8,7 +8,7 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
-from vitx.predict.ledger import Ledger
+from vitx.predict.ledger import Ledger, ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
@@ -26,21 +26,22 @@ def summary_name(share: Share) -> str:
 class SourceCounts(Record):
     """Names of one kind of source: all that were listed, and what became of them."""
 
-    listed: int
-    predicted: int
-    unreadable: int
-    skipped: int
+    listed: int = 0
+    predicted: int = 0
+    unreadable: int = 0
+    skipped: int = 0
 
     @property
     def missing(self) -> int:
         return self.listed - self.predicted - self.unreadable - self.skipped
 
-
-class SkippedCounts(Record):
-    """Names that are no images, by their suffix, and the first few of them."""
-
-    by_suffix: dict[str, int]
-    first: list[str]
+    def plus(self, record: ShardRecord) -> "SourceCounts":
+        return SourceCounts(
+            listed=self.listed + record.listed,
+            predicted=self.predicted + record.images - record.errors,
+            unreadable=self.unreadable + record.errors,
+            skipped=self.skipped + record.skipped.count,
+        )
 
 
 class Increment(Record):
@@ -80,7 +81,7 @@ class PredictionSummary(Record):
     classes: dict[str, int]
     complete: bool
     sources: dict[str, SourceCounts]
-    skipped_names: SkippedCounts
+    skipped_names: SkippedNames
     images_here: int
     seconds: float
     images_per_second: float
@@ -126,13 +127,15 @@ def summarize(
     totals = ledger.totals()
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
-    for counts in ledger.class_counts():
-        for index, images in counts.items():
-            images_by_label[labels[index]] += images
-    sources = _source_counts(ledger, source, beside.count)
+    sources = {source: SourceCounts(listed=beside.count, skipped=beside.count)} if beside.count else {}
     skipped = SkippedNames()
-    for names in (beside, *ledger.skipped_names()):
-        skipped.merge(names)
+    skipped.merge(beside)
+    for _, kind, record in ledger.records():
+        named = source if kind == "images" else kind
+        sources[named] = sources.get(named, SourceCounts()).plus(record)
+        skipped.merge(record.skipped)
+        for index, images in record.classes.items():
+            images_by_label[labels[index]] += images
     return PredictionSummary(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),
@@ -144,9 +147,9 @@ def summarize(
         classes=images_by_label,
         complete=not any(counts.missing for counts in sources.values()),
         sources=sources,
-        skipped_names=SkippedCounts(
-            by_suffix={escape_invalid_utf8(suffix): count for suffix, count in skipped.by_suffix.items()},
-            first=[escape_invalid_utf8(name) for name in skipped.first],
+        skipped_names=SkippedNames(
+            {escape_invalid_utf8(suffix): count for suffix, count in skipped.by_suffix.items()},
+            [escape_invalid_utf8(name) for name in skipped.first],
         ),
         images_here=performance.images,
         seconds=performance.seconds,
@@ -160,19 +163,6 @@ def summarize(
         shard=None if shard is None else f"{shard.number}/{shard.jobs}",
         increment=increment,
     )
-
-
-def _source_counts(ledger: Ledger, source: str, beside: int) -> dict[str, SourceCounts]:
-    """By source, with the `beside` names that were skipped when the input was listed."""
-    found = {}
-    for kind, (listed, images, errors, skipped) in ledger.counts().items():
-        found[source if kind == "images" else kind] = SourceCounts(
-            listed=listed, predicted=images - errors, unreadable=errors, skipped=skipped
-        )
-    if beside:
-        single = found.get(source) or SourceCounts(listed=0, predicted=0, unreadable=0, skipped=0)
-        found[source] = single.model_copy(update={"listed": single.listed + beside, "skipped": beside})
-    return found
 
 
 def bundle_digest(path: Path) -> str:

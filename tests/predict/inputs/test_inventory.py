@@ -4,6 +4,7 @@ import hashlib
 import io
 import os
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
-from vitx.predict.inputs import stores
+from vitx.predict.inputs import inventory as inventory_module
+from vitx.predict.inputs import remote
 from vitx.predict.inputs.inventory import Inventory, Item, Shard, read_item, read_shard, take_inventory
 from vitx.predict.inputs.tables import TableColumns
 
@@ -130,7 +132,7 @@ def test_an_input_without_images_says_what_was_looked_for(tmp_path: Path, name: 
 
 
 def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stores, "MAX_IMAGE_BYTES", 6)
+    monkeypatch.setattr(remote, "MAX_IMAGE_BYTES", 6)
     with tarfile.open(tmp_path / "a.tar", "w") as archive:
         for name, data in {"x/b.png": b"12345", "a.PNG": b"", "x/.c.png": b"1", "large.jpg": b"1234567"}.items():
             info = tarfile.TarInfo(name)
@@ -265,3 +267,18 @@ def test_a_remote_folder_without_images_gives_its_containers(tmp_path: Path, nam
         memory.pipe(f"{folder}/{file}", b"")
     found = inventory(f"memory:/{folder}{name[len(name.rstrip('/')) :]}", tmp_path)
     assert found.shards == (Shard("tar", "A.TGZ"), Shard("tar", "b.tar"))
+
+
+def test_versions_wait_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the listing is interrupted while servers do not answer."""
+    given: list[threading.Event] = []
+
+    def version(name: str, location: str, stopped: threading.Event) -> str:
+        given.append(stopped)
+        return name if name == "0" else str(stopped.wait(30))
+
+    monkeypatch.setattr(inventory_module, "with_version", version)
+    names = inventory_module._with_versions("", map(str, range(40)))
+    assert next(names) == "0"
+    names.close()
+    assert given[0].is_set()

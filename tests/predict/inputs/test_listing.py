@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vitx.predict.inputs import listing
-from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
+from vitx.predict.inputs.listing import read_range, sort_paths, write_list
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Bytes of a file's name: all but / and NUL. The first ones sort before and after /, and are not UTF-8.
@@ -51,16 +51,16 @@ def test_every_range_gives_its_own_records(tmp_path: Path, paths: list[bytes], s
     assert file.read_bytes() == b"".join(path + b"\0" for path in paths)
     assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
     slices = [records[start : start + shard_size] for start in range(0, len(records), shard_size)]
-    assert [list(read_range(file, part)) for part in ranges] == slices
+    assert [list(read_range(file, *part)) for part in ranges] == slices
     starts = [sum(len(path) + 1 for path in paths[:first]) for first in range(0, len(paths), shard_size)]
-    assert ranges == [RecordRange(start, len(part)) for start, part in zip(starts, slices, strict=True)]
+    assert ranges == [(start, len(part)) for start, part in zip(starts, slices, strict=True)]
 
 
 def test_a_range_ends_with_the_list(tmp_path: Path) -> None:
     write_list(tmp_path / "list", ["a", "b", "c"], 2)
-    assert list(read_range(tmp_path / "list", RecordRange(2, 1))) == ["b"]
-    assert list(read_range(tmp_path / "list", RecordRange(2, 9))) == ["b", "c"]
-    assert list(read_range(tmp_path / "list", RecordRange(0, 0))) == []
+    assert list(read_range(tmp_path / "list", 2, 1)) == ["b"]
+    assert list(read_range(tmp_path / "list", 2, 9)) == ["b", "c"]
+    assert list(read_range(tmp_path / "list", 0, 0)) == []
 
 
 def test_a_list_is_on_the_disk_when_it_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,24 +44,5 @@ def test_counts_are_added_and_examples_taken_while_there_is_room() -> None:
     assert (many.by_suffix["(other)"], many.by_suffix[".0"]) == (3, 3)
 
 
-def test_a_name_that_is_of_the_input_after_all_is_no_longer_counted() -> None:
-    skipped = of("a.txt", "b.txt", "c.md")
-    skipped.remove("a.txt")
-    assert (skipped.by_suffix, skipped.first) == ({".txt": 1, ".md": 1}, ["b.txt", "c.md"])
-    skipped.remove("c.md")
-    assert (skipped.by_suffix, skipped.first) == ({".txt": 1}, ["b.txt"])
-    skipped.remove("x.txt")  # counted, and not among the first
-    assert (skipped.by_suffix, skipped.first, skipped.count) == ({}, ["b.txt"], 0)
-
-
-def test_a_name_without_a_place_of_its_own_is_taken_from_the_others() -> None:
-    skipped = of(*(f"a.{index}" for index in range(MAX_SUFFIXES)), "b.x", "c.y")
-    skipped.remove("b.x")
-    assert skipped.by_suffix["(other)"] == 1
-    skipped.remove("c.y")
-    assert "(other)" not in skipped.by_suffix
-    assert skipped.count == MAX_SUFFIXES
-
-
 def test_the_default_holds_nothing() -> None:
     assert (NONE_SKIPPED.by_suffix, NONE_SKIPPED.first, NONE_SKIPPED.count) == ({}, [], 0)

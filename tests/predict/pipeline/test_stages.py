@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from server_process import wait_until
-from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, busiest, results, submitted
+from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, busiest, results, submitted
 
 
 class Stopped(Exception):
@@ -140,116 +140,6 @@ def test_nothing_is_made_before_somebody_asks_nor_after_it_is_closed() -> None:
     background.close()
     assert list(background) == []
     assert produced == []
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Semaphore]:
-    """Consumers wait here for each value; opened for good at the end."""
-    semaphore = threading.Semaphore(0)
-    yield semaphore
-    semaphore.release(10_000)
-
-
-def test_a_sink_consumes_all_in_order_before_it_finishes() -> None:
-    consumed: list[Any] = []
-    sink: Sink[Any] = Sink(consumed.append, 2, "sink")
-    for value in (3, None, 1, ()):
-        sink.put(value)
-    sink.finish()
-    assert consumed == [3, None, 1, ()]
-    assert not sink._thread.is_alive()
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_a_sink_holds_its_depth_and_the_one_in_hand(depth: int, gate: threading.Semaphore) -> None:
-    begun: list[int] = []
-    put = 0
-
-    def consume(value: int) -> None:
-        begun.append(value)
-        assert gate.acquire(timeout=20)
-
-    sink = Sink(consume, depth, "sink")
-
-    def produce() -> None:
-        nonlocal put
-        for value in range(20):
-            sink.put(value)
-            put += 1
-
-    producer = threading.Thread(target=produce, daemon=True)
-    producer.start()
-    for ended in range(20):
-        wait_until(lambda ended=ended: put == min(20, ended + depth + 1) and len(begun) == ended + 1)
-        gate.release()
-    producer.join()
-    sink.finish()
-    assert begun == list(range(20))
-
-
-@pytest.mark.parametrize("kind", [Stopped, KeyboardInterrupt])
-def test_the_error_of_a_sink_is_raised_to_who_puts_and_to_who_finishes(kind: type[BaseException]) -> None:
-    consumed: list[int] = []
-
-    def consume(value: int) -> None:
-        consumed.append(value)
-        if value == 1:
-            raise kind
-
-    sink = Sink(consume, 1, "sink")
-    with suppress(kind):
-        for value in range(3):
-            sink.put(value)
-    wait_until(lambda: consumed == [0, 1] and sink._error is not None)
-    with pytest.raises(kind):
-        sink.put(9)
-    with pytest.raises(kind):
-        sink.finish()
-    assert consumed == [0, 1]
-
-
-def test_a_put_that_waits_is_let_go_when_the_sink_fails(gate: threading.Semaphore) -> None:
-    def consume(_: int) -> None:
-        assert gate.acquire(timeout=20)
-        raise Stopped
-
-    sink = Sink(consume, 1, "sink")
-    ended = threading.Event()
-
-    def produce() -> None:
-        with suppress(Stopped):
-            for value in range(5):
-                sink.put(value)
-        ended.set()
-
-    threading.Thread(target=produce, daemon=True).start()
-    wait_until(sink._queue.full)
-    gate.release()
-    assert ended.wait(20)
-    with pytest.raises(Stopped):
-        sink.finish()
-
-
-def test_an_abandoned_sink_consumes_nothing_more(gate: threading.Semaphore) -> None:
-    consumed: list[int] = []
-    begun = threading.Event()
-
-    def consume(value: int) -> None:
-        begun.set()
-        assert gate.acquire(timeout=20)
-        consumed.append(value)
-
-    sink = Sink(consume, 5, "sink")
-    for value in range(4):
-        sink.put(value)
-    assert begun.wait(20)
-    waiting = threading.Thread(target=sink.abandon, daemon=True)
-    waiting.start()
-    wait_until(lambda: sink._consume is not consume)
-    gate.release(10)
-    waiting.join(20)
-    assert not sink._thread.is_alive()
-    assert consumed == [0]
 
 
 def test_shares_are_of_the_time_of_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:

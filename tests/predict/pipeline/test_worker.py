@@ -17,6 +17,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Claim
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter, part_path
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker, refuse_unreadable, slice_size
@@ -106,21 +107,20 @@ class Bench:
         self.inventory = take_inventory(str(images), self.listing, 4)
         self.shards, self.backoff = ListedShards(self.inventory), Waits(folder)
 
-    def worker(self, session: NumpySession | None = None, **options: Any) -> Worker:
+    def worker(
+        self, session: NumpySession | None = None, asked: dict[str, Any] | None = None, **changes: Any
+    ) -> Worker:
         given: dict[str, Any] = {
             "out": self.out,
             "listing": self.listing,
             "base": self.inventory.base,
             "labels": LABELS,
             "preprocessing": PREPROCESSING,
-            "batch_size": 3,
-            "top_k": 2,
-            "logits": False,
-            "strict": False,
+            "options": PredictOptions(**{"batch_size": 3, "top_k": 2} | (asked or {})),
             "read_threads": 2,
             "decode_threads": 2,
         }
-        return Worker(Job(**given | options), session or NumpySession(), self.shards, self.backoff)
+        return Worker(Job(**given | changes), session or NumpySession(), self.shards, self.backoff)
 
     def paths(self) -> list[str]:
         return [str(path) for path in pq.read_table(self.out / PREDICTIONS)["path"].to_pylist()]
@@ -230,11 +230,11 @@ def test_every_stage_is_timed(bench: Bench) -> None:
 
 def test_outputs_need_a_session_that_gives_them(bench: Bench) -> None:
     with pytest.raises(InputError, match=r"^the session gives no embedding: load_session\(…, outputs=\('embedding',"):
-        bench.worker(outputs=("embedding", "attention"))
+        bench.worker(asked={"embeddings": True, "attention": True})
 
 
 def test_strict_names_the_first_unreadable_image_and_gives_back_the_rest(bench: Bench) -> None:
-    worker = bench.worker(strict=True, batch_size=20)
+    worker = bench.worker(asked={"strict": True, "batch_size": 20})
     with pytest.raises(
         CheckFailed, match=r"^unreadable image 02\.png: not an image: empty; without --strict it becomes a row$"
     ):

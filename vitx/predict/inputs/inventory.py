@@ -7,7 +7,6 @@ import glob
 import hashlib
 import io
 import itertools
-import os
 import threading
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from vitx.core.errors import InputError
-from vitx.core.preprocess import ImageError
+from vitx.core.errors import EnvironmentMissing, InputError
+from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.listing import RecordRange, read_range, sort_paths, write_list
+from vitx.predict.inputs.listing import read_range, sort_paths, write_list
+from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import (
     exists,
@@ -43,6 +43,8 @@ ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
+# Characters of a line of a list, and of a list: what a server sends may have no end.
+MAX_LINE, MAX_LIST = 1 << 16, 1 << 37
 # Versions that are asked for at once.
 VERSION_THREADS = 16
 
@@ -63,14 +65,14 @@ class Shard:
 
 
 class Item(NamedTuple):
-    """An image: its key (the `path` in the output), and its location, its bytes, or why it cannot be read.
+    """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
     copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
     read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
     """
 
     key: str
-    source: str | bytes | ImageError
+    source: str | bytes | UInt8Array | ImageError
     copied: Any = None
     version: str | None = None
 
@@ -108,66 +110,61 @@ def take_inventory(
     Parquet file whose `columns` of images and keys are clear, one whose columns cannot go on to the output, or two
     rows of one key.
     """
-    source = source if is_url(source) else source.rstrip("/") or "/"
-    skipped = SkippedNames()
-    base, containers, images = _list_input(source, listing.parent, skipped)
-    written = write_list(listing, images, shard_size, share)
-    units, tables = _container_shards(source, base, containers, columns, others=written.total)
-    if not units and not written.total:
-        raise _no_image(source)
+    found = list_input(source, listing.parent, columns)
+    written = write_list(listing, found.images, shard_size, share)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(base, tables.readable, columns.key), listing.parent)
-    digest = hashlib.sha256(f"{written.digest} {base} {units}".encode("utf-8", "backslashreplace")).hexdigest()
-    ranges = (Shard("images", "", part.start, part.count) for part in written.ranges)
-    units = units[share.number - 1 :: share.jobs]
-    beside = skipped if share.number == 1 else SkippedNames()
-    return Inventory(base, (*ranges, *units), digest, share, _source(source), beside, tables.schema())
+        refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
+    digest = hashlib.sha256(f"{written.digest} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
+    ranges = (Shard("images", "", start, count) for start, count in written.ranges)
+    units = found.units[share.number - 1 :: share.jobs]
+    beside = found.skipped if share.number == 1 else SkippedNames()
+    schema = found.tables.schema()
+    return Inventory(found.base, (*ranges, *units), digest.hexdigest(), share, found.source, beside, schema)
 
 
 class Contents(NamedTuple):
     """What an input has now.
 
-    images: of each single image its name, MARK and its version, to be read once. readable: names of Parquet files.
+    source: what names the single images. images: each, to be read once. units: the shards of tar and Parquet files.
     """
 
+    source: Source
     base: str
     images: Iterator[str]
     units: list[Shard]
-    readable: list[str]
+    tables: Tables
     skipped: SkippedNames
 
 
-def list_again(source: str, scratch: Path, columns: TableColumns) -> Contents:
-    """List an input that was listed before; see `take_inventory`. columns: with the schema that was found then."""
+def list_input(source: str, scratch: Path, columns: TableColumns, *, again: bool = False) -> Contents:
+    """List an input; see `take_inventory`. scratch: for temporary files.
+
+    again: it was listed before, and `columns` has the schema that was found then; then each image is followed by MARK
+    and its version.
+    """
     source = source if is_url(source) else source.rstrip("/") or "/"
     skipped = SkippedNames()
-    base, containers, names = _list_input(source, scratch, skipped, versions=True)
+    named, base, containers, names = _list_input(source, scratch, skipped, versions=again)
     images = iter(names)
     first = list(itertools.islice(images, 1))
-    units, tables = _container_shards(source, base, containers, columns, others=len(first), again=True)
+    units, tables = _container_shards(source, base, containers, columns, others=bool(first), again=again)
     if not units and not first:
-        raise _no_image(source)
-    return Contents(base, itertools.chain(first, images), units, tables.readable, skipped)
+        known = ", ".join(sorted(EXTENSIONS))
+        kind = "holds" if named == "folder" else "names"
+        raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+    return Contents(named, base, itertools.chain(first, images), units, tables, skipped)
 
 
-def _no_image(source: str) -> InputError:
-    known = ", ".join(sorted(EXTENSIONS))
-    kind = "holds" if is_folder(source) else "names"
-    return InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-
-
-def _source(source: str) -> Source:
-    if is_folder(source):
-        return "folder"
-    if not exists(source):
-        return "pattern"
-    return "list" if source.lower().endswith(LIST_NAMES) else "image"
+def _is_folder(source: str) -> bool:
+    """Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it."""
+    named = is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
+    return not (named and is_http(source)) and is_folder(source)
 
 
 def _list_input(
-    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool = False
-) -> tuple[str, list[str], Iterable[str]]:
-    """Return (base, tar and Parquet files, single images) of an input; names are relative to the base.
+    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool
+) -> tuple[Source, str, list[str], Iterable[str]]:
+    """Return (what names the images, base, tar and Parquet files, single images); names are relative to the base.
 
     versions: each image is followed by MARK and its version.
     """
@@ -175,45 +172,49 @@ def _list_input(
     def marked(base: str, names: Iterable[str]) -> Iterable[str]:
         return _with_versions(base, names) if versions else names
 
-    if is_folder(source):
-        images = sort_paths(walk_images(source, skipped, versions=versions), scratch)
-        first = next(images, None)
-        if first is not None:
-            return source, [], itertools.chain([first], images)
-        escaped = source.rstrip("/") if is_url(source) else glob.escape(source.rstrip("/"))
-        found = (path for path in expand(f"{escaped}/*") if _is_container(path))
-        # The last part of each: a store may write the folder's URL otherwise than it was given.
-        containers = sorted(os.path.basename(path) for path in found)
+    containers: list[str] = []
+    if _is_folder(source):
+
+        def skip(name: str) -> None:
+            beside = _is_container(name) and not name.startswith(".") and "/" not in name
+            containers.append(name) if beside else skipped.add(name)
+
+        images = sort_paths(walk_images(source, skip, versions=versions), scratch)
+        if (first := next(images, None)) is None:
+            return "folder", source, sorted(containers), ()
         for name in containers:
-            skipped.remove(name)
-        return source, containers, ()
+            skipped.add(name)
+        return "folder", source, [], itertools.chain([first], images)
     if not exists(source):
-        if glob.has_magic(source):
-            # Two passes over the matches, so that the images need not be kept in memory.
-            containers = sorted(path for path in expand(source) if _is_container(path))
-            return "", containers, marked("", sort_paths(_matched_images(source, skipped), scratch))
-        raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
+        if not glob.has_magic(source):
+            raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
+        images = sort_paths(_matched_images(source, containers, skipped), scratch)
+        first_images = list(itertools.islice(images, 1))  # then all names have been sorted
+        return "pattern", "", sorted(containers), marked("", itertools.chain(first_images, images))
     folder, _, name = source.rpartition("/")
     base = folder or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
-        return base, [], marked(base, _lines(source))
+        return "list", base, [], marked(base, _lines(source))
     if _is_container(name):
-        return base, [name], ()
+        return "image", base, [name], ()
     if is_image_name(name):
-        return base, [], marked(base, [name])
+        return "image", base, [], marked(base, [name])
     raise InputError(
         f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
         f"or a list of paths in {', '.join(LIST_NAMES)}"
     )
 
 
-def _matched_images(pattern: str, skipped: SkippedNames) -> Iterator[str]:
+def _matched_images(pattern: str, containers: list[str], skipped: SkippedNames) -> Iterator[str]:
+    """Yield the images; add the tar and Parquet files to `containers`, and other names to `skipped`."""
     for path in expand(pattern):
         if is_image_name(path):
             yield path
-        elif not _is_container(path):
+        elif _is_container(path):
+            containers.append(path)
+        else:
             skipped.add(path)
 
 
@@ -222,27 +223,47 @@ def _is_container(name: str) -> bool:
 
 
 def _lines(source: str) -> Iterator[str]:
+    number = length = 0
     # utf-8-sig: some editors begin a file with a mark of its encoding.
     with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
-        for number, line in enumerate(file, 1):
+        while True:
+            try:
+                line = file.readline(MAX_LINE)
+            except OSError as error:
+                raise EnvironmentMissing(
+                    f"cannot read the list '{source}' beyond line {number}: {error}; nothing was begun: run the same "
+                    "command again"
+                ) from None
+            if not line:
+                return
+            number, length = number + 1, length + len(line)
             if "\0" in line:
                 raise InputError(
                     f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
                     "UTF-8 (a list in UTF-16 has to be converted)"
                 )
+            if len(line) == MAX_LINE or length > MAX_LIST:
+                raise InputError(
+                    f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
+                    f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
+                )
             if path := line.rstrip("\r\n"):
                 yield path
 
 
-def _with_versions(base: str, names: Iterable[str]) -> Iterator[str]:
-    remaining = iter(names)
-    with ThreadPoolExecutor(VERSION_THREADS) as pool:
+def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None]:
+    remaining, stopped = iter(names), threading.Event()
+    pool = ThreadPoolExecutor(VERSION_THREADS)
+    try:
         while block := list(itertools.islice(remaining, 1024)):
-            yield from pool.map(lambda name: with_version(name, join(base, name)), block)
+            yield from pool.map(lambda name: with_version(name, join(base, name), stopped), block)
+    finally:
+        stopped.set()
+        pool.shutdown(cancel_futures=True)
 
 
 def _container_shards(
-    source: str, base: str, names: list[str], columns: TableColumns, *, others: int, again: bool = False
+    source: str, base: str, names: list[str], columns: TableColumns, *, others: bool, again: bool
 ) -> tuple[list[Shard], Tables]:
     """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
     tables = Tables(columns, again=again)
@@ -267,31 +288,33 @@ def read_shard(
     skipped: SkippedNames | None = None,
     *,
     versions: bool = False,
+    stopped: threading.Event | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
     versions: those of tar and Parquet files are told with their images; of single images, `read_item` tells them.
+    stopped: see `read_bytes`.
 
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
-    version = version_of(join(base, shard.location)) if versions and shard.kind != "images" else None
+    version = version_of(join(base, shard.location), stopped) if versions and shard.kind != "images" else None
     match shard.kind:
         case "images":
-            names = read_range(listing_of(shard, listing), RecordRange(shard.start, shard.count or 0))
-            items = (Item(name, join(base, name)) for name in names)
+            items = (Item(name, join(base, name)) for name in names_of(shard, listing))
         case "tar":
-            items = _tar_items(shard, base, skipped)
+            items = _tar_items(shard, base, skipped, stopped)
         case "parquet":
-            items = _parquet_items(shard, base, columns)
+            items = _parquet_items(shard, base, columns, stopped)
     with closing(items):
         for item in items:
             yield item if version is None else item._replace(version=version)
 
 
-def listing_of(shard: Shard, listing: Path) -> Path:
-    """The file with the names of a shard of single images. listing: the run's first."""
-    return listing.with_name(shard.location) if shard.location else listing
+def names_of(shard: Shard, listing: Path) -> Iterator[str]:
+    """The names of a shard of single images. listing: the run's first."""
+    path = listing.with_name(shard.location) if shard.location else listing
+    return read_range(path, shard.start, shard.count or 0)
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
@@ -300,16 +323,18 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item
     source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
-        item = item._replace(version=version_of(source))
+        item = item._replace(version=version_of(source, stopped))
     try:
         return item._replace(source=read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
 
 
-def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generator[Item, None, None]:
+def _tar_items(
+    shard: Shard, base: str, skipped: SkippedNames | None, stopped: threading.Event | None
+) -> Generator[Item, None, None]:
     try:
-        with open_stream(join(base, shard.location)) as file:
+        with open_stream(join(base, shard.location), stopped) as file:
             for name, content in tar_images(file, skipped):
                 yield Item(f"{shard.location}/{name}", content)
     except TAR_ERRORS as error:
@@ -317,12 +342,14 @@ def _tar_items(shard: Shard, base: str, skipped: SkippedNames | None) -> Generat
         yield Item(shard.location, ImageError(reason))
 
 
-def _parquet_items(shard: Shard, base: str, columns: TableColumns) -> Generator[Item, None, None]:
+def _parquet_items(
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None
+) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
-        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns):
+        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
             yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
             row += 1
         return

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -25,25 +24,17 @@ HASHED_RECORDS = 4096
 BLOCK_BYTES = 1 << 12
 
 
-@dataclass(frozen=True)
-class RecordRange:
-    """`count` records of a list file, from byte `start` on."""
-
-    start: int
-    count: int
-
-
 class WrittenList(NamedTuple):
-    """ranges: of the records of one share. digest and total: of all records."""
+    """ranges: the first byte and the number of records of each, of one share. digest and total: of all records."""
 
-    ranges: list[RecordRange]
+    ranges: list[tuple[int, int]]
     digest: str
     total: int
 
 
 def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE) -> WrittenList:
     """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter)."""
-    ranges: list[RecordRange] = []
+    ranges: list[tuple[int, int]] = []
     hasher = hashlib.sha256()
     total = position = 0
 
@@ -60,7 +51,7 @@ def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share
         while shard := list(islice(own, shard_size)):
             encoded = _encoded(shard)
             file.write(encoded)
-            ranges.append(RecordRange(position, len(shard)))
+            ranges.append((position, len(shard)))
             position += len(encoded)
         sync_open(file)
     sync(path.parent)  # name and content are on the disk before the ledger refers to them
@@ -72,12 +63,12 @@ def _encoded(records: list[str]) -> bytes:
     return os.fsencode("\0".join(records)) + b"\0"
 
 
-def read_range(path: Path, part: RecordRange) -> Iterator[str]:
-    """Yield the records of one range."""
+def read_range(path: Path, start: int, count: int) -> Iterator[str]:
+    """Yield `count` records from byte `start` on."""
     with path.open("rb") as file:
-        file.seek(part.start)
+        file.seek(start)
         decoded = (os.fsdecode(b"\0".join(block)).split("\0") for block in _blocks(file))
-        yield from islice(chain.from_iterable(decoded), part.count)
+        yield from islice(chain.from_iterable(decoded), count)
 
 
 def sort_paths(paths: Iterable[str], folder: Path) -> Iterator[str]:

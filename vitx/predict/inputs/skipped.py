@@ -1,6 +1,5 @@
 """Names in an input that are no images, counted by their suffix, so that none of them goes unmentioned."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -21,26 +20,14 @@ class SkippedNames:
         return sum(self.by_suffix.values())
 
     def add(self, name: str) -> None:
-        self._add(_suffix(name), 1, iter((name,)))
+        self.merge(SkippedNames({_suffix(name): 1}, [name]))
 
     def merge(self, other: "SkippedNames") -> None:
         for suffix, count in other.by_suffix.items():
-            self._add(suffix, count, iter(other.first))
-
-    def remove(self, name: str) -> None:
-        """Of a name that was added and is of the input after all."""
-        suffix = _suffix(name) if _suffix(name) in self.by_suffix else OTHER
-        self.by_suffix[suffix] -= 1
-        if not self.by_suffix[suffix]:
-            del self.by_suffix[suffix]
-        if name in self.first:
-            self.first.remove(name)
-
-    def _add(self, suffix: str, count: int, names: Iterator[str]) -> None:
-        if suffix not in self.by_suffix and len(self.by_suffix) >= MAX_SUFFIXES:
-            suffix = OTHER
-        self.by_suffix[suffix] = self.by_suffix.get(suffix, 0) + count
-        for name in names:
+            known = suffix in self.by_suffix or len(self.by_suffix) < MAX_SUFFIXES
+            place = suffix if known else OTHER
+            self.by_suffix[place] = self.by_suffix.get(place, 0) + count
+        for name in other.first:
             if len(self.first) < MAX_NAMES and name not in self.first:
                 self.first.append(name)
 

@@ -4,36 +4,35 @@ A location is a path or a URL. Paths are `str` as Python decodes file names (sur
 not UTF-8 work too.
 """
 
-import asyncio
 import errno
 import glob
-import importlib.util
 import inspect
+import io
+import math
 import os
+import re
 import stat
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent import futures
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, cast
 
-from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
-from vitx.core.preprocess import MAX_PIXELS, ImageError
+from vitx.core.errors import EnvironmentMissing, InputError, VitxError
+from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.skipped import SkippedNames
+from vitx.predict.inputs.remote import (
+    BLOCK_BYTES,
+    LIST_SECONDS,
+    RemoteFile,
+    ask,
+    attempts,
+    check_size,
+    is_http,
+    read_object,
+    remote_filesystem,
+)
 
-T = TypeVar("T")
-
-# The size of an uncompressed image of MAX_PIXELS with four bytes a pixel. Larger files are not read into memory.
-MAX_IMAGE_BYTES = 4 * MAX_PIXELS
-# Seconds to wait before the second and the third attempt at a remote object.
-REMOTE_WAITS = (0.2, 1.0)
-# Seconds of an attempt to read an image from a store, and between two looks whether to go on with it.
-READ_SECONDS, LOOK_SECONDS = 120.0, 0.2
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 # Between a name and its version; a version has none.
@@ -56,6 +55,11 @@ def is_image_name(name: str) -> bool:
     return PurePosixPath(name).suffix.lower() in EXTENSIONS
 
 
+def is_hidden(name: str) -> bool:
+    """Whether it or a folder in it begins with a dot."""
+    return "/." in f"/{name}"
+
+
 def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
 
@@ -64,48 +68,55 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     if location.endswith("/"):  # a folder that `walk_images` could not enter
         raise ImageError(_folder_problem(location))
     try:
-        return _read_remote(location, stopped or threading.Event()) if is_url(location) else _read_file(location)
+        return read_object(location, stopped) if is_url(location) else _read_file(location)
     except OSError as error:
         raise ImageError(f"cannot open the image: {error.strerror or error}") from None
     except VitxError as error:  # a URL that nothing here can open is one bad row of a list
         raise ImageError(str(error)) from None
 
 
-def open_stream(location: str) -> BinaryIO:
-    """Open a tar, Parquet or list file for reading; raise OSError if it cannot be opened."""
+def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
+    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`.
+
+    stopped: see `read_bytes`.
+    """
     if not is_url(location):
         return Path(location).open("rb")
-    system, path = remote_filesystem(location)
-    return cast(BinaryIO, system.open(path, "rb"))
+    return cast(BinaryIO, io.BufferedReader(RemoteFile(location, stopped), BLOCK_BYTES))
 
 
-def walk_images(root: str, skipped: SkippedNames | None = None, *, versions: bool = False) -> Iterator[str]:
-    """Yield the paths of the images below a folder, relative to it and unsorted; other names are added to `skipped`.
+def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[str]:
+    """Yield the paths of the images below a folder, relative to it and unsorted.
 
-    versions: each path is followed by MARK and its version, empty if that cannot be told.
+    skip: called with each other name. versions: each path is followed by MARK and its version, empty if that cannot be
+    told.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
-    skip = SkippedNames().add if skipped is None else skipped.add
     if is_url(root):
         return _walk_remote(root, skip, versions=versions)
     names = _walk_local(root, skip)
     return (with_version(name, join(root, name)) for name in names) if versions else names
 
 
-def with_version(name: str, location: str) -> str:
-    return f"{name}{MARK}{version_of(location) or ''}"
+def with_version(name: str, location: str, stopped: threading.Event | None = None) -> str:
+    return f"{name}{MARK}{version_of(location, stopped) or ''}"
 
 
-def version_of(location: str) -> str | None:
-    """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
+def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
+    """What changes when a file or an object does: size with time or ETag. None: it cannot be told.
+
+    stopped: see `read_bytes`.
+    """
     try:
         if not is_url(location):
-            found = os.stat(location)
-            return f"{found.st_size}-{found.st_mtime_ns}"
+            local = os.stat(location)
+            return f"{local.st_size}-{local.st_mtime_ns}"
         system, path = remote_filesystem(location)
-        return _entry_version(attempts(lambda: system.info(path), "it gives no answer"))
+        return _entry_version(
+            attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer", stopped)
+        )
     except (OSError, ImageError, VitxError):
         return None
 
@@ -118,45 +129,60 @@ def _entry_version(entry: dict[str, Any]) -> str | None:
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield the locations that a glob pattern (*, ?, [], **) matches, unsorted."""
+    """Yield the locations that a glob pattern (*, ?, [], **) matches, unsorted.
+
+    Also a remote folder that cannot be listed, with a slash at its end, as `walk_images` does.
+    """
     if not is_url(pattern):
         yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
         return
     system, path = remote_filesystem(pattern)
-    yield from (str(system.unstrip_protocol(match)) for match in system.glob(path))
+    if _finds_prefixes(system):
+        yield from (str(system.unstrip_protocol(match)) for match in _look(pattern, "glob"))
+        return
+    from fsspec.utils import glob_translate
+
+    fixed = re.split(r"[*?[]", path)[0].rpartition("/")[0]
+    depth = math.inf if "**" in path else path.count("/") - fixed.count("/")
+    matches = re.compile(glob_translate(path)).match
+    for name, entry in _entries(system, fixed, depth):
+        found = f"{fixed}/{name}"
+        if isinstance(entry, Exception) or (matches(found) and not is_hidden(name)):
+            yield str(system.unstrip_protocol(found))
 
 
 def is_folder(location: str) -> bool:
     if not is_url(location):
         return os.path.isdir(location)
-    return _ask(location, "isdir")
+    return bool(_look(location, "isdir"))
 
 
 def exists(location: str) -> bool:
     if not is_url(location):
         return os.path.exists(location)
-    return _ask(location, "exists")
+    # fsspec's own question takes an HTTP server that does not answer for one that does not have it.
+    return _look(location, "info") is not None
 
 
-def _ask(location: str, question: str) -> bool:
+def _look(location: str, question: str) -> Any:
+    """The answer of a store, None if there is nothing."""
     system, path = remote_filesystem(location)
     try:
-        return bool(attempts(lambda: getattr(system, question)(path), "it gives no answer"))
+        return attempts(lambda: _listed(system, question, path), "it gives no answer")
+    except FileNotFoundError:
+        return None
     except (OSError, ImageError) as error:
         raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
 
-def remote_filesystem(location: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it. fsspec caches the file system of each store."""
-    if importlib.util.find_spec("fsspec") is None:
-        raise missing_package("fsspec", "serve")
-    from fsspec.core import url_to_fs
+def _listed(system: Any, question: str, path: str, **options: Any) -> Any:
+    """The answer to a question about all of a folder: of an HTTP server it is one page."""
+    return ask(system, question, path, seconds=None if is_http(path) else LIST_SECONDS, **options)
 
-    try:
-        system, path = url_to_fs(location)
-    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or whose package is missing
-        raise InputError(f"cannot open '{location}': {error}") from None
-    return system, str(path)
+
+def _finds_prefixes(system: Any) -> bool:
+    """Whether it is one of fsspec's object stores (s3fs, gcsfs, adlfs), which list keys without walking folders."""
+    return "prefix" in inspect.signature(getattr(system, "_find", None) or system.find).parameters
 
 
 def _read_file(path: str) -> bytes:
@@ -169,80 +195,6 @@ def _read_file(path: str) -> bytes:
             raise ImageError("not a regular file")
         check_size(found.st_size)
         return file.read()
-
-
-def check_size(size: int) -> None:
-    """Raise ImageError for more bytes than MAX_IMAGE_BYTES; of a store no more are read to count them."""
-    if size > MAX_IMAGE_BYTES:
-        raise ImageError(f"{size} bytes or more: more than the {MAX_IMAGE_BYTES:,} that an image may have")
-
-
-def _read_remote(location: str, stopped: threading.Event) -> bytes:
-    """By one request, which asks for one byte more than an image may have."""
-    system, path = remote_filesystem(location)
-    limit = MAX_IMAGE_BYTES + 1
-
-    def read() -> bytes:
-        if location.startswith(("http://", "https://")):
-            return _completed(system, _get_http(system, path), stopped)
-        try:
-            if getattr(system, "async_impl", False):
-                return _completed(system, system._cat_file(path, start=0, end=limit), stopped)
-            return bytes(system.cat_file(path, start=0, end=limit))
-        except (CancelledError, TimeoutError, FileNotFoundError, PermissionError):
-            raise
-        except Exception:
-            with suppress(Exception):
-                if system.info(path)["size"] == 0:  # S3 refuses any range of an empty object
-                    return b""
-            raise
-
-    content = attempts(read, "cannot read the object")
-    check_size(len(content))
-    return content
-
-
-async def _get_http(system: Any, url: str) -> bytes:
-    """The object, if it is not too large: fsspec would read all that a server sends which ignores the range."""
-    session = await system.set_session()
-    async with session.get(system.encode_url(url), **system.kwargs) as answer:
-        if answer.status in (404, 410):
-            raise FileNotFoundError(f"HTTP status {answer.status}")
-        if answer.status in (401, 403):
-            raise PermissionError(f"HTTP status {answer.status}")
-        answer.raise_for_status()
-        content = bytearray()
-        async for block in answer.content.iter_any():
-            content += block
-            check_size(len(content))
-        return bytes(content)
-
-
-def _completed(system: Any, request: Coroutine[Any, Any, bytes], stopped: threading.Event) -> bytes:
-    """What the request gives; raises TimeoutError after READ_SECONDS, CancelledError when `stopped` is set."""
-    future = asyncio.run_coroutine_threadsafe(request, system.loop)
-    end = time.monotonic() + READ_SECONDS
-    while not future.done():
-        if stopped.is_set() or time.monotonic() > end:
-            future.cancel()
-            raise CancelledError if stopped.is_set() else TimeoutError(f"not read within {READ_SECONDS:g} s")
-        futures.wait([future], LOOK_SECONDS)
-    return future.result()
-
-
-def attempts(function: Callable[[], T], problem: str) -> T:
-    """The value of `function`, which is called again unless its error will not change; at last raise ImageError."""
-    for wait in (*REMOTE_WAITS, None):
-        try:
-            return function()
-        except (FileNotFoundError, PermissionError, IsADirectoryError, ImageError, CancelledError):
-            raise
-        # Each store raises its own library's errors. Whatever it is, it becomes the text of a row.
-        except Exception as error:  # noqa: BLE001
-            if wait is None:
-                raise ImageError(f"{problem}: {type(error).__name__}: {error}") from None
-            time.sleep(wait)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _walk_local(root: str, skip: Callable[[str], None]) -> Iterator[str]:
@@ -294,60 +246,61 @@ def _folder_problem(location: str) -> str:
 
 
 def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[str]:
-    """Not by fsspec's `walk`, which leaves out what it cannot list."""
     system, top = remote_filesystem(root)
     system.invalidate_cache()  # of an earlier listing in this process
     top = top.rstrip("/")
+    for name, entry in _entries(system, top):
+        # What lies below an empty name has none that `join` could put below the root.
+        given = str(system.unstrip_protocol(f"{top}/{name}")) if "//" in f"/{name}" else name
+        if isinstance(entry, Exception):
+            if not name:
+                raise InputError(f"cannot list the folder '{root}': {entry}") from None
+            entry = {}
+        elif is_hidden(name) or not is_image_name(name):
+            skip(given)
+            continue
+        version = _entry_version(entry) if versions else None
+        if versions and version is None:
+            yield with_version(given, join(root, given))
+        else:
+            yield given if version is None else f"{given}{MARK}{version}"
 
-    def named(name: str, entry: dict[str, Any]) -> str:
-        if not versions:
-            return name
-        version = _entry_version(entry)
-        return with_version(name, join(root, name)) if version is None else f"{name}{MARK}{version}"
 
+def _entries(
+    system: Any, top: str, depth: float = math.inf
+) -> Iterator[tuple[str, dict[str, Any] | ImageError | OSError]]:
+    """Yield the names below a folder, relative to it, with what the store says of each.
+
+    Of a folder that cannot be listed, which fsspec's `walk` leaves out, with a slash at its end and the error.
+    """
     todo = [""]
     while todo:
         prefix = todo.pop()
         folder = f"{top}/{prefix}".rstrip("/") or "/"
         try:
             entries = _list_remote(system, folder)
-            below_empty_names = _list_below_empty_names(system, folder, skip)
+            keys = _keys_below_an_empty_name(system, folder)
         except (ImageError, OSError) as error:
-            if not prefix:
-                raise InputError(f"cannot list the folder '{root}': {error}") from None
-            yield named(prefix, {})
+            yield prefix, error
             continue
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if not name:
-                continue
-            hidden = name.startswith(".")
-            if not hidden and entry["type"] == "directory":
+            if entry["type"] != "directory" or is_hidden(name):
+                yield prefix + name, entry
+            elif name and prefix.count("/") + 1 < depth:
                 todo.append(f"{prefix}{name}/")
-            elif not hidden and is_image_name(name):
-                yield named(prefix + name, entry)
-            else:
-                skip(prefix + name)
-        yield from (named(name, {}) for name in below_empty_names)
+        yield from ((prefix + key, {}) for key in keys)
 
 
-def _list_below_empty_names(system: Any, folder: str, skip: Callable[[str], None]) -> list[str]:
-    """The URLs of an object store's images such as FOLDER//x.jpg, which no listing of folders has."""
-    find = getattr(system, "_find", None) or system.find
-    if "prefix" not in inspect.signature(find).parameters:  # of fsspec's object stores: s3fs, gcsfs, adlfs
+def _keys_below_an_empty_name(system: Any, folder: str) -> list[str]:
+    """An object store's keys such as FOLDER//x.jpg, relative to the folder: no listing of folders has them."""
+    if not _finds_prefixes(system):
         return []
-    found = attempts(lambda: system.find(folder, prefix="/"), "cannot list the folder")
-    images = []
-    for path in found:
-        name = path[len(folder) :]
-        if name.startswith("//") and is_image_name(name) and "/." not in name:
-            images.append(str(system.unstrip_protocol(path)))
-        elif name.startswith("//"):
-            skip(str(system.unstrip_protocol(path)))
-    return images
+    found = attempts(lambda: _listed(system, "find", folder, prefix="/"), "cannot list the folder")
+    return [path[len(folder) + 1 :] for path in found if path.startswith(f"{folder}//")]
 
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
     """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries: list[dict[str, Any]] = attempts(lambda: system.ls(path, detail=True), "cannot list the folder")
+    entries: list[dict[str, Any]] = attempts(lambda: _listed(system, "ls", path, detail=True), "cannot list the folder")
     return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,15 +135,18 @@ def schema_from_text(text: str | None) -> Any:
     return None if text is None else pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
-def read_rows(base: str, name: str, start: int, count: int | None, columns: TableColumns) -> Iterator[TableRow]:
+def read_rows(
+    base: str, name: str, start: int, count: int | None, columns: TableColumns, stopped: threading.Event | None = None
+) -> Iterator[TableRow]:
     """Yield the rows of the row group that begins with row `start` and has `count` rows; of the file without a count.
 
-    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
+    stopped: see `read_bytes`. Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns
+    are not clear.
     """
     import pyarrow.parquet as pq
 
     folder = join(base, name).rpartition("/")[0]
-    with open_stream(join(base, name)) as file:
+    with open_stream(join(base, name), stopped) as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
         image = _image_column(schema, columns.image, name)

@@ -20,8 +20,9 @@ from tarfile import (  # type: ignore[attr-defined]
 from typing import IO, BinaryIO, Self, cast
 
 from vitx.core.preprocess import ImageError
+from vitx.predict.inputs.remote import check_size
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import check_size, is_image_name
+from vitx.predict.inputs.stores import is_image_name
 
 # What reading a stream may raise besides ImageError.
 ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)

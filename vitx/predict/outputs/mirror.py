@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
-from vitx.predict.inputs.stores import attempts, remote_filesystem
+from vitx.predict.inputs.remote import attempts, remote_filesystem
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.outputs.parts import PREDICTIONS, part_path

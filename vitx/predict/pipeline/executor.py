@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vitx.core.console import Progress
 from vitx.predict.ledger import Ledger
-from vitx.predict.outputs.parts import warm_up
+from vitx.predict.outputs.parts import remove_leftovers, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.leases import LeasedShards
 from vitx.predict.pipeline.stages import busiest
@@ -43,7 +43,11 @@ class LocalExecutor:
         reporter = ProgressReporter(ledger, bar)
         worker = Worker(job, self._session, LeasedShards(ledger, backoff), backoff)
         worker.on_progress = lambda: reporter.update(worker.images - worker.committed, worker.timer.shares)
-        worker.run()
+        try:
+            worker.run()
+        except BaseException:
+            remove_leftovers(job.out, f"{ledger.worker}*")  # an interrupt may come while a file is made
+            raise
         seconds = reporter.seconds()
         return Performance(worker.committed, seconds, worker.timer.shares(seconds), self._session.describe())
 

@@ -1,6 +1,5 @@
-"""Parts of a pipeline of threads: bounded read-ahead, a consumer thread, and how busy each stage was."""
+"""Parts of a pipeline of threads: bounded read-ahead, and how busy each stage was."""
 
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -79,10 +78,9 @@ class BackgroundGenerator(Generic[T]):
                 raise got
             yield got[0]
 
-    def close(self, end: float = math.inf) -> None:
-        """Until `end`, by `time.monotonic`; a thread that still waits for a value then is left to itself."""
+    def close(self) -> None:
         self._closed = True
-        while self._thread.is_alive() and time.monotonic() < end:
+        while self._thread.is_alive():
             try:  # the thread may be waiting for room in the queue
                 self._queue.get(timeout=0.05)
             except Empty:
@@ -100,42 +98,3 @@ class BackgroundGenerator(Generic[T]):
         except BaseException as error:  # noqa: BLE001
             end = error
         self._queue.put(end)
-
-
-class Sink(Generic[T]):
-    """Calls `consume` for each value in a thread; at most `depth` values wait. `put` and `finish` raise its error."""
-
-    def __init__(self, consume: Callable[[T], None], depth: int, name: str) -> None:
-        self._consume = consume
-        self._queue: Queue[tuple[T] | None] = Queue(depth)
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def put(self, value: T) -> None:
-        if self._error is not None:
-            raise self._error
-        self._queue.put((value,))
-
-    def finish(self) -> None:
-        """Wait until everything has been consumed."""
-        self._queue.put(None)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def abandon(self) -> None:
-        """End the thread without consuming the values that wait."""
-        self._consume = lambda _: None
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (got := self._queue.get()) is not None:
-            if self._error is not None:
-                continue  # keep emptying the queue: `put` must not wait for ever
-            try:
-                self._consume(got[0])
-            # Any error is raised again by `put` or `finish`, in the producer's thread.
-            except BaseException as error:  # noqa: BLE001
-                self._error = error

@@ -1,6 +1,5 @@
 """One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -17,16 +16,15 @@ from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
-from vitx.predict.pipeline.stages import BackgroundGenerator, Sink, StageTimer, results, submitted
+from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
 STAGES = ("read", "decode", "infer", "write")
 # Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
 BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
-# A stage that has not ended by then waits for a server that does not answer, and is left behind.
-CLOSE_SECONDS = 1.5
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
@@ -49,22 +47,13 @@ class Job:
     base: str
     labels: tuple[str, ...]
     preprocessing: Preprocessing
-    batch_size: int
-    top_k: int
-    logits: bool
-    strict: bool
+    options: PredictOptions
     read_threads: int
     decode_threads: int
-    # Whether the files of the output tell what was read: a column of versions.
-    versions: bool = False
     # Of Parquet files.
     columns: TableColumns = field(default_factory=TableColumns)
     # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
     has_single_files: bool = True
-    # Further outputs of the session, each of which becomes a column.
-    outputs: tuple[str, ...] = ()
-    # See Preprocessing.from_bytes.
-    draft: bool = False
     # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
     certified: bool = True
     # Of each file of the output: its key-value metadata.
@@ -72,7 +61,7 @@ class Job:
 
 
 class Shards(Protocol):
-    """Where a worker's shards come from and go to. `claims` runs in the reading thread, `commit` in the writing one."""
+    """Where a worker's shards come from and go to. `claims` runs in the reading thread, the others in the worker's."""
 
     def temporary_suffix(self) -> str:
         """Return a suffix for the next temporary file, different from those of all other writers of the same shard."""
@@ -118,36 +107,29 @@ class Reading:
         return (self.images if shard.count is None else shard.count) + self.skipped.count, self.skipped
 
 
-class PreparedImage(NamedTuple):
-    """An image without its bytes, and its pixels uint8 (S, S, 3) or the reason why it cannot be read."""
-
-    item: Item
-    pixels: UInt8Array | ImageError
-
-
 class BatchOutputs(NamedTuple):
-    """A batch of N images: items and errors of all; logits (M, C) and further outputs of the M without an error."""
+    """A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error."""
 
     items: list[Item]
     errors: list[str | None]
-    logits: Float32Array
-    further: dict[str, Float32Array]
+    outputs: dict[str, Float32Array]
 
 
 class Worker:
     """Runs the pipeline over shards until there are no more.
 
-    Four kinds of threads work at once: readers, decoders, those that call the session, and a writer. The queues between
-    them are bounded, so memory does not grow with the input.
+    Three kinds of threads work at once: readers, decoders, and those that call the session; the caller's own writes.
+    The queues between them are bounded, so memory does not grow with the input.
     """
 
     def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
-        missing = [name for name in job.outputs if name not in session.outputs]
+        wanted = job.options.outputs
+        missing = [name for name in wanted if name not in session.outputs]
         if missing:
-            raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={job.outputs})")
+            raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={wanted})")
         self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
         self.images = self.committed = 0
-        self._slice_size = slice_size(job.batch_size, job.decode_threads)
+        self._slice_size = slice_size(job.options.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
         readers = job.read_threads if job.has_single_files else 1
         threads = (readers, job.decode_threads, session.callers, 1)
@@ -165,33 +147,28 @@ class Worker:
         However it ends, shards that are not committed are given back. Raises CheckFailed for an unreadable image of a
         strict job, EnvironmentMissing if the disk stays full or the ledger is lost.
         """
-        sink = Sink(self._write, BATCHES_TO_WRITE, "write")
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
         callers = ThreadPoolExecutor(self.session.callers, thread_name_prefix="infer")
-        per_batch = -(-self.job.batch_size // self._slice_size)
+        per_batch = -(-self.job.options.batch_size // self._slice_size)
         depth = max(per_batch, self.job.read_threads)
         read = BackgroundGenerator(submitted(readers, self._read, self._slices()), depth, "read-ahead")
         decoding = submitted(decoders, self._decode, results(read))
         # One less: the thread itself holds a slice while the queue is full.
         decoded = BackgroundGenerator(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
         inferring = submitted(callers, self._infer, self._batches(results(decoded)))
-        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1), "infer-ahead")
+        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
         try:
             for claim, outputs in results(inferred):
-                sink.put((claim, outputs))
+                self._write(claim, outputs)
                 if outputs is not None:
                     self.images += len(outputs.items)
                     self.on_progress()
-            sink.finish()
-        except BaseException:
-            sink.abandon()
-            raise
         finally:
             self.shards.stop()
-            end = time.monotonic() + CLOSE_SECONDS
+            self.backoff.stopped.set()
             for stage in (inferred, decoded, read):  # the last first: it may be waiting for values of the one before
-                stage.close(end)
+                stage.close()
             callers.shutdown(cancel_futures=True)
             readers.shutdown(cancel_futures=True)
             decoders.shutdown(cancel_futures=True)
@@ -205,7 +182,7 @@ class Worker:
         for claim in self.shards.claims():
             reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
             given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
-            items = read_shard(*given, versions=job.versions)
+            items = read_shard(*given, versions=job.options.incremental, stopped=self.backoff.stopped)
             remaining = reading.remaining(items)
             with closing(items):
                 while True:
@@ -219,33 +196,30 @@ class Worker:
 
     def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("read"):
-            versions, stopped = self.job.versions, self.backoff.stopped
+            versions, stopped = self.job.options.incremental, self.backoff.stopped
             return images[0], [read_item(item, versions=versions, stopped=stopped) for item in images[1]]
 
-    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[PreparedImage]]:
+    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
         with self.timer.busy("decode"):
             return images[0], [self._prepare(item) for item in images[1]]
 
-    def _prepare(self, item: Item) -> PreparedImage:
-        bare = item._replace(source=b"")
+    def _prepare(self, item: Item) -> Item:
+        """The image with its pixels, or with the reason why there are none."""
+        if not isinstance(item.source, bytes):
+            return item
         try:
-            if isinstance(item.source, bytes):
-                return PreparedImage(bare, self.job.preprocessing.from_bytes(item.source, draft=self.job.draft))
+            return item._replace(source=self.job.preprocessing.from_bytes(item.source, draft=self.job.options.draft))
         except ImageError as error:
-            return PreparedImage(bare, error)
-        assert isinstance(item.source, ImageError)  # a location was replaced by bytes or an error in `read_item`
-        return PreparedImage(bare, item.source)
+            return item._replace(source=error)
 
-    def _batches(
-        self, decoded: Iterator[tuple[Claim, list[PreparedImage]]]
-    ) -> Generator[tuple[Claim, list[PreparedImage]], None, None]:
+    def _batches(self, decoded: Iterator[tuple[Claim, list[Item]]]) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield batches, and an empty one at the end of each shard.
 
         A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
         must be the same whichever worker makes it, after whichever other shard.
         """
-        waiting: list[PreparedImage] = []
-        size = self.job.batch_size
+        waiting: list[Item] = []
+        size = self.job.options.batch_size
         for claim, images in decoded:
             waiting += images
             # A full batch, or at the end of the shard what is left.
@@ -255,63 +229,48 @@ class Worker:
             if not images:
                 yield claim, []
 
-    def _infer(self, images: tuple[Claim, list[PreparedImage]]) -> tuple[Claim, BatchOutputs | None]:
+    def _infer(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, BatchOutputs | None]:
         """Run the model; None at the end of a shard. Called in several threads at once."""
         claim, batch = images
         if not batch:
             return claim, None
-        errors = [str(image.pixels) if isinstance(image.pixels, ImageError) else None for image in batch]
-        if self.job.strict:
-            refuse_unreadable((image.item.key for image in batch), errors)
-        classes = len(self.job.labels)
-        logits: Float32Array = np.zeros((0, classes), dtype=np.float32)
-        further: dict[str, Float32Array] = {}
-        pixels = [image.pixels for image in batch if not isinstance(image.pixels, ImageError)]
+        errors = [str(item.source) if isinstance(item.source, ImageError) else None for item in batch]
+        if self.job.options.strict:
+            refuse_unreadable((item.key for item in batch), errors)
+        outputs: dict[str, Float32Array] = {LOGITS: np.zeros((0, len(self.job.labels)), dtype=np.float32)}
+        pixels = [item.source for item in batch if isinstance(item.source, np.ndarray)]
         if pixels:
             with self.timer.busy("infer"):
-                logits, further = self._run(np.stack(pixels))
-        return claim, BatchOutputs([image.item for image in batch], errors, logits, further)
+                outputs = self._run(np.stack(pixels))
+        return claim, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
 
-    def _run(self, images: UInt8Array) -> tuple[Float32Array, dict[str, Float32Array]]:
-        if not self.job.outputs:
-            return self.session.infer(images), {}
+    def _run(self, images: UInt8Array) -> dict[str, Float32Array]:
+        if not (wanted := self.job.options.outputs):
+            return {LOGITS: self.session.infer(images)}
         found = self.session.infer_outputs(images)
-        return found[LOGITS], {name: found[name] for name in self.job.outputs}
+        return {name: found[name] for name in (LOGITS, *wanted)}
 
-    def _rows(self, outputs: BatchOutputs) -> Rows:
-        """Rank the classes; an image of whose outputs a value is not finite becomes one with an error.
-
-        Called in the writing thread, so that the model does not wait for it.
-        """
-        items, errors, logits, further = outputs
-        finite = np.isfinite(logits).all(axis=1)
-        for values in further.values():
-            finite &= np.isfinite(values).all(axis=1)
+    def _rows(self, batch: BatchOutputs) -> Rows:
+        """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
+        items, errors, outputs = batch
+        finite = np.all([np.isfinite(values).all(axis=1) for values in outputs.values()], axis=0)
         if not finite.all():
             predicted = [row for row, error in enumerate(errors) if error is None]
             for row in np.array(predicted)[~finite]:
                 errors[row] = "the model's output is not finite"
-            logits = logits[finite]
-            further = {name: values[finite] for name, values in further.items()}
-        indices, scores = rank(logits, self.job.top_k)
-        lists = ({"logits": logits} if self.job.logits else {}) | further
+            outputs = {name: values[finite] for name, values in outputs.items()}
+        indices, scores = rank(outputs[LOGITS], self.job.options.top_k)
+        lists = {name: outputs[name] for name in self.job.options.lists if name in outputs}
         keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
         return Rows(keys, errors, indices, scores, lists, copied, versions)
 
-    def _write(self, message: tuple[Claim, BatchOutputs | None]) -> None:
-        """Write a batch, or commit the shard when there are no outputs. Called in the writing thread."""
-        claim, outputs = message
+    def _write(self, claim: Claim, outputs: BatchOutputs | None) -> None:
+        """Write a batch, or commit the shard when there are no outputs."""
         if self._dropped == claim:
             self._dropped = None if outputs is None else claim  # at its end: this worker may claim it again
             return
-        try:
-            with self.timer.busy("write"):
-                self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
-        except BaseException:
-            # Or `claims` would wait for others to finish the shard that this worker itself holds, and the model's
-            # thread, which must raise the error, would wait for `claims`.
-            self.shards.stop()
-            raise
+        with self.timer.busy("write"):
+            self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
 
     def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
         try:
@@ -324,12 +283,11 @@ class Worker:
 
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._writer is None:
-            job, suffix = self.job, self.shards.temporary_suffix()
-            lists = [*(["logits"] if job.logits else []), *job.outputs]
+            job = self.job
             self._writer = PartWriter(
-                *(job.out, claim.id, suffix, job.labels),
-                lists=lists,
-                versions=job.versions,
+                *(job.out, claim.id, self.shards.temporary_suffix(), job.labels),
+                lists=job.options.lists,
+                versions=job.options.incremental,
                 copied=job.columns.schema,
                 footer=job.footer,
             )

@@ -149,7 +149,7 @@ class PredictionActor:
             *(bundle, assignment.runtime),
             device=assignment.device,
             threads=assignment.threads,
-            outputs=job.outputs,
+            outputs=job.options.outputs,
         )
         if job.certified:
             require_verdict(bundle, session, quiet=True)

@@ -15,10 +15,10 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
-from vitx.predict.inputs.inventory import listing_of
-from vitx.predict.inputs.listing import RecordRange, read_range
+from vitx.predict.inputs.inventory import names_of
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
+from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
@@ -52,37 +52,26 @@ class PoolSize(NamedTuple):
 
 
 class RayPool:
-    """An Executor on a Ray cluster.
+    """An Executor on a Ray cluster, by `options`.
 
-    address: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`.
-    actors: (minimum, maximum); by default one for each GPU or, on CPUs, as many as fit on the nodes. threads (of the
-    session) and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest
-    node.
+    ray: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`.
+    ray_actors: (minimum, maximum); by default one for each GPU or, on CPUs, as many as fit on the nodes. threads (of
+    the session) and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the
+    smallest node.
 
     Raises EnvironmentMissing without ray, InputError for an unknown device or the address of a Ray client (ray://).
     """
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        address: str = LOCAL,
-        *,
-        actors: tuple[int, int] | None = None,
-        runtime: str = "onnxruntime",
-        device: str = "auto",
-        threads: int | None = None,
-        decode_threads: int | None = None,
-    ) -> None:
+    def __init__(self, bundle: Bundle, options: PredictOptions) -> None:
         if importlib.util.find_spec("ray") is None:
             raise missing_package("ray", "ray")
-        if address.startswith("ray://"):
+        self._bundle, self._options = bundle, options
+        self._address, self._device = options.ray or LOCAL, device_name(options.device)
+        if self._address.startswith("ray://"):
             raise InputError(
-                f"--ray {address}: Ray Data does not run through a Ray client; run the command on a machine of the "
-                "cluster with --ray auto, or give the cluster's own address HOST:PORT"
+                f"--ray {self._address}: Ray Data does not run through a Ray client; run the command on a machine of "
+                "the cluster with --ray auto, or give the cluster's own address HOST:PORT"
             )
-        self._bundle, self._address, self._actors = bundle, address, actors
-        self._runtime, self._device = runtime, device_name(device)
-        self._threads, self._decode_threads = threads, decode_threads
 
     def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
         """See `Executor.execute`.
@@ -112,40 +101,41 @@ class RayPool:
     def _pool_size(self) -> PoolSize:
         """From the CPUs and GPUs that the nodes have now."""
         nodes = [node["Resources"] for node in cluster_nodes()]
-        cpus = max(self._threads or 0, self._decode_threads or 0)
+        actors, decode_threads = self._options.ray_actors, self._options.decode_threads
+        cpus = max(self._options.threads or 0, decode_threads or 0)
         if self._wants_gpu(any("GPU" in node for node in nodes)):
             nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
             share = min((node.get("CPU", 0) / node["GPU"] for node in nodes), default=1)
-            cpus, gpus = self._decode_threads or max(1, int(share)), 1
+            cpus, gpus = decode_threads or max(1, int(share)), 1
             fit = sum(int(min(node["GPU"], node.get("CPU", 0) // cpus)) for node in nodes)
         else:
             nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
             cpus = cpus or min((int(node["CPU"]) for node in nodes), default=1)
             gpus, fit = 0, sum(int(node["CPU"] // cpus) for node in nodes)
         # A cluster without nodes may be one that an autoscaler is to fill: with --ray-actors that is no error.
-        if not fit and (nodes or not self._actors):
+        if not fit and (nodes or not actors):
             largest = max((node.get("CPU", 0) for node in nodes), default=0)
             raise EnvironmentMissing(
                 f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest node"
                 f"{' with a GPU' if gpus else ''} of the cluster has {largest:.0f} CPUs: lower --threads and "
                 "--decode-threads, or choose another --device"
             )
-        min_actors, max_actors = self._actors or (1, fit)
-        return PoolSize(cpus, gpus, min_actors, min_actors if self._actors else fit, max_actors)
+        min_actors, max_actors = actors or (1, fit)
+        return PoolSize(cpus, gpus, min_actors, min_actors if actors else fit, max_actors)
 
     def _wants_gpu(self, has_gpu: bool) -> bool:
-        runtime = RUNTIMES.get(self._runtime)
+        runtime = RUNTIMES.get(self._options.runtime)
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
     def _assignment(self, job: Job, size: PoolSize, first: Claim, prefix: str) -> Assignment:
         return Assignment(
-            replace(job, decode_threads=self._decode_threads or size.cpus),
+            replace(job, decode_threads=self._options.decode_threads or size.cpus),
             self._bundle.path.absolute(),
             bundle_digest(self._bundle.path),
-            self._runtime,
+            self._options.runtime,
             "cuda" if size.gpus else "cpu",
-            self._threads or (None if size.gpus else size.cpus),
+            self._options.threads or (None if size.gpus else size.cpus),
             _sample_path(job, first),
             prefix,
         )
@@ -211,10 +201,10 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Da
     """A lazy dataset of one row for each claim, mapped by the actors to results."""
     import ray.data
 
-    job = assignment.job
-    shortest = min(claim.shard.count or job.batch_size for claim in claims)
+    batch_size = assignment.job.options.batch_size
+    shortest = min(claim.shard.count or batch_size for claim in claims)
     # Calls at once of an actor: the shard in the model, and enough more of them to fill the batches decoded ahead.
-    concurrent_calls = 1 + -(-BATCHES_AHEAD * job.batch_size // max(shortest, job.batch_size))
+    concurrent_calls = 1 + -(-BATCHES_AHEAD * batch_size // max(shortest, batch_size))
     max_actors = min(size.max_actors, len(claims))
     pool = ray.data.ActorPoolStrategy(
         min_size=min(size.min_actors, max_actors),
@@ -280,6 +270,6 @@ def _sample_path(job: Job, claim: Claim) -> str | None:
     """The first file of a shard, or None if it is a URL or not there."""
     shard, name = claim.shard, claim.shard.location
     if shard.kind == "images":
-        name = next(read_range(listing_of(shard, job.listing), RecordRange(shard.start, 1)))
+        name = next(names_of(shard, job.listing))
     location = join(job.base, name)
     return location if not is_url(location) and os.path.lexists(location) else None
