@@ -44,7 +44,7 @@ _PROBE_SECONDS = 0.004  # between two probes
 _PROBES = 8192  # that are remembered
 _ELITE = 12  # of each kind
 _REPEATS = 3
-_SHARES = {"image": 2, "other call": 0.2}  # of the time, beside 1 of every other kind
+_SHARES = {"image": 2, "other call": 0.5}  # of the time, beside 1 of every other kind
 
 Ring = Any  # start, delay and delay with waiting of each probe, in turn; the last entry is how many there were
 

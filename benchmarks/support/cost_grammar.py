@@ -156,7 +156,7 @@ def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int
     options |= _SAVED.get(kind, {})
     try:
         Image.new(mode, (width, height)).save(buffer, kind, **options)
-    except (OSError, ValueError, KeyError, RuntimeError):  # not every kind has every mode and size
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError):  # not every kind has every mode and size
         return b""
     return buffer.getvalue()
 
@@ -295,7 +295,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "mode": ("RGB", "RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "I", "F", "LA"),
             "width": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000, 1_000_000, 49_000_000),
             "height": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000),
-            "pixels": (10**4, 10**6, 4 * 10**6, 49 * 10**6, 60 * 10**6),
+            "pixels": (10**3, 10**5, 10**6, 10**6, 4 * 10**6, 20 * 10**6, 49 * 10**6, 51 * 10**6),
             "orientation": (0, 0, 3, 6, 7),
             "chunks": (0, 0, 1, 10, 100, 1_000, 5_000, 50_000),
             "chunk": (0, 100, 2**20),
