@@ -170,6 +170,35 @@ def test_the_calls_that_the_page_shows_work(page: Browser, tmp_path: Path, capsy
             assert json.loads(said)["predictions"][0]["label"] == "red"
 
 
+def test_the_description_can_try_a_call(page: Browser, server: ServerProcess, tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(colour(3))
+    page.open(f"http://{server.url}/docs")
+    page.wait("document.querySelectorAll('form').length > 5")
+    page.run(
+        "window.form = (path) => [...document.querySelectorAll('details')].find((one) => one.open = "
+        "one.querySelectorAll('code')[1].textContent === path).querySelector('form')"
+    )
+    root = page.call("DOM.getDocument")["root"]["nodeId"]
+    control = page.call("DOM.querySelector", nodeId=root, selector="input[type=file]")["nodeId"]
+    page.call("DOM.setFileInputFiles", nodeId=control, files=[str(tmp_path / "red.png")])
+    tried = {"/v1/classify": {"model": "tiny", "top_k": "1"}, "/v2/models/{model}": {"model": "a/b"}}
+    said = {}
+    for path, values in tried.items():
+        form = f"form({json.dumps(path)})"
+        for name, value in values.items():
+            page.run(
+                f"[...{form}.querySelectorAll('label')].find((one) => one.textContent === '{name} ')"
+                f".querySelector('input').value = {json.dumps(value)}"
+            )
+        page.run(f"{form}.requestSubmit()")
+        page.wait(f"{form}.querySelector('pre').textContent")
+        said[path] = page.run(f"{form}.querySelector('pre').textContent")
+    assert said["/v1/classify"].startswith('200 OK\n{"model"')
+    assert '"label":"red"' in said["/v1/classify"].replace(" ", "")
+    assert said["/v2/models/{model}"].startswith("404 Not Found")
+    assert page.run("document.querySelectorAll('details').length - document.querySelectorAll('form').length") == 13
+
+
 def test_a_file_chosen_with_the_keyboard_s_control(page: Browser, tmp_path: Path) -> None:
     (tmp_path / "blue.png").write_bytes(colour(0))
     root = page.call("DOM.getDocument")["root"]["nodeId"]
