@@ -6,8 +6,9 @@ Requests go one after another, each kind for its share of the time. Half are mad
 those that cost most so far, in seconds of the server's processors a byte, or that delayed most. COSTS gets a line for
 each request; another run with another seed continues it, and reports on all of its lines. Meanwhile another process
 asks for /v2/health/live every few milliseconds. A request during which an answer took more than 100 ms is sent three
-times more: what the machine alone did is not repeated. A delay is without the time that the event loop's thread and the
-asking process stood ready and got no processor; with it, it is called "waited". Linux only.
+times more, then and by the next run: what the machine alone did is not repeated. A delay is without the time that the
+event loop's thread and the asking process stood ready and got no processor, and no more than the server's processors
+ran meanwhile: who holds the interpreter's lock may stand ready too. With all that, it is called "waited". Linux only.
 """
 
 import argparse
@@ -60,12 +61,12 @@ def probe(address: tuple[str, int], server: int, ring: Ring) -> None:
     while True:
         with suppress(ConnectionError), socket.create_connection(address) as connection:
             while True:
-                ready, started = stood_ready(), time.monotonic()
+                ready, ran, started = stood_ready(), processor_seconds(server), time.monotonic()
                 connection.sendall(request)
                 if not connection.recv(2**16):
                     break
                 waited = time.monotonic() - started
-                delay = max(0.0, waited - (stood_ready() - ready))
+                delay = max(0.0, min(waited - (stood_ready() - ready), processor_seconds(server) - ran))
                 place = 3 * (int(ring[-1]) % _PROBES)
                 ring[place : place + 3] = [started, delay, waited]
                 ring[-1] += 1
@@ -134,9 +135,7 @@ class Cost:
     def report(self) -> dict[str, Any]:
         return {
             "kind": self.request.kind,
-            "values": {
-                name: value if type(value) is int else str(value)[:20] for name, value in self.request.values.items()
-            },
+            "values": dict(self.request.values),
             "bytes": len(self.request.data),
             "answer": self.answer,
             "processor_ms": round(1e3 * self.seconds, 2),
@@ -244,6 +243,16 @@ def search(server: Server, model: str, end: float, seed: int) -> Iterator[Cost]:
         spent[kind] += (time.monotonic() - began) / _SHARES.get(kind, 1)
 
 
+def ask_again(server: Server, model: str, costs: Path) -> None:
+    """Send what delayed too long in earlier runs again, and keep the shortest delay."""
+    lines = [json.loads(line) for line in costs.read_text().splitlines()] if costs.exists() else []
+    for line in lines:
+        if line.get("delay_ms", 0) > 1e3 * MOST_DELAY and (request := made(line["kind"], line["values"], model)):
+            delays = [server.delay(request) for _ in range(_REPEATS)]
+            line["delay_ms"] = min(line["delay_ms"], round(1e3 * min(delays), 1))
+    costs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("bundle", type=Path)
@@ -272,6 +281,7 @@ def _measure(process: "subprocess.Popen[str]", options: argparse.Namespace) -> d
     server = Server(process.pid, address, grpc_address, ring)
     idle = {"idle_delay_ms": [delay for delay, _ in server.idle_delays]}
     idle |= {"idle_waited_ms": [waited for _, waited in server.idle_delays]}
+    ask_again(server, model, options.costs)
     with options.costs.open("a") as lines:
         run = {"seed": options.seed, **{name: _percentiles(found) for name, found in idle.items()}}
         print(json.dumps({"run": run}), file=lines)
