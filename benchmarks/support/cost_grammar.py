@@ -6,7 +6,6 @@ values say is written as it stands, right or wrong.
 
 import base64
 import functools
-import gzip
 import io
 import json
 import random
@@ -44,53 +43,80 @@ class Request:
     data: bytes
 
 
-def _limit(size: int) -> None:
-    if size > _MOST_UNPACKED:
+def _limit(size: int, values: Values) -> None:
+    """Raise OverflowError for a body that would be too large, before it is written."""
+    if size > (_MOST_UNPACKED if values.get("gzip") else MOST_BYTES):
         raise OverflowError
 
 
-def _packed(body: bytes, values: Values, model: str, path: str, kind: str, *headers: str) -> bytes:
-    """A POST; with `values["gzip"]` its body is compressed."""
+# A MiB of what fills a body up, and how deflate writes it. Thus a large body costs this process little.
+_SPACES = b" " * 2**20
+
+
+def _deflated(data: bytes) -> bytes:
+    packer = zlib.compressobj(3, zlib.DEFLATED, -zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush(zlib.Z_FULL_FLUSH)
+
+
+_DEFLATED_SPACES = _deflated(_SPACES)
+_GZIP_HEAD, _DEFLATE_END = b"\x1f\x8b\x08" + bytes(6) + b"\xff", b"\x03\x00"
+
+
+def _gzipped(pieces: list[bytes]) -> bytes:
+    check = 0
+    for piece in pieces:
+        check = zlib.crc32(piece, check)
+    packed = b"".join(_DEFLATED_SPACES if piece is _SPACES else _deflated(piece) for piece in pieces)
+    return _GZIP_HEAD + packed + _DEFLATE_END + struct.pack("<II", check, sum(map(len, pieces)))
+
+
+def _packed(pieces: list[bytes], values: Values, model: str, path: str, kind: str, *headers: str) -> bytes:
+    """A POST of these pieces; with `values["gzip"]` its body is compressed."""
     if values["gzip"]:
-        body, headers = gzip.compress(body, 3, mtime=0), (*headers, "Content-Encoding: gzip")
+        body, headers = _gzipped(pieces), (*headers, "Content-Encoding: gzip")
+    else:
+        body = b"".join(pieces)
     return http("POST", path.format(model=model), body, f"Content-Type: {kind}", "Connection: close", *headers)
 
 
 def _infer(values: Values, model: str) -> bytes:
     count, item = values["numbers"], values["item"]
-    _limit(values["inputs"] * (count * (len(item) + 1) + 2**20 * values["padding"] + 2 * values["deep"]))
+    _limit(values["inputs"] * (count * (len(item) + 1) + 2**20 * values["padding"] + 2 * values["deep"]), values)
     inner = ",".join([item] * count)
-    data = "[" * values["deep"] + inner + " " * (2**20 * values["padding"]) + "]" * values["deep"]
-    tensor = '{"name": "images", "datatype": "UINT8", "shape": %s, "data": %s}'
-    inputs = ",".join([tensor % (json.dumps(values["shape"]), data or "0")] * values["inputs"])
+    data = "[" * values["deep"] + (inner or "0" * (not values["deep"]))
+    before = f'{{"name": "images", "datatype": "UINT8", "shape": {json.dumps(values["shape"])}, "data": {data}'
+    after = "]" * values["deep"] + "}"
+    tensor = [before.encode(), *[_SPACES] * values["padding"], after.encode()]
+    inputs = ([*tensor, b","] * values["inputs"])[:-1]
     outputs = ",".join(['{"name": "logits"}'] * values["outputs"])
     extra = "".join(f', "x{number}": 1' for number in range(values["fields"]))
-    body = f'{{"id": "{"i" * values["id"]}", "inputs": [{inputs}], "outputs": [{outputs}]{extra}}}'.encode()
+    end = f'], "outputs": [{outputs}]{extra}}}'
+    body = [f'{{"id": "{"i" * values["id"]}", "inputs": ['.encode(), *inputs, end.encode()]
     length = (f"Inference-Header-Content-Length: {values['length']}",) if values["length"] is not None else ()
     return _packed(body, values, model, "/v2/models/{model}/infer", "application/json", *length)
 
 
 def _texts(values: Values, model: str) -> bytes:
-    _limit(values["texts"] * (values["length"] + 3) + 2**20 * values["padding"])
+    _limit(values["texts"] * (values["length"] + 3) + 2**20 * values["padding"], values)
     text = {"image": base64.b64encode(_png(24)).decode(), "zeros": "A", "escapes": "\\/", "slashes": "\\\\"}
     item = text[values["text"]] * (1 if values["text"] == "image" else values["length"])
     texts = ",".join([f'"{item}"'] * values["texts"])
-    body = f"[{texts}{' ' * (2**20 * values['padding'])}]".encode()
+    body = [f"[{texts}".encode(), *[_SPACES] * values["padding"], b"]"]
     return _packed(body, values, model, "/v1/classify?model={model}", "application/json")
 
 
 def _form(values: Values, model: str) -> bytes:
-    _limit(values["parts"] * (2**20 * values["padding"] + 9_000))
+    _limit(values["parts"] * (2**20 * values["padding"] + min(8000, len(values["mark"]) * values["marks"])), values)
     parameters = (values["mark"] * values["marks"])[:8000]
     header = f'Content-Disposition: form-data; name="i"; filename="x"{values["joint"]}{parameters}'
     lines = "\r\n".join([header, *["X: y"] * values["lines"]])
-    part = f"--b\r\n{lines}\r\n\r\n".encode() + _png(24) + bytes(2**20 * values["padding"]) + b"\r\n"
+    part = [f"--b\r\n{lines}\r\n\r\n".encode() + _png(24), *[_SPACES] * values["padding"], b"\r\n"]
     kind = f"multipart/form-data; {(values['mark'] * values['in_type'])[:30_000]}; boundary=b"
-    return _packed(part * values["parts"] + b"--b--\r\n", values, model, "/v1/classify?model={model}", kind)
+    return _packed([*part * values["parts"], b"--b--\r\n"], values, model, "/v1/classify?model={model}", kind)
 
 
 def _head(values: Values, model: str) -> bytes:
-    _limit(values["pipelined"] * (values["headers"] * values["length"] + 30 * values["query"]))
+    _limit(values["pipelined"] * (values["headers"] * values["length"] + values["query"]), values)
     query = "&".join([values["field"]] * values["query"])
     lines = [f"{values['header']}: {values['value'] * values['length']}"] * values["headers"]
     target = values["path"].format(model=model) + (f"?{query}" if query else "")
@@ -100,9 +126,9 @@ def _head(values: Values, model: str) -> bytes:
 
 
 def _control(values: Values, model: str) -> bytes:
-    _limit(6 * values["length"] + 2**20 * values["padding"])
-    text = values["text"] * values["length"] + " " * (2**20 * values["padding"])
-    body = f'{{"key": "{text}", "byte_size": 1}}'.encode()
+    _limit(values["length"] + 2**20 * values["padding"], values)
+    text = (values["text"] * values["length"]).encode()
+    body = [b'{"key": "' + text, *[_SPACES] * values["padding"], b'", "byte_size": 1}']
     return _packed(body, values, model, values["path"], "application/json")
 
 
@@ -121,7 +147,7 @@ _SAVED: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(256)
 def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int) -> bytes:
     buffer, exif = io.BytesIO(), Image.Exif()
     if orientation:
@@ -130,15 +156,15 @@ def _plain_image(kind: str, mode: str, width: int, height: int, orientation: int
     options |= _SAVED.get(kind, {})
     try:
         Image.new(mode, (width, height)).save(buffer, kind, **options)
-    except (OSError, ValueError, KeyError, RuntimeError):  # not every kind has every mode and size
+    except (OSError, ValueError, KeyError, RuntimeError, MemoryError):  # not every kind has every mode and size
         return b""
     return buffer.getvalue()
 
 
 def _image(values: Values, model: str) -> bytes:
-    _limit(values["chunks"] * (values["chunk"] >> 7 or 1))
     width = values["width"]
     height = min(values["height"], values["pixels"] // width + 1)
+    _limit(values["chunks"] * (values["chunk"] >> 10) + (3 * width * height if values["kind"] == "BMP" else 0), values)
     data = _plain_image(values["kind"], values["mode"], width, height, values["orientation"])
     if values["kind"] == "PNG" and values["chunks"]:
         text = b"k\0\0" + zlib.compress(bytes(values["chunk"]), 1)
@@ -151,11 +177,11 @@ def _image(values: Values, model: str) -> bytes:
     if values["kind"] == "GIF" and values["chunks"]:
         frame = data[data.find(b",") : -1]
         data = data[:-1] + frame * values["chunks"] + b";"
-    return _packed(data, values, model, "/v1/classify?model={model}", "image/png")
+    return _packed([data], values, model, "/v1/classify?model={model}", "image/png")
 
 
 def _call(values: Values, model: str) -> bytes:
-    _limit(40 * values["parameters"] + 5 * values["numbers"] + values["sides"])
+    _limit(9 * min(values["parameters"], 50_000) + values["numbers"] + values["sides"], values)
     request = good_request(model)
     tensor = request.inputs[0]
     tensor.shape.extend([1] * values["sides"])
@@ -269,7 +295,7 @@ _KINDS: dict[str, tuple[str, Callable[[Values, str], bytes], dict[str, Choices]]
             "mode": ("RGB", "RGB", "L", "1", "P", "RGBA", "CMYK", "I;16", "I", "F", "LA"),
             "width": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000, 1_000_000, 49_000_000),
             "height": (1, 16, 300, 1_000, 2_000, 7_000, 7_000, 16_383, 65_000),
-            "pixels": (10**4, 10**6, 4 * 10**6, 49 * 10**6, 60 * 10**6),
+            "pixels": (10**3, 10**5, 10**6, 10**6, 4 * 10**6, 20 * 10**6, 49 * 10**6, 51 * 10**6),
             "orientation": (0, 0, 3, 6, 7),
             "chunks": (0, 0, 1, 10, 100, 1_000, 5_000, 50_000),
             "chunk": (0, 100, 2**20),

@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def guarded(folder: Path) -> Iterator[ServerProcess]:
     arguments = ("--repository", folder / "models", "--allow-uncertified", "--grpc-port", "0", "--management")
     tokens = ("--token-file", folder / "token", "--management-token-file", folder / "management")
-    with running_server(*arguments, *tokens) as server:
+    with running_server(*arguments, *tokens, "--server-id", "triton") as server:
         yield server
 
 
@@ -90,7 +90,8 @@ def test_grpc_calls_need_the_token(guarded: ServerProcess) -> None:
     with triton.InferenceServerClient(grpc_address(guarded)) as client:
         assert client.is_server_live()
         assert client.is_server_ready()
-        assert client.get_server_metadata(headers=bearer(TOKEN)).name == "vitx"
+        assert client.get_server_metadata(headers=bearer(TOKEN)).name == "triton"
+        assert json.loads(guarded.request("GET", "/v2", headers=bearer(TOKEN))[1])["name"] == "triton"
         for headers in (None, bearer(MANAGEMENT)):
             with pytest.raises(triton.InferenceServerException, match="UNAUTHENTICATED"):
                 client.get_server_metadata(headers=headers)

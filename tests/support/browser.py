@@ -21,6 +21,7 @@ _FLAGS = (
     "--no-first-run",
     "--disable-background-networking",
     "--remote-debugging-pipe",
+    "--host-resolver-rules=MAP *.example 127.0.0.1",  # names of sites, hostile ones among them
 )
 _PATIENCE_SECONDS = 60.0
 

@@ -29,6 +29,7 @@ class ServeOptions(Options):
         None, "Serve gRPC there as well; Triton's is 8001. 0: any free port.", ge=0, le=65535
     )
     shared_memory: bool = option(False, "Let clients name POSIX shared memory of the server's user.")
+    server_id: str = option("vitx", "Name in the server's metadata; clients may expect Triton's, which is triton.")
     max_batch: int = option(32, "Images in a batch at most.", ge=1)
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)

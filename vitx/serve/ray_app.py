@@ -207,7 +207,7 @@ class Replica:
         )
         loader = Loader(args.batching, args.device, args.runtime, args.instances, args.threads, args.allow_uncertified)
         self._metrics = Metrics()
-        self._models = ModelSet((offer.key for offer in offers), freeze_heap)
+        self._models = ModelSet((offer.key for offer in offers), freeze_heap, args.server_id)
         for offer in offers:
             warm = await asyncio.to_thread(loader.warm, offer)
             self._models.switch(ServedModel(warm, self._metrics), 0)

@@ -1,5 +1,6 @@
 """Malformed requests from a fixed seed: each is refused or disconnected, and none leaks. The benchmark runs more."""
 
+import gzip
 import random
 import sys
 from collections import Counter
@@ -127,3 +128,8 @@ def test_random_bytes(server_of_its_own: ServerProcess) -> None:
 def server_of_its_own(tiny_bundle: Bundle) -> Iterator[ServerProcess]:
     with running_server(tiny_bundle.path, *OPTIONS) as started:
         yield started
+
+
+def test_a_filled_up_body_is_gzip() -> None:
+    pieces = [b"[1, ", *[cost_grammar._SPACES] * 2, b"2", b"", cost_grammar._SPACES, b"]"]
+    assert gzip.decompress(cost_grammar._gzipped(pieces)) == b"".join(pieces)

@@ -91,7 +91,8 @@ class GrpcService:
             extensions.append("system_shared_memory")
         if self._models_on_disk is not None:
             extensions.append("model_repository")
-        return message_class("ServerMetadataResponse")(name="vitx", version=__version__, extensions=extensions)
+        response = message_class("ServerMetadataResponse")
+        return response(name=self._models.server_id, version=__version__, extensions=extensions)
 
     async def _model_ready(self, request: Any, context: Any) -> Any:
         """False for an unknown model, as in Triton."""

@@ -115,8 +115,8 @@ def _parameter(name: str, where: str, schema: Json) -> Json:
 def describe_api(version: str) -> Json:
     """The OpenAPI document."""
     paths = _Paths()
-    paths.add("get /", "The page: drop an image, watch the server", reply={"text/html": _ANY})
-    paths.add("get /docs", "This description to read", reply={"text/html": _ANY})
+    paths.add("get /", "The page: drop images, watch the server", reply={"text/html": _ANY})
+    paths.add("get /docs", "This description, to read and to try", reply={"text/html": _ANY})
     paths.add("get /openapi.json", "This description", reply={_JSON: _OBJECT})
     paths.add("get /metrics", "Prometheus metrics", reply={"text/plain": _ANY})
     paths.add("get /v1/stats", "Counters and recent percentiles", reply={_JSON: _OBJECT})

@@ -26,8 +26,12 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# The pages load nothing from other servers.
-_PAGE_POLICY = "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:"
+# The pages load nothing from other servers, and stand in no page of theirs.
+_PAGE_POLICY = (
+    "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src blob: data:; "
+    "frame-ancestors 'none'"
+)
+_PAGE_PARTS = ("page.css", "page.js")
 _CUDA = "CUDA shared memory is not offered: use system shared memory"
 
 
@@ -70,7 +74,11 @@ def _page_routes(models: ModelSet, metrics: Metrics) -> list[Route]:
 
 
 def _page(name: str) -> Endpoint:
-    page = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    """A page of this folder, with its style and script in it: one answer, which a browser may keep or not."""
+    folder = Path(__file__).parent
+    page = (folder / name).read_text(encoding="utf-8")
+    for part in _PAGE_PARTS:
+        page = page.replace(f"/* {part} */\n", (folder / part).read_text(encoding="utf-8"))
 
     async def web_page(request: Request) -> Response:
         return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
@@ -84,7 +92,7 @@ def _server_routes(models: ModelSet, memory: SharedMemory, repository: Repositor
         extensions.append("model_repository")
 
     async def server_metadata(request: Request) -> Response:
-        return JSONResponse({"name": "vitx", "version": __version__, "extensions": extensions})
+        return JSONResponse({"name": models.server_id, "version": __version__, "extensions": extensions})
 
     async def server_live(request: Request) -> Response:
         return Response()

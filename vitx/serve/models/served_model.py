@@ -232,8 +232,17 @@ class ModelSet:
     requests are answered, and their connections closed after the reply.
     """
 
-    def __init__(self, expected: Iterable[ModelKey], on_change: Callable[[], object] = lambda: None) -> None:
-        """`on_change` is called when a model was added, and on another thread when one was closed."""
+    def __init__(
+        self,
+        expected: Iterable[ModelKey],
+        on_change: Callable[[], object] = lambda: None,
+        server_id: str = "vitx",
+    ) -> None:
+        """`on_change` is called when a model was added, and on another thread when one was closed.
+
+        server_id: the server's name in its metadata.
+        """
+        self.server_id = server_id
         self._expected = dict.fromkeys(expected)  # an ordered set
         self._on_change = on_change
         self.draining = False

@@ -93,7 +93,7 @@ class Server:
         self._listener = listener
         self._link = link
         self._metrics = Metrics()
-        self._models = ModelSet((offer.key for offer in self._offers), freeze_heap)
+        self._models = ModelSet((offer.key for offer in self._offers), freeze_heap, options.server_id)
         self._memory = SharedMemory(enabled=options.shared_memory)
         self._budget = MemoryBudget(options.limits.memory_bytes)
         self._tokens = Tokens.read(options)
