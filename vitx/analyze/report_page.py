@@ -8,7 +8,7 @@ from PIL import Image
 
 from vitx.analyze.analysis import Analysis
 from vitx.analyze.findings.differences import Difference, differences
-from vitx.analyze.findings.finding import Finding, Findings
+from vitx.analyze.findings.finding import Finding, Findings, effect_text, p_text
 from vitx.analyze.intervals import with_interval
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.metrics.confidence import Confidence
@@ -74,14 +74,6 @@ def _finding(finding: Finding) -> str:
         f"<p>{html.escape(f'{effect_text(finding)}. Baseline: {finding.baseline}. Adjusted {p_text(finding.p)}. ')}"
         f'<a href="#{finding.metric}">Evidence: {html.escape(METRICS[finding.metric].title)}</a></p></div>'
     )
-
-
-def p_text(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-
-
-def effect_text(finding: Finding) -> str:
-    return f"{with_interval(finding.effect, finding.interval)} {finding.unit}"
 
 
 def _differences(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:

@@ -98,23 +98,9 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
         log(f"'{folder}' has finished its {done} epochs: nothing is left to train", quiet=quiet)
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
-    _print_result(result.summary(resolved.selection.metric), as_json=as_json)
+    metric = resolved.selection.metric
+    _print_fields(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, quiet=quiet)
-
-
-def _print_result(summary: dict[str, Any], *, as_json: bool) -> None:
-    layers, (low, high) = summary["cos_sim"], summary["top1_interval"]
-    shown = {
-        "top-1 (averaged weights, best epoch)": f"{summary['top1']:.2%}",
-        "95 % interval": f"{low:.1%} to {high:.1%}, of {summary['images']} images (Wilson)",
-        "NLL": f"{summary['nll']:.4f}",
-        "ECE": f"{summary['ece']:.4f}",
-        "best epoch": f"{summary['best_epoch']} of {summary['epochs']}",
-        "top-1 of the last epoch": f"{summary['last_top1']:.2%}",
-        "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
-        "seconds": summary["seconds"],
-    }
-    _print_fields(f"trained {summary['run']}", summary if as_json else shown, as_json=as_json)
 
 
 def _print_fields(title: str, fields: dict[str, Any], *, as_json: bool) -> None:

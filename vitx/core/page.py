@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from vitx.core.panels import PIXEL_RATIO
 
+_LONGEST = 200  # characters of a value in a notebook
 _STYLE = """
 :root{color-scheme:light dark;--ink:#191919;--paper:#fff;--line:#b9b9b9;--soft:#f4f4f1;--accent:#0b5394}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
@@ -52,6 +53,12 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
         f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in rows
     )
     return f"<table>{cells}</table>"
+
+
+def fields(rows: Iterable[tuple[str, object]]) -> str:
+    """The same for a notebook: floats at five digits, long values cut."""
+    texts = ((name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows)
+    return table((name, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…") for name, text in texts)
 
 
 def picture(png: bytes, description: str) -> str:
