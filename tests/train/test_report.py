@@ -25,8 +25,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vitx.train import resolve_recipe, train
 
     folder = tmp_path_factory.mktemp("finished") / "run <1>"
-    recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "workers=0"])
+    recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "workers=0", "keep_every=1"])
     train(recipe, folder, device="cpu", quiet=True)
+    assert {path.name for path in (folder / "checkpoints").glob("epoch-*")} == {f"epoch-000{i}" for i in range(3)}
     return folder
 
 
