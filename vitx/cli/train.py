@@ -45,6 +45,9 @@ def command(
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
         _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
+    if options.lr_find:
+        _find_rate(resolved, folder, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
+        return
     after_epoch = None
     if analysis_every:
         from vitx.analyze.between_epochs import analysis_between_epochs
@@ -101,6 +104,18 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
     metric = resolved.selection.metric
     _print_fields(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, quiet=quiet)
+
+
+def _find_rate(resolved: "Recipe", folder: Path, *, as_json: bool, **choices: Any) -> None:
+    from vitx.core.console import print_json, print_table
+    from vitx.train.lr_find import lr_find, rows
+
+    found = lr_find(resolved, folder, **choices)
+    if as_json:
+        print_json(found)
+        return
+    print_table("loss by learning rate", ("rate", "loss", ""), rows(found.pop("curve")))
+    _print_fields(f"learning rate of {resolved.name}, nothing is written", found, as_json=False)
 
 
 def _print_fields(title: str, fields: dict[str, Any], *, as_json: bool) -> None:
