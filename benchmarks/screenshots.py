@@ -39,7 +39,7 @@ SHOTS = {
     "phone": Shot(375, 1100, 0.8),
     "print": Shot(900, 1000, 0.85, print=True),
 }
-COLOURS = 64  # of a file
+COLOURS = 160  # of a file
 # Drops a file on the server's page, waits for its classes, and for the charts to have moved.
 CLASSIFY = """(async () => {{
   const bytes = Uint8Array.from(atob('{data}'), (c) => c.charCodeAt(0));

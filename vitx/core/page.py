@@ -20,8 +20,8 @@ details{margin:.5rem 0}summary{cursor:pointer}
 .plot{overflow-x:auto;margin:.8rem 0}.plot img{max-width:100%;height:auto}
 .finding{background:var(--soft);border-left:4px solid var(--accent);padding:.6rem 1rem;margin:.8rem 0}
 .finding p{margin:.2rem 0}.small{font-size:.9rem}nav ul{columns:3 14rem;padding-left:1.2rem}
-ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{width:8rem}
-ul.images img{width:8rem;height:8rem;image-rendering:pixelated}
+ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{max-width:17rem}
+ul.images img{width:8rem;height:8rem;margin-right:.25rem;image-rendering:pixelated}
 @media (max-width:40rem){.plot img{max-width:none}body{margin:1rem auto}}
 @media (prefers-color-scheme:dark){:root{--ink:#e9e9e6;--paper:#161616;--line:#4b4b4b;--soft:#232323;--accent:#8ab8ff}
 .plot img{filter:invert(.91) hue-rotate(180deg)}}
