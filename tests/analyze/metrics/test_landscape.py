@@ -167,7 +167,7 @@ def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
 
 @pytest.mark.parametrize(("high", "label", "ends"), [(3.0, "NLL (nats)", (1.0, 3.0)), (100.0, "log₁₀ NLL", (0.0, 2.0))])
 def test_the_surface_is_on_the_scale_of_the_colours(high: float, label: str, ends: tuple[float, float]) -> None:
-    nll = [[1.0, high, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0, None]]
+    nll: list[list[float | None]] = [[1.0, high, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0, None]]
     record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
     figure = draw_landscape({"one": record})
     surface: Any = next(axes for axes in figure.axes if axes.name == "3d")
