@@ -31,7 +31,7 @@ def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypat
         "step/gradient_norm": [(101, 3.0), (111, 3.0)],
     }
     ended = read_record(tmp_path / PROGRESS_FILE, RunProgress)
-    assert (ended.step, ended.steps, ended.epochs, round(ended.loss or 0, 4)) == (111, 300, 3, 1.1)
+    assert (ended.step, ended.steps, ended.epochs, round(ended.loss or 0, 4)) == (115, 300, 3, 1.1)
     assert (ended.images_per_second, ended.seconds_left, ended.ended) == (4.0, 378.0, True)
 
 

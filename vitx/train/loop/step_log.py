@@ -26,14 +26,14 @@ class StepLog:
     def __init__(self, run: Path, *, steps: int, epochs: int, done: int, batch_size: int, device: torch.device) -> None:
         self.writer = SummaryWriter(str(run / "tensorboard" / "steps"), purge_step=done + 1 if done else None)
         self.steps, self.done, self.batch_size, self.device = steps, done, batch_size, device
-        self.start, self.first, self.note = time.monotonic(), done, ""
+        self.start, self.first, self.latest, self.note = time.monotonic(), done, done, ""
         self.progress_path, self.written = run / PROGRESS_FILE, 0.0
         self.progress = RunProgress(step=done, steps=steps, epochs=epochs)
         write_json(self.progress_path, self.progress)
 
     def __call__(self, step: int, losses: dict[str, Tensor], rate: float, gradient_norm: Tensor | None) -> None:
         """Take note of step number `step`, from 0 on; the tensors are scalars on the device."""
-        taken = step + 1 - self.first
+        self.latest, taken = step + 1, step + 1 - self.first
         if (taken - 1) % STEPS_BETWEEN_SCALARS:
             return
         read = {f"step/loss/{name}": float(loss) for name, loss in losses.items()}
@@ -58,4 +58,4 @@ class StepLog:
 
     def close(self) -> None:
         self.writer.close()
-        write_json(self.progress_path, self.progress.model_copy(update={"ended": True}))
+        write_json(self.progress_path, self.progress.model_copy(update={"step": self.latest, "ended": True}))
