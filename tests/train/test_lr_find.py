@@ -60,5 +60,5 @@ def test_the_rate_of_a_small_network(vitx: Vitx, tmp_path: Path, monkeypatch: py
     assert found["lowest loss"] == loss < found["curve"][0][1]
     assert not (tmp_path / "run").exists()
     shown = module.rows(found["curve"])
-    assert shown[0][0] == "1.0e-06"
-    assert max(len(bar) for *_, bar in shown) == module.BAR
+    assert (shown[0][0], len(shown[0][2])) == ("1.0e-06", module.BAR // 2)
+    assert [len(bar) for *_, bar in module.rows([(0.1, 2.0), (0.2, 1.0), (0.3, 9.0)])] == [20, 0, 40]

@@ -78,7 +78,9 @@ def _batches(trainer: Trainer) -> Iterator[tuple[int, DeviceBatch]]:
 
 
 def rows(curve: Curve) -> list[tuple[str, str, str]]:
-    """About twenty lines for a terminal: the rate, the smoothed loss, and the loss as a bar."""
-    top = max(loss for _, loss in curve)
-    every = max(1, len(curve) // SHOWN_ROWS)
-    return [(f"{rate:.1e}", f"{loss:.3f}", "█" * round(BAR * loss / top)) for rate, loss in curve[::every]]
+    """About twenty lines for a terminal: rate, smoothed loss, and a bar from the lowest loss on, half full at first."""
+    lowest, first = min(loss for _, loss in curve), curve[0][1]
+    every, half = max(1, len(curve) // SHOWN_ROWS), BAR / 2
+    heights = [min(BAR, round(half * (loss - lowest) / max(first - lowest, 1e-9))) for _, loss in curve]
+    lines = [(f"{rate:.1e}", f"{loss:.3f}", "█" * bar) for (rate, loss), bar in zip(curve, heights, strict=True)]
+    return lines[::every]
