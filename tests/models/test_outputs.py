@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from reference import seq
-from vitx.models.outputs import PooledTokens, _attention, _rollout
+from vitx.models.outputs import PooledTokens, _attention, attention_rollout
 
 CLASS = PooledTokens(start=0, stop=1, prefix=1, grid=(1, 3), blocks=2)
 TWO_CLASS = PooledTokens(start=0, stop=2, prefix=2, grid=(1, 2), blocks=2)
@@ -21,7 +21,7 @@ NUMBERS = [
 def test_reference_numbers(pooled: PooledTokens, attention: list[float], rollout: list[float]) -> None:
     maps = [seq(k, 1, 2, 4, 4).softmax(dim=-1) for k in (0, 1)]
     torch.testing.assert_close(_attention(maps[-1], pooled)[0], torch.tensor(attention).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(_rollout(maps, pooled)[0], torch.tensor(rollout).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(attention_rollout(maps, pooled)[0], torch.tensor(rollout).double(), atol=1e-6, rtol=0)
     first, last = (0.5 * (layer[0].mean(dim=0).numpy() + np.eye(4)) for layer in maps)
     rows = (last @ first)[pooled.start : pooled.stop].mean(axis=0)
     np.testing.assert_allclose(rows[pooled.prefix :], rollout, atol=1e-6)

@@ -11,6 +11,7 @@ import pytest
 from cli_fixture import Vitx
 from training_jobs import TINY_SETTINGS, metrics_of
 from vitx.core.panels import png
+from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.data.open import open_images
 from vitx.models import load_run_model
@@ -24,8 +25,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from vitx.train import resolve_recipe, train
 
     folder = tmp_path_factory.mktemp("finished") / "run <1>"
-    recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "workers=0"])
+    recipe = resolve_recipe("digits-deepvit", overrides=[*TINY_SETTINGS[1::2], "epochs=2", "workers=0", "keep_every=1"])
     train(recipe, folder, device="cpu", quiet=True)
+    assert {path.name for path in (folder / "checkpoints").glob("epoch-*")} == {f"epoch-000{i}" for i in range(3)}
     return folder
 
 
@@ -75,7 +77,9 @@ def test_the_page_shows_the_run_and_needs_no_other_file(vitx: Vitx, finished: Pa
     assert summary["top1"] == best["top1"]
     assert summary["nll"] == pytest.approx(best["nll"], rel=1e-5)
     cells = {row[0]: row[1] for row in page.rows if len(row) == 2}
-    assert cells["top-1"] == f"{best['top1']:.2%} of 360 images"
+    low, high = wilson_interval(round(360 * best["top1"]), 360)
+    interval = f"95 % interval {low:.1%} to {high:.1%} (Wilson)"
+    assert cells["top-1"] == f"{best['top1']:.2%} of 360 images, {interval}"
     assert cells["best epoch"].startswith(f"{best['epoch']} by top1")
     assert cells["epochs *"] == "2"  # 30 in the recipe of that name
     assert cells["optimizer.lr"] == "0.002"

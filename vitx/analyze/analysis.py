@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vitx.analyze.activations import stream_activations, stream_order
-from vitx.analyze.findings.finding import Findings, find
+from vitx.analyze.findings.finding import Findings, effect_text, find, p_text
 from vitx.analyze.findings.rules import RULES
 from vitx.analyze.metric import DEFINITIONS_VERSION, AnalysisOptions, Metric, MetricContext, NotApplicable
 from vitx.analyze.metrics import METRICS
@@ -18,6 +18,7 @@ from vitx.analyze.options import check_metrics
 from vitx.analyze.similarity_matrix import SimilarityMatrix
 from vitx.core.console import log, progress
 from vitx.core.files import Record, read_record, write_json
+from vitx.core.page import table
 from vitx.data.image_set import ImageSet
 from vitx.models.source import Source
 
@@ -32,7 +33,7 @@ class _CachedResult(Record):
     not_applicable: str | None
 
 
-@dataclass
+@dataclass(repr=False)
 class Analysis:
     """The results of one network by metric, why others do not apply, and the seconds each took when it was measured."""
 
@@ -46,6 +47,19 @@ class Analysis:
     def findings(self) -> Findings:
         """What the results say of this network: every statement passed a test (docs/analyses.md)."""
         return find(self.results, RULES)
+
+    def __repr__(self) -> str:
+        return f"Analysis of {self.source.name}: {', '.join(self.results)}"
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the findings, then each metric's line."""
+        found = self.findings().found
+        said = [
+            (each.statement, f"{effect_text(each)}; baseline: {each.baseline}; adjusted {p_text(each.p)}")
+            for each in found
+        ]
+        lines = [(METRICS[name].title, METRICS[name].line(result)) for name, result in self.results.items()]
+        return table(said or [("No finding", f"of {self.source.name}")]) + table(lines)
 
     def as_json(self) -> dict[str, Any]:
         return {

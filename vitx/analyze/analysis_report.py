@@ -10,8 +10,9 @@ from vitx.analyze.metric_figures import draw_matrices
 from vitx.analyze.metrics import METRICS
 from vitx.analyze.report_page import BETWEEN, report_page
 from vitx.analyze.similarity_matrix import SimilarityMatrix
+from vitx.core.errors import unknown_name
 from vitx.core.files import Record, write_bytes, write_json
-from vitx.core.panels import Results, png
+from vitx.core.panels import Picture, Results, png
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -82,6 +83,16 @@ def results_by_metric(
     if between is not None:
         found[BETWEEN] = {f"{names[0]} (up), {names[1]} (right)": between}
     return found
+
+
+def figure(metric: str, *analyses: Analysis) -> Picture:
+    """The figure of a metric for one network, or two beside each other; InputError where there is none."""
+    results = results_by_metric(network_names(analyses), analyses, None).get(metric, {})
+    drawn = draw(metric, results) if results else None
+    if drawn is None:
+        known = [name for name in METRICS if all(name in each.results for each in analyses) and METRICS[name].figure]
+        raise unknown_name("figure", metric, known)
+    return png(drawn, pixel_ratio=1)
 
 
 def draw(name: str, results: Results) -> "Figure | None":

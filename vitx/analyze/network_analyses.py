@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from vitx.analyze.analysis import Analysis, analyze, compare_representations
@@ -26,11 +27,14 @@ def analyze_networks(
     """
     device = choose_device(request.device)
     options = AnalysisOptions(batch_size=request.batch_size, module=request.module, corrupted=request.corrupted)
-    sources = [SourceRequest(target, request.checkpoint, request.weights, request.data).load() for target in targets]
-    data = request.data or sources[0].data
-    if not data:
+    open_data = partial(open_analysis_images, limit=request.images, skip_bad=request.skip_bad)
+    given = open_data(request.data) if request.data else None
+    # A plain folder names no classes for a network that brings none.
+    classes = request.data if given is not None and given.class_names else None
+    sources = [SourceRequest(target, request.checkpoint, request.weights, classes).load() for target in targets]
+    if given is None and not sources[0].data:
         raise InputError(f"'{targets[0]}' brings no images: give --data")
-    images = open_analysis_images(data, request.images, skip_bad=request.skip_bad)
+    images = open_data(sources[0].data) if given is None else given
     cache = request.out / "metrics" if request.out else None
     writer = None if request.out is None else ReportWriter(request.out)
     if request.out is not None:

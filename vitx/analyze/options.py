@@ -12,8 +12,8 @@ from vitx.core.options import CheckpointOption, DataOption, DeviceOption, Option
 # The names of vitx.analyze.METRICS (a test compares them): a wrong one is refused before torch is imported.
 METRIC_NAMES = (
     *("over-smoothing", "attention-collapse", "attention-collapse-mixed", "residual-update", "feature-similarity"),
-    *("fourier", "variance", "cka", "lesions", "confidence", "temperature", "corruptions", "frequency-noise"),
-    *("occlusion", "adversarial", "hessian", "hessian-density", "landscape", "trajectory"),
+    *("rollout", "fourier", "variance", "cka", "lesions", "confidence", "temperature", "corruptions"),
+    *("frequency-noise", "occlusion", "adversarial", "hessian", "hessian-density", "landscape", "trajectory"),
 )
 
 

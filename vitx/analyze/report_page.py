@@ -4,17 +4,23 @@ import html
 import io
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from vitx.analyze.analysis import Analysis
 from vitx.analyze.findings.differences import Difference, differences
-from vitx.analyze.findings.finding import Finding, Findings
+from vitx.analyze.findings.finding import Finding, Findings, effect_text, p_text
 from vitx.analyze.intervals import with_interval
+from vitx.analyze.metric_figures import COLOURS
 from vitx.analyze.metrics import METRICS
-from vitx.analyze.metrics.confidence import Confidence
+from vitx.analyze.metrics.confidence import Confidence, Mistake
+from vitx.analyze.metrics.rollout import LookedAt, Rollout
 from vitx.core.files import Record
 from vitx.core.page import data_url, page, picture, section, table
+from vitx.core.preprocess import UInt8Array
 
+Float32Array = npt.NDArray[np.float32]
 BETWEEN = "cka-between"  # named as a metric, but it is of two networks
 THUMBNAIL = 96  # pixels
 _NO_INTERVAL = (
@@ -42,6 +48,9 @@ def report_page(
         if metric == "confidence":
             for name, analysis in zip(names, analyses, strict=True):
                 body += _mistakes(name, analysis)
+        if metric == "rollout":
+            for name, analysis in zip(names, analyses, strict=True):
+                body += _examples(name, analysis)
     for name, analysis in zip(names, analyses, strict=True):
         if analysis.not_applicable:
             body.append(f"<h2>Not applicable to {html.escape(name)}</h2>")
@@ -74,14 +83,6 @@ def _finding(finding: Finding) -> str:
         f"<p>{html.escape(f'{effect_text(finding)}. Baseline: {finding.baseline}. Adjusted {p_text(finding.p)}. ')}"
         f'<a href="#{finding.metric}">Evidence: {html.escape(METRICS[finding.metric].title)}</a></p></div>'
     )
-
-
-def p_text(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
-
-
-def effect_text(finding: Finding) -> str:
-    return f"{with_interval(finding.effect, finding.interval)} {finding.unit}"
 
 
 def _differences(names: Sequence[str], found: Sequence[Difference]) -> Iterator[str]:
@@ -130,17 +131,57 @@ def _mistakes(network: str, analysis: Analysis) -> Iterator[str]:
     found = analysis.results.get("confidence")
     if not isinstance(found, Confidence) or not found.mistakes:
         return
-    images, items = analysis.images, []
-    for mistake in found.mistakes:
-        label, predicted = (images.class_names[number] for number in (mistake.label, mistake.predicted))
-        said, key = (
-            html.escape(f"{label} taken for {predicted}, {100 * mistake.confidence:.1f} %"),
-            html.escape(images.keys[mistake.image]),
-        )
-        buffer = io.BytesIO()
-        pixels = analysis.source.preprocessing.from_bytes(images.read(mistake.image))
-        Image.fromarray(pixels).resize((THUMBNAIL, THUMBNAIL)).save(buffer, format="PNG")
-        items.append(f'<li><img alt="{key}" src="{data_url(buffer.getvalue())}"><br>{said}</li>')
-    wrong = round(len(images) * (1 - found.accuracy))
+    looked = _looked_at(analysis)
+    items = [_item(analysis, each, looked.get(each.image)) for each in found.mistakes]
+    wrong = round(len(analysis.images) * (1 - found.accuracy))
     yield f"<h3>The surest of {wrong} wrong answers of {html.escape(network)}</h3>"
     yield f'<ul class="images">{"".join(items)}</ul>'
+
+
+def _examples(network: str, analysis: Analysis) -> Iterator[str]:
+    found = analysis.results.get("rollout")
+    if isinstance(found, Rollout):
+        looked = _looked_at(analysis)
+        yield f"<h3>Where {html.escape(network)} looks</h3>"
+        items = "".join(_item(analysis, each, looked[each.image]) for each in found.examples)
+        yield f'<ul class="images">{items}</ul>'
+
+
+def _looked_at(analysis: Analysis) -> dict[int, Float32Array]:
+    """Image → its patches' shares of the rollout, (rows, columns)."""
+    found = analysis.results.get("rollout")
+    if not isinstance(found, Rollout):
+        return {}
+    every = (*found.examples, *found.mistakes)
+    return {each.image: np.array(each.shares, np.float32).reshape(found.grid) for each in every}
+
+
+def _item(analysis: Analysis, seen: Mistake | LookedAt, shares: Float32Array | None) -> str:
+    """One image, what the network took it for, and beside it where it looked, if that is known."""
+    images = analysis.images
+    names = images.class_names or analysis.source.class_names
+    label, predicted = (names[number] if number >= 0 else "" for number in (seen.label, seen.predicted))
+    taken = predicted if label in ("", predicted) else f"{label} taken for {predicted}"
+    key = html.escape(images.keys[seen.image])
+    pixels = analysis.source.preprocessing.from_bytes(images.read(seen.image))
+    pictures = [(key, pixels)]
+    if shares is not None:
+        pictures.append((f"{key}: where it looks", _under_shares(pixels, shares)))
+    shown = "".join(f'<img alt="{alt}" src="{_thumbnail(of)}">' for alt, of in pictures)
+    return f"<li>{shown}<br>{html.escape(f'{taken}, {100 * seen.confidence:.1f} %')}</li>"
+
+
+def _under_shares(pixels: UInt8Array, shares: Float32Array) -> UInt8Array:
+    """The image (S, S, 3) in grey under the shares in colour, those of the image's largest share at the top."""
+    from matplotlib import colormaps
+
+    largest = Image.fromarray(shares / max(float(shares.max()), 1e-12))
+    height = np.asarray(largest.resize(pixels.shape[1::-1], Image.Resampling.BILINEAR))
+    grey = pixels.mean(axis=2, keepdims=True)
+    return np.asarray((0.4 * grey + 0.6 * 255 * colormaps[COLOURS](height)[..., :3]).round(), np.uint8)
+
+
+def _thumbnail(pixels: UInt8Array) -> str:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).resize((THUMBNAIL, THUMBNAIL)).save(buffer, format="PNG")
+    return data_url(buffer.getvalue())

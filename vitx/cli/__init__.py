@@ -27,6 +27,7 @@ class Verb(NamedTuple):
 # In the order of a checkpoint's way.
 VERBS = {
     "train": Verb("train", "Train a recipe into a run folder."),
+    "watch": Verb("train", "Show a run while it trains."),
     "eval": Verb("train", "Accuracy and calibration of a run or bundle."),
     "report": Verb("analyze", "Show a run on one page."),
     "study": Verb("analyze", "Train variants of a recipe and compare them."),

@@ -48,7 +48,8 @@ def command(
 def _print_findings(analyses: "list[Analysis]") -> None:
     from vitx.analyze.analysis_report import network_names
     from vitx.analyze.findings.differences import differences
-    from vitx.analyze.report_page import difference_text, effect_text
+    from vitx.analyze.findings.finding import effect_text
+    from vitx.analyze.report_page import difference_text
     from vitx.core.console import print_table
 
     names = network_names(analyses)

@@ -85,27 +85,7 @@ def _explain(target: str, weights: str, options: ExportOptions, *, as_json: bool
 def _print(bundle: "Bundle", *, as_json: bool) -> None:
     from vitx.core.console import print_fields, print_json
 
-    manifest, certificate = bundle.manifest, bundle.certificate()
-    summary: dict[str, object] = {
-        "bundle": str(bundle.path),
-        "model": manifest.model.name,
-        "size_mb": round(sum(entry.size for entry in manifest.files.values()) / 1e6, 2),
-        "precision": manifest.precision,
-        "islands": len(manifest.islands),
-        "opset": manifest.opset,
-        "rewrites": ", ".join(manifest.rewrites),
-        "files": ", ".join(manifest.files),
-        **({"outputs": ", ".join(spec.name for spec in manifest.outputs)} if manifest.outputs else {}),
-        "verdict": certificate.verdict if certificate else "not certified",
-    }
-    if certificate:
-        summary |= {
-            "images": certificate.images,
-            "flips": len(certificate.flips),
-            "flip_rate_bound": certificate.flip_rate_bound,
-            "max_logit_error": certificate.max_logit_error,
-        }
     if as_json:
-        print_json(summary)
+        print_json(bundle.summary())
     else:
-        print_fields(f"bundle {manifest.name}", summary)
+        print_fields(f"bundle {bundle.manifest.name}", bundle.summary())

@@ -45,6 +45,9 @@ def command(
         found = take_some_steps(resolved, folder, resume=options.resume, skip_bad=skip_bad, device=device)
         _print_fields(f"dry run of {resolved.name}, nothing is written", found, as_json=as_json)
         return
+    if options.lr_find:
+        _find_rate(resolved, folder, skip_bad=skip_bad, device=device, as_json=as_json, quiet=quiet)
+        return
     after_epoch = None
     if analysis_every:
         from vitx.analyze.between_epochs import analysis_between_epochs
@@ -98,23 +101,21 @@ def _train(resolved: "Recipe", folder: Path, *, resume: bool, as_json: bool, qui
         log(f"'{folder}' has finished its {done} epochs: nothing is left to train", quiet=quiet)
     elif done < resolved.epochs:
         log(f"stopped after {done} of {resolved.epochs} epochs: none was better for selection.patience", quiet=quiet)
-    _print_result(result.summary(resolved.selection.metric), as_json=as_json)
+    metric = resolved.selection.metric
+    _print_fields(f"trained {folder}", result.summary(metric) if as_json else result.shown(metric), as_json=as_json)
     log_next("vitx", "report", folder, quiet=quiet)
 
 
-def _print_result(summary: dict[str, Any], *, as_json: bool) -> None:
-    layers, (low, high) = summary["cos_sim"], summary["top1_interval"]
-    shown = {
-        "top-1 (averaged weights, best epoch)": f"{summary['top1']:.2%}",
-        "95 % interval": f"{low:.1%} to {high:.1%}, of {summary['images']} images (Wilson)",
-        "NLL": f"{summary['nll']:.4f}",
-        "ECE": f"{summary['ece']:.4f}",
-        "best epoch": f"{summary['best_epoch']} of {summary['epochs']}",
-        "top-1 of the last epoch": f"{summary['last_top1']:.2%}",
-        "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
-        "seconds": summary["seconds"],
-    }
-    _print_fields(f"trained {summary['run']}", summary if as_json else shown, as_json=as_json)
+def _find_rate(resolved: "Recipe", folder: Path, *, as_json: bool, **choices: Any) -> None:
+    from vitx.core.console import print_json, print_table
+    from vitx.train.lr_find import lr_find, rows
+
+    found = lr_find(resolved, folder, **choices)
+    if as_json:
+        print_json(found)
+        return
+    print_table("loss by learning rate", ("rate", "loss", ""), rows(found.pop("curve")))
+    _print_fields(f"learning rate of {resolved.name}, nothing is written", found, as_json=False)
 
 
 def _print_fields(title: str, fields: dict[str, Any], *, as_json: bool) -> None:

@@ -14,6 +14,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import Record, read_record, sha256_file, write_json
 from vitx.core.latency import Latency, LatencyFile, machine_key
 from vitx.core.machine import describe_machine
+from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
 from vitx.core.sealed import read_sealed
@@ -120,6 +121,9 @@ class Bundle:
         self.path = path
         self.manifest = manifest
 
+    def __repr__(self) -> str:
+        return f"Bundle('{self.path}')"
+
     @classmethod
     def open(cls, path: Path | str) -> "Bundle":
         """Open a bundle and verify every file; raise InputError naming what is missing, changed or not listed."""
@@ -136,6 +140,34 @@ class Bundle:
     @property
     def model_path(self) -> Path:
         return self.path / MODEL
+
+    def summary(self) -> dict[str, object]:
+        """What the bundle holds, and what its certificate says; sizes in MB."""
+        manifest, certificate = self.manifest, self.certificate()
+        summary: dict[str, object] = {
+            "bundle": str(self.path),
+            "model": manifest.model.name,
+            "size_mb": round(sum(entry.size for entry in manifest.files.values()) / 1e6, 2),
+            "precision": manifest.precision,
+            "islands": len(manifest.islands),
+            "opset": manifest.opset,
+            "rewrites": ", ".join(manifest.rewrites),
+            "files": ", ".join(manifest.files),
+            **({"outputs": ", ".join(spec.name for spec in manifest.outputs)} if manifest.outputs else {}),
+            "verdict": certificate.verdict if certificate else "not certified",
+        }
+        if certificate:
+            summary |= {
+                "images": certificate.images,
+                "flips": len(certificate.flips),
+                "flip_rate_bound": certificate.flip_rate_bound,
+                "max_logit_error": certificate.max_logit_error,
+            }
+        return summary
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return fields(self.summary().items())
 
     def require_outputs(self, names: Sequence[str]) -> None:
         """Raise InputError for an output that this bundle does not have."""

@@ -20,12 +20,17 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitx.core.errors import InputError
+from vitx.core.page import fields
 
 
 class Record(BaseModel):
     """Base of every schema that vitx writes to a file: immutable, and a field it does not know is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each field."""
+        return fields((name, getattr(self, name)) for name in type(self).model_fields)
 
 
 RecordT = TypeVar("RecordT", bound=Record)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from vitx.core.panels import PIXEL_RATIO
 
+_LONGEST = 200  # characters of a value in a notebook
 _STYLE = """
 :root{color-scheme:light dark;--ink:#191919;--paper:#fff;--line:#b9b9b9;--soft:#f4f4f1;--accent:#0b5394}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:var(--ink);
@@ -19,8 +20,8 @@ details{margin:.5rem 0}summary{cursor:pointer}
 .plot{overflow-x:auto;margin:.8rem 0}.plot img{max-width:100%;height:auto}
 .finding{background:var(--soft);border-left:4px solid var(--accent);padding:.6rem 1rem;margin:.8rem 0}
 .finding p{margin:.2rem 0}.small{font-size:.9rem}nav ul{columns:3 14rem;padding-left:1.2rem}
-ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{width:8rem}
-ul.images img{width:8rem;height:8rem;image-rendering:pixelated}
+ul.images{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:1rem}ul.images li{max-width:17rem}
+ul.images img{width:8rem;height:8rem;margin-right:.25rem;image-rendering:pixelated}
 @media (max-width:40rem){.plot img{max-width:none}body{margin:1rem auto}}
 @media (prefers-color-scheme:dark){:root{--ink:#e9e9e6;--paper:#161616;--line:#4b4b4b;--soft:#232323;--accent:#8ab8ff}
 .plot img{filter:invert(.91) hue-rotate(180deg)}}
@@ -52,6 +53,12 @@ def table(rows: Iterable[tuple[str, object]]) -> str:
         f'<tr><th scope="row">{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>' for name, value in rows
     )
     return f"<table>{cells}</table>"
+
+
+def fields(rows: Iterable[tuple[str, object]]) -> str:
+    """The same for a notebook: floats at five digits, long values cut."""
+    texts = ((name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows)
+    return table((name, text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…") for name, text in texts)
 
 
 def picture(png: bytes, description: str) -> str:

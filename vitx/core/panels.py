@@ -21,6 +21,16 @@ PIXEL_RATIO = 2  # pixels of the file for one as shown: sharp on a phone and on 
 Results = Mapping[str, Any]  # network → its record
 
 
+class Picture(bytes):
+    """The bytes of a PNG file, which a notebook shows."""
+
+    def _repr_png_(self) -> bytes:
+        return bytes(self)
+
+    def __repr__(self) -> str:
+        return f"Picture of {len(self)} bytes"
+
+
 def panels(
     count: int, *, width: float = WIDTH, height: float = HEIGHT, columns: int | None = None
 ) -> tuple["Figure", list["Axes"]]:
@@ -33,8 +43,8 @@ def panels(
     return figure, [figure.add_subplot(rows, columns, index + 1) for index in range(count)]
 
 
-def png(figure: "Figure") -> bytes:
-    """The figure as the bytes of a PNG file."""
+def png(figure: "Figure", pixel_ratio: int = PIXEL_RATIO) -> Picture:
+    """The figure as a PNG file."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=PIXEL_RATIO * DOTS_PER_INCH)
-    return buffer.getvalue()
+    figure.savefig(buffer, format="png", dpi=pixel_ratio * DOTS_PER_INCH)
+    return Picture(buffer.getvalue())

@@ -53,6 +53,9 @@ class RunFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
+    def __repr__(self) -> str:
+        return f"RunFolder('{self.path}')"
+
     def __fspath__(self) -> str:
         return str(self.path)
 

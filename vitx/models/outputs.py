@@ -111,7 +111,7 @@ def recorded_outputs(model: nn.Module, names: Sequence[str]) -> Iterator[Callabl
             compute: dict[str, Callable[[], Tensor]] = {
                 "embedding": lambda: torch.stack([*features.values()]).mean(dim=0),
                 "attention": lambda: _attention(every[-1], pooled),
-                "rollout": lambda: _rollout(every, pooled),
+                "rollout": lambda: attention_rollout(every, pooled),
             }
             return {name: compute[name]() for name in names}
 
@@ -130,7 +130,8 @@ def _attention(maps_BHNN: Tensor, pooled: PooledTokens | None) -> Tensor:
     return maps_BHNN[:, :, pooled.start : pooled.stop].mean(dim=(1, 2))[:, pooled.prefix :]
 
 
-def _rollout(maps: Sequence[Tensor], pooled: PooledTokens | None) -> Tensor:
+def attention_rollout(maps: Sequence[Tensor], pooled: PooledTokens | None) -> Tensor:
+    """The rollout (B, P) of every block's softmax maps (B, H, N, N), first block first."""
     assert pooled is not None
     row_B1N = torch.zeros_like(maps[0][:, 0, :1])
     row_B1N[:, :, pooled.start : pooled.stop] = 1 / (pooled.stop - pooled.start)

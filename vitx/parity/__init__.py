@@ -16,6 +16,8 @@ if TYPE_CHECKING:
         warn_of_other_weights,
     )
     from vitx.parity.comparison import BATCH_SIZES, NOT_FINITE_ERROR, Comparison, compare
+    from vitx.parity.evaluate import evaluate_path
+    from vitx.parity.exported import export_certified
     from vitx.parity.options import ParityOptions
     from vitx.parity.verdict import MAX_FLIP_RATE, check_image_count, check_labels, judge
 
@@ -35,6 +37,8 @@ __all__ = [
     "check_labels",
     "check_provider",
     "compare",
+    "evaluate_path",
+    "export_certified",
     "judge",
     "warn_of_other_weights",
 ]
@@ -53,6 +57,8 @@ __getattr__ = lazy_names(
             "warn_of_other_weights",
         ),
         "vitx.parity.comparison": ("BATCH_SIZES", "NOT_FINITE_ERROR", "Comparison", "compare"),
+        "vitx.parity.evaluate": ("evaluate_path",),
+        "vitx.parity.exported": ("export_certified",),
         "vitx.parity.options": ("ParityOptions",),
         "vitx.parity.verdict": ("MAX_FLIP_RATE", "check_image_count", "check_labels", "judge"),
     },

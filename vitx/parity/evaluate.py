@@ -11,8 +11,8 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.probabilities import classification_metrics
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
-from vitx.parity import check_labels
 from vitx.parity.loaded_model import open_model
+from vitx.parity.verdict import check_labels
 from vitx.runtimes.session import Session
 
 BATCH_SIZE = 32

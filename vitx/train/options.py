@@ -18,4 +18,5 @@ class TrainOptions(Options):
         (), "Change a setting of the recipe; may be repeated.", flag="--set", metavar="KEY=VALUE"
     )
     resume: bool = option(False, "Continue a run that was stopped.")
+    lr_find: bool = option(False, "Raise the learning rate step by step, say which one to take; write nothing.")
     dry_run: bool = option(False, "Take a few steps, print data, shapes, memory and time; write nothing.")

@@ -14,7 +14,7 @@ from vitx.core.files import write_bytes
 from vitx.core.options import Checkpoint
 from vitx.core.page import page, picture, section, table
 from vitx.core.panels import png
-from vitx.core.probabilities import classification_metrics
+from vitx.core.probabilities import classification_metrics, wilson_interval
 from vitx.core.run import RunFolder
 from vitx.data.image_set import ImageSet
 from vitx.data.open import open_images
@@ -119,7 +119,7 @@ def _logits(
 def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict[str, Any]) -> Iterator[str]:
     info, best = run.info, best_row(history, recipe.selection.metric)
     shown = {name: f"{summary[name]:.4f}" for name in ("nll", "ece", "brier") if name in summary}
-    top1 = {"top-1": f"{summary['top1']:.2%} of {summary['images']} images"} if "top1" in summary else {}
+    top1 = {"top-1": _share(summary["top1"], summary["images"])} if "top1" in summary else {}
     yield table(
         [
             ("recipe", info.recipe),
@@ -136,13 +136,19 @@ def _facts(run: RunFolder, recipe: Recipe, history: list[Metrics], summary: dict
     )
 
 
+def _share(rate: float, images: int) -> str:
+    low, high = wilson_interval(round(rate * images), images)
+    return f"{rate:.2%} of {images} images, 95 % interval {low:.1%} to {high:.1%} (Wilson)"
+
+
 def _curves(history: list[Metrics], recipe: Recipe, shown: int) -> Iterator[str]:
     yield section(
         "curves",
         "Curves",
         "Losses are unweighted means over an epoch's training batches; the other metrics are of the averaged weights "
         f"on the evaluation split. The dotted line marks the checkpoint shown, epoch {shown}. The best epoch is chosen "
-        f"by {recipe.selection.metric} on that same split.",
+        f"by {recipe.selection.metric} on that same split. Points of curves have no interval; "
+        "`vitx analyze` has those of NLL, ECE and Brier.",
     )
     yield picture(png(draw_curves(history, shown)), "losses, accuracy, calibration and learning rate by epoch")
     if history[-1]["cos_sim"]:

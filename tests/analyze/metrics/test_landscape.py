@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from reference import randomize_like_trained, seq
 from vitx.analyze.metrics.landscape import (
+    LossLandscape,
+    draw_landscape,
     filter_normalized_direction,
     loss_landscape,
     moved_parameters,
@@ -18,6 +20,7 @@ from vitx.analyze.metrics.landscape import (
     training_path,
 )
 from vitx.core.errors import InputError
+from vitx.core.panels import png
 
 
 def network() -> Any:
@@ -160,3 +163,18 @@ def test_the_training_path_is_where_its_checkpoints_are_in_the_plane() -> None:
     assert share is not None
     assert 0 <= share < 0.2
     assert training_path(model, [weights], 0)[1] is None
+
+
+@pytest.mark.parametrize(("high", "label", "ends"), [(3.0, "NLL (nats)", (1.0, 3.0)), (100.0, "log₁₀ NLL", (0.0, 2.0))])
+def test_the_surface_is_on_the_scale_of_the_colours(high: float, label: str, ends: tuple[float, float]) -> None:
+    nll: list[list[float | None]] = [[1.0, high, 2.0], [2.0, 2.0, 2.0], [2.0, 2.0, None]]
+    record = LossLandscape(axis=[-1, 0, 1], nll=nll, l2=[[0.0] * 3] * 3, weight_decay=0, images=1, seed=0)
+    figure = draw_landscape({"one": record})
+    surface: Any = next(axes for axes in figure.axes if axes.name == "3d")
+    low, top = surface.get_zlim()
+    width = ends[1] - ends[0]
+    assert ends[0] - 0.2 * width < low <= ends[0]
+    assert ends[1] <= top < ends[1] + 0.2 * width
+    assert surface.get_zlabel() == label
+    nothing = record.model_copy(update={"nll": [[None] * 3] * 3})
+    assert png(draw_landscape({"one": nothing})).startswith(b"\x89PNG")

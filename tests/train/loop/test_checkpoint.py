@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.core.errors import InputError
 from vitx.core.run import RunFolder
 from vitx.train.loop import checkpoint
@@ -25,6 +26,7 @@ from vitx.train.loop.checkpoint import (
     read_metrics,
     remove_unfinished_writes,
     save_epoch,
+    save_initial,
     save_within_epoch,
     switch_links,
 )
@@ -68,6 +70,21 @@ def test_a_step_of_the_first_epoch_is_resumed(run: RunFolder) -> None:
     assert folder.name == "step-00000003"
     assert (state.epoch, state.step, state.best_epoch, state.best_metric, state.metrics) == (0, 3, 0, 0.0, {})
     assert (state.rng, state.trainer) == ({"next_batch": 3}, {"batches": 3})
+
+
+def test_every_third_epoch_is_kept_from_the_initial_weights_on(run: RunFolder) -> None:
+    save_initial(run, tensors(0))
+    history: list[Metrics] = []
+    for epoch in range(1, 9):
+        history = [*history, row(epoch, nll=abs(epoch - 4))]
+        save_epoch(run, tensors(epoch), history, {}, keep_every=3)
+        save_within_epoch(run, tensors(epoch), history, 10 * epoch + 5, {}, {}, keep_every=3)
+    save_initial(run, tensors(9))  # of a resumed run, which has them already
+    kept = {path.name for path in (run.path / "checkpoints").glob("epoch-*")}
+    assert kept == {"epoch-0000", "epoch-0003", "epoch-0004", "epoch-0006", "epoch-0008"}  # 4 is the best, 8 the last
+    found = [(state.epoch, state.step) for state, _ in checkpoints_by_step(run)]
+    assert found == [(0, 0), (3, 30), (4, 40), (6, 60), (8, 80)]
+    assert load_file(run.path / "checkpoints/epoch-0000/model.safetensors")["weight"][0, 0] == 0
 
 
 def test_the_step_after_the_last_epoch_is_resumed_and_not_the_epoch(run: RunFolder) -> None:

@@ -42,6 +42,7 @@ def test_the_run_folder_holds_what_its_specification_says(finished: Path) -> Non
         "environment.json",
         "first-batch.png",
         "metrics.jsonl",
+        "progress.json",
         "checkpoints",
         "tensorboard",
         "lock",

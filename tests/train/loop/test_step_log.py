@@ -9,30 +9,35 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
 from cli_fixture import Vitx
+from vitx.core.files import read_record
 from vitx.train.loop import step_log as module
 from vitx.train.loop.step_log import StepLog
+from vitx.train.progress import PROGRESS_FILE, RunProgress, duration
 
 
 def test_every_tenth_step_is_written_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 2.0, 22.0])
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    log = StepLog(tmp_path, steps=300, done=100, batch_size=8, device=torch.device("cpu"))
+    log = StepLog(tmp_path, steps=300, epochs=3, done=100, batch_size=8, device=torch.device("cpu"))
     for step in range(100, 115):
         log(step, {"total": torch.tensor(step / 100)}, 0.5, torch.tensor(3.0))
     log.close()
     assert log.note == "loss 1.100, 4 images/s, 6 min of the run left"
-    events = EventAccumulator(str(tmp_path)).Reload()
+    events = EventAccumulator(str(tmp_path / "tensorboard" / "steps")).Reload()
     assert {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]} == {
         "step/loss/total": [(101, 1.0), (111, pytest.approx(1.1))],
         "step/lr": [(101, 0.5), (111, 0.5)],
         "step/images_per_second": [(101, 4.0), (111, 4.0)],
         "step/gradient_norm": [(101, 3.0), (111, 3.0)],
     }
+    ended = read_record(tmp_path / PROGRESS_FILE, RunProgress)
+    assert (ended.step, ended.steps, ended.epochs, round(ended.loss or 0, 4)) == (115, 300, 3, 1.1)
+    assert (ended.images_per_second, ended.seconds_left, ended.ended) == (4.0, 378.0, True)
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(99.4, "99 s"), (100, "2 min"), (5900, "98 min"), (9000, "2.5 h")])
 def test_a_duration_in_words(seconds: float, said: str) -> None:
-    assert module._duration(seconds) == said
+    assert duration(seconds) == said
 
 
 def test_a_run_on_photographs_is_tried_trained_and_resumed_with_its_split(

@@ -258,7 +258,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_what_a_checkpoint_holds(state: list[Any]) -> None:
-    trainer = bare("seed=7", "selection.metric=nll", history=[ROW], batches_done=3)
+    trainer = bare("seed=7", "selection.metric=nll", "keep_every=5", history=[ROW], batches_done=3)
     trainer.log.add(0, {"total": torch.tensor(2.0)}, torch.tensor(1.0))
     tensors = CheckpointTensors({"of": trainer.model}, {"of": trainer.ema.module}, {"o": 1})  # type: ignore[dict-item]
     trainer._save()
@@ -267,7 +267,7 @@ def test_what_a_checkpoint_holds(state: list[Any]) -> None:
         (
             "save_epoch",
             [trainer.run, tensors, [ROW], {"seed": 7, "next_epoch": 2}, {"optimizer": {"n": 2}}],
-            {"metric": "nll"},
+            {"metric": "nll", "keep_every": 5},
         ),
         (
             "save_within_epoch",
@@ -275,7 +275,7 @@ def test_what_a_checkpoint_holds(state: list[Any]) -> None:
                 *(trainer.run, tensors, [ROW], 4 + 3, {"seed": 7, "next_epoch": 2, "next_batch": 3}),
                 {"optimizer": {"n": 2}, "batches": 3, "losses": [{"total": 2.0}]},
             ],
-            {"metric": "nll"},
+            {"metric": "nll", "keep_every": 5},
         ),
     ]
     scaler = SimpleNamespace(is_enabled=lambda: True, state_dict=lambda: {"scale": 2})
@@ -317,7 +317,7 @@ def test_a_run_is_restored(monkeypatch: pytest.MonkeyPatch, loaded: bool, batche
     state = SimpleNamespace(epoch=3, trainer={"optimizer": {"n": 2}, "scaler": {"scale": 8}, **losses})
     scaler = SimpleNamespace(is_enabled=lambda: True, load_state_dict=lambda value: done.append(("scaler", value)))
     run = SimpleNamespace(path="RUN", metrics_path="METRICS")
-    trainer = bare(processes=Two(None, rank), run=run, stepper=SimpleNamespace(scaler=scaler))
+    trainer = bare("keep_every=5", processes=Two(None, rank), run=run, stepper=SimpleNamespace(scaler=scaler))
     monkeypatch.setattr(module, "load_newest", lambda run: (tensors, state) if loaded else None)
     monkeypatch.setattr(module, "read_metrics", lambda path, epochs: [path, epochs])
     for name in (
@@ -333,7 +333,7 @@ def test_a_run_is_restored(monkeypatch: pytest.MonkeyPatch, loaded: bool, batche
     if not loaded:
         assert done == [*writes, *([("write_metrics", run, [])] if rank == 0 else [])]
         return
-    links = [("switch_links", run, state)] if not batches else []
+    links = [("switch_links", run, state, 5)] if not batches else []
     assert done == [
         *writes,
         ("load_gathered_state", trainer.model, "model"),

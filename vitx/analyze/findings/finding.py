@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vitx.analyze.intervals import CONFIDENCE, Interval, holm
+from vitx.analyze.intervals import CONFIDENCE, Interval, holm, with_interval
 from vitx.core.files import Record
 
 RISK = 1 - CONFIDENCE  # of one false finding or more about a network without any
@@ -24,6 +24,14 @@ class Finding(Record):
     baseline: str
     p: float
     metric: str
+
+
+def p_text(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def effect_text(finding: Finding) -> str:
+    return f"{with_interval(finding.effect, finding.interval)} {finding.unit}"
 
 
 class Findings(Record):

@@ -16,6 +16,7 @@ from vitx.analyze.metrics.lesions import LESIONS_METRIC
 from vitx.analyze.metrics.occlusion import OCCLUSION_METRIC
 from vitx.analyze.metrics.over_smoothing import OVER_SMOOTHING_METRIC
 from vitx.analyze.metrics.residual_update import RESIDUAL_UPDATE_METRIC
+from vitx.analyze.metrics.rollout import ROLLOUT_METRIC
 from vitx.analyze.metrics.temperature import TEMPERATURE_METRIC
 from vitx.analyze.metrics.trajectory import TRAJECTORY_METRIC
 from vitx.analyze.metrics.variance import VARIANCE_METRIC
@@ -26,6 +27,7 @@ METRICS: dict[str, Metric] = {
     "attention-collapse-mixed": MIXED_ATTENTION_COLLAPSE_METRIC,
     "residual-update": RESIDUAL_UPDATE_METRIC,
     "feature-similarity": FEATURE_SIMILARITY_METRIC,
+    "rollout": ROLLOUT_METRIC,
     "fourier": FOURIER_METRIC,
     "variance": VARIANCE_METRIC,
     "cka": CKA_METRIC,

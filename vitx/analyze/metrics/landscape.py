@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,15 @@ from vitx.analyze.metrics.trajectory import checkpoints_by_step
 from vitx.core.console import progress
 from vitx.core.errors import InputError
 from vitx.core.files import Record
-from vitx.core.panels import Results, panels
+from vitx.core.panels import Results
 from vitx.core.run import RunFolder
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.colors import BoundaryNorm
     from matplotlib.figure import Figure
+
+Grid = npt.NDArray[np.float64]
 
 
 class LossLandscape(Record):
@@ -209,28 +212,59 @@ def _measure_grid(context: MetricContext) -> LossLandscape:
 
 
 def draw_landscape(results: Results) -> "Figure":
+    from matplotlib.figure import Figure
+
     records: Mapping[str, LossLandscape] = results
-    figure, axes_of = panels(len(records), width=6.4, height=5.6)
-    for axes, (network, record) in zip(axes_of, records.items(), strict=True):
+    figure = Figure(figsize=(11.6, 5.6 * len(records)), layout="constrained")
+    for row, (network, record) in enumerate(records.items()):
         nll = np.array([[np.nan if value is None else value for value in row] for row in record.nll])
         finite = nll[np.isfinite(nll)]
         low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-        levels = _levels(low, high)
-        drawn = axes.contourf(record.axis, record.axis, nll, levels=levels, cmap=COLOURS, norm=_norm(levels))
-        lines = axes.contour(record.axis, record.axis, nll, levels=levels, colors="white", linewidths=0.5)
-        axes.clabel(lines, fontsize="x-small", fmt="%.3g")
-        axes.plot(0, 0, "+", color="white", markersize=12, markeredgewidth=2)
-        axes.plot([b for _, b in record.path], [a for a, _ in record.path], "o-", color="white", markersize=4)
-        axes.set(xlabel="second direction (filter norms)", ylabel="first direction (filter norms)", aspect="equal")
+        colours: dict[str, Any] = {"cmap": COLOURS, "norm": _norm(_levels(low, high))}
+        axes = figure.add_subplot(len(records), 2, 2 * row + 1)
+        _draw_contour(figure, axes, record, nll, _levels(low, high), colours)
         axes.set_title(f"{network}\n{low:.3g} to {high:.3g} nats, + the weights", fontsize="medium")
-        figure.colorbar(drawn, ax=axes, label="NLL (nats)", format="%.3g")
+        _draw_surface(figure.add_subplot(len(records), 2, 2 * row + 2, projection="3d"), record, nll, colours)
     return figure
+
+
+def _draw_contour(
+    figure: "Figure", axes: "Axes", record: LossLandscape, nll: Grid, levels: Grid, colours: dict[str, Any]
+) -> None:
+    drawn = axes.contourf(record.axis, record.axis, nll, levels=levels, **colours)
+    lines = axes.contour(record.axis, record.axis, nll, levels=levels, colors="white", linewidths=0.5)
+    axes.clabel(lines, fontsize="x-small", fmt="%.3g")
+    axes.plot(0, 0, "+", color="white", markersize=12, markeredgewidth=2)
+    axes.plot([b for _, b in record.path], [a for a, _ in record.path], "o-", color="white", markersize=4)
+    axes.set(xlabel="second direction (filter norms)", ylabel="first direction (filter norms)", aspect="equal")
+    figure.colorbar(drawn, ax=axes, label="NLL (nats)", format="%.3g")
+
+
+def _draw_surface(axes: Any, record: LossLandscape, nll: Grid, colours: dict[str, Any]) -> None:
+    """The same as a surface, its height logarithmic where the colours are; without faces where it is not finite."""
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator
+
+    second, first = np.meshgrid(record.axis, record.axis)
+    logarithmic = _is_wide(float(np.nanmin(nll, initial=np.inf)), float(np.nanmax(nll, initial=0.0)))
+    shades = colormaps[COLOURS](colours["norm"](np.nan_to_num(nll)) / 255)
+    shades[~np.isfinite(nll), 3] = 0
+    grid = {"rcount": len(nll), "ccount": len(nll), "edgecolor": "0.3", "linewidth": 0.3, "shade": False}
+    axes.plot_surface(second, first, np.log10(nll) if logarithmic else nll, facecolors=shades, **grid)
+    axes.set(xlabel="second direction", ylabel="first direction", zlabel="log₁₀ NLL" if logarithmic else "NLL (nats)")
+    axes.set_box_aspect(None, zoom=0.85)  # room for the labels
+    for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+        axis.set_major_locator(MaxNLocator(4))
 
 
 def _levels(low: float, high: float) -> npt.NDArray[np.float64]:
     """Even steps of the logarithm where the loss spans more than a factor of ten, of the loss itself elsewhere."""
     high = max(high, low + 1e-6)
-    return np.geomspace(low, high, 15) if 0 < low < high / 10 else np.linspace(low, high, 15)
+    return np.geomspace(low, high, 15) if _is_wide(low, high) else np.linspace(low, high, 15)
+
+
+def _is_wide(low: float, high: float) -> bool:
+    return 0 < low < high / 10
 
 
 def _norm(levels: npt.NDArray[np.float64]) -> "BoundaryNorm":
@@ -252,8 +286,8 @@ def _landscape_line(found: LossLandscape) -> str:
 
 LANDSCAPE_METRIC = Metric(
     title="Loss landscape",
-    reading="NLL around the weights along two random directions whose filters have the norms of the network's. Dots: "
-    "the run's checkpoints, projected on the plane.",
+    reading="NLL around the weights along two random directions whose filters have the norms of the network's, from "
+    "above and as a surface. Dots: the run's checkpoints, projected on the plane.",
     precision="none: the loss of these images along these two directions is exact; others would differ",
     record=LossLandscape,
     line=_landscape_line,

@@ -29,6 +29,7 @@ from vitx.core.files import (
     write_json,
 )
 from vitx.core.run import CheckpointState, RunFolder, verify_digests
+from vitx.train.progress import PROGRESS_FILE
 from vitx.train.recipes.optimization_settings import Metric, Selection
 
 Metrics = dict[str, Any]
@@ -74,16 +75,25 @@ def save_epoch(
     trainer: dict[str, Any] | None = None,
     *,
     metric: Metric = "top1",
+    keep_every: int = 0,
 ) -> None:
     """Write the checkpoint of the last epoch of `history`, and link it as `last`, and as `best` if it is the best.
 
-    Raises OSError when the disk is full; the checkpoints that were there before are then still whole.
+    Other epochs are removed, but for every `keep_every`-th where that is not 0. Raises OSError when the disk is full;
+    the checkpoints that were there before are then still whole.
     """
     latest = history[-1]
     state = _state(history, latest["step"], rng, trainer or {}, metric)
     state = _write(run.path / "checkpoints" / folder_name(latest["epoch"]), tensors, state)
     write_metrics(run, history)
-    switch_links(run, state)
+    switch_links(run, state, keep_every)
+
+
+def save_initial(run: RunFolder, tensors: CheckpointTensors) -> None:
+    """Write the weights that training begins with as epoch 0, which has no link; a resumed run has them already."""
+    folder = run.path / "checkpoints" / folder_name(0)
+    if not folder.exists():
+        _write(folder, tensors, _state([], 0, {}, {}, "top1"))
 
 
 def save_within_epoch(
@@ -95,12 +105,13 @@ def save_within_epoch(
     trainer: dict[str, Any],
     *,
     metric: Metric = "top1",
+    keep_every: int = 0,
 ) -> None:
     """Write a checkpoint after `step` steps, within an epoch; only resuming reads it. Raises OSError."""
     folder = run.path / "checkpoints" / f"step-{step:08d}"
     _write(folder, tensors, _state(history, step, rng, trainer, metric))
     link_atomically(folder.with_name("resume"), folder.name)
-    _remove_unnamed(folder.parent)
+    _remove_unnamed(folder.parent, keep_every)
 
 
 def _state(
@@ -139,8 +150,8 @@ def _save_file(tensors: dict[str, Tensor], path: Path) -> None:
     apply_umask(path)
 
 
-def switch_links(run: RunFolder, state: CheckpointState) -> None:
-    """Switch `last` and `best` as `state`, of a finished epoch, says, and remove folders without a link.
+def switch_links(run: RunFolder, state: CheckpointState, keep_every: int = 0) -> None:
+    """Switch `last` and `best` as `state`, of a finished epoch, says, and remove folders that are not to be kept.
 
     Calling it twice does no harm, so a resumed run repeats what a kill may have interrupted.
     """
@@ -148,13 +159,16 @@ def switch_links(run: RunFolder, state: CheckpointState) -> None:
     link_atomically(folder / "last", folder_name(state.epoch))
     link_atomically(folder / "best", folder_name(state.best_epoch))
     (folder / "resume").unlink(missing_ok=True)
-    _remove_unnamed(folder)
+    _remove_unnamed(folder, keep_every)
 
 
-def _remove_unnamed(folder: Path) -> None:
-    kept = {(folder / link).readlink().name for link in LINKS if (folder / link).is_symlink()}
+def _remove_unnamed(folder: Path, keep_every: int) -> None:
+    """Remove checkpoints without a link, but for those of every `keep_every`-th epoch."""
+    linked = {(folder / link).readlink().name for link in LINKS if (folder / link).is_symlink()}
     for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink() and path.name not in kept:
+        kind, _, number = path.name.partition("-")
+        kept = bool(keep_every) and kind == "epoch" and number.isdigit() and int(number) % keep_every == 0
+        if path.is_dir() and not path.is_symlink() and path.name not in linked and not kept:
             shutil.rmtree(path)
 
 
@@ -163,7 +177,7 @@ def remove_unfinished_writes(run: RunFolder) -> None:
 
     Checkpoint folders without a link are removed when the next checkpoint is saved.
     """
-    for path in (run.metrics_path, *(run.path / "checkpoints" / link for link in LINKS)):
+    for path in (run.metrics_path, run.path / PROGRESS_FILE, *(run.path / "checkpoints" / link for link in LINKS)):
         remove_unfinished(path)
 
 

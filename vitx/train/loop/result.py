@@ -1,12 +1,15 @@
 """What a training has come to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from vitx.core.page import table
+from vitx.core.panels import Picture, png
 from vitx.core.probabilities import wilson_interval
 from vitx.core.run import RunFolder
 from vitx.train.loop.checkpoint import Metrics, best_row
 from vitx.train.recipes.optimization_settings import Metric
+from vitx.train.recipes.recipe import read_recipe
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,7 @@ class TrainingResult:
     """
 
     run: RunFolder
-    history: list[Metrics]
+    history: list[Metrics] = field(repr=False)
     resumed_from: int
     images: int
 
@@ -37,6 +40,40 @@ class TrainingResult:
             "last_top1": self.history[-1]["top1"],
             "seconds": round(sum(row["seconds"] for row in self.history), 1),
         }
+
+    def shown(self, metric: Metric) -> dict[str, object]:
+        """The same for people."""
+        found = self.summary(metric)
+        layers, (low, high) = found["cos_sim"], found["top1_interval"]
+        return {
+            "top-1 (averaged weights, best epoch)": f"{found['top1']:.2%}",
+            "95 % interval": f"{low:.1%} to {high:.1%}, of {found['images']} images (Wilson)",
+            "NLL": f"{found['nll']:.4f}",
+            "ECE": f"{found['ece']:.4f}",
+            "best epoch": f"{found['best_epoch']} of {found['epochs']}",
+            "top-1 of the last epoch": f"{found['last_top1']:.2%}",
+            "CosSim of first and last block": f"{layers[0]:.3f}, {layers[-1]:.3f}" if layers else "no blocks",
+            "seconds": found["seconds"],
+        }
+
+    def curves(self) -> Picture:
+        """Losses, accuracy, calibration and rate by epoch; needs matplotlib."""
+        from vitx.train.report_figures import draw_curves
+
+        return png(draw_curves(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
+
+    def layers(self) -> Picture:
+        """Similarity of patches and spread of attention by block and epoch; needs matplotlib, and blocks."""
+        from vitx.train.report_figures import draw_layers
+
+        return png(draw_layers(self.history, best_row(self.history, self._metric())["epoch"]), pixel_ratio=1)
+
+    def _metric(self) -> Metric:
+        return read_recipe(self.run.path).selection.metric
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return table(self.shown(self._metric()).items())
 
 
 def describe_epoch(metrics: Metrics, epochs: int) -> str:

@@ -32,6 +32,7 @@ from vitx.train.loop.checkpoint import (
     read_metrics,
     remove_unfinished_writes,
     save_epoch,
+    save_initial,
     save_within_epoch,
     switch_links,
     write_metrics,
@@ -270,7 +271,7 @@ class Trainer:
         if self.processes.writes:
             write_metrics(self.run, self.history)  # without lines of epochs that are trained again
             if not self.batches_done:  # the end of an epoch: its links may not have been switched
-                switch_links(self.run, state)
+                switch_links(self.run, state, self.recipe.keep_every)
 
     def _restore_epoch_progress(self, state: CheckpointState) -> None:
         """Restore how many batches of the epoch under way are done, and the sums of their losses."""
@@ -283,6 +284,7 @@ class Trainer:
         """Train the remaining epochs; the arguments and errors are those of the function `train`."""
         done = len(self.history)
         if not self._finished():
+            self._save_initial()
             with ExitStack() as stack:
                 metric_writers = [stack.enter_context(writer) for writer in self._metric_writers(done, wandb)]
                 request = stack.enter_context(stop_request())
@@ -311,8 +313,9 @@ class Trainer:
 
     def _new_step_log(self) -> StepLog:
         return StepLog(
-            self.run.path / "tensorboard" / "steps",
+            self.run.path,
             steps=self.recipe.epochs * self.data.steps,
+            epochs=self.recipe.epochs,
             done=len(self.history) * self.data.steps + self.batches_done,
             batch_size=self.data.batch_size,
             device=self.device,
@@ -447,7 +450,7 @@ class Trainer:
         tensors, trainer = self._state()  # a collective call, so it stands before `writes`
         if self.processes.writes:
             rng = {"seed": self.recipe.seed, "next_epoch": len(self.history) + 1}
-            save_epoch(self.run, tensors, self.history, rng, trainer, metric=self.recipe.selection.metric)
+            save_epoch(self.run, tensors, self.history, rng, trainer, **self._kept())
         self.processes.barrier()
 
     def _save_within_epoch(self, epoch: int) -> None:
@@ -458,9 +461,17 @@ class Trainer:
         if self.processes.writes:
             step = (epoch - 1) * self.data.steps + self.batches_done
             rng = {"seed": self.recipe.seed, "next_epoch": epoch, "next_batch": self.batches_done}
-            metric = self.recipe.selection.metric
-            save_within_epoch(self.run, tensors, self.history, step, rng, trainer, metric=metric)
+            save_within_epoch(self.run, tensors, self.history, step, rng, trainer, **self._kept())
         self.processes.barrier()
+
+    def _kept(self) -> dict[str, Any]:
+        return {"metric": self.recipe.selection.metric, "keep_every": self.recipe.keep_every}
+
+    def _save_initial(self) -> None:
+        if self.recipe.keep_every and not self.history and not self.batches_done:
+            tensors, _ = self._state()
+            if self.processes.writes:
+                save_initial(self.run, tensors)
 
     def _state(self) -> tuple[CheckpointTensors, dict[str, Any]]:
         """The tensors and numbers of a checkpoint. They are gathered, so all processes have to call it."""

@@ -73,6 +73,9 @@ class Recipe(Record):
     checkpoint_steps: NonNegativeInt = Field(
         default=0, description="steps between checkpoints within an epoch; 0 is at its end and at SIGTERM only"
     )
+    keep_every: NonNegativeInt = Field(
+        default=0, description="epochs between checkpoints that are kept, from the initial weights on; 0: best and last"
+    )
     workers: NonNegativeInt = Field(
         default=2, description="processes that prepare images; the result does not depend on it"
     )

@@ -1,0 +1,42 @@
+"""`progress.json`: how far a run has come within its epoch, for whoever watches it."""
+
+import os
+import socket
+import sys
+
+from pydantic import Field
+
+from vitx.core.files import Record
+
+PROGRESS_FILE = "progress.json"
+
+
+class RunProgress(Record):
+    """step, steps: of the whole run. loss: of the latest tenth step, None before the first. ended: in order."""
+
+    step: int
+    steps: int
+    epochs: int
+    loss: float | None = None
+    images_per_second: float | None = None
+    seconds_left: float | None = None
+    host: str = Field(default_factory=socket.gethostname)
+    pid: int = Field(default_factory=os.getpid)
+    ended: bool = False
+
+    def process_is_gone(self) -> bool:
+        """Whether the process that trained has died, as far as can be known from this machine."""
+        if self.ended or self.host != socket.gethostname() or sys.platform == "win32":
+            return False
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # another user's
+            return False
+        return False
+
+
+def duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{seconds:.0f} s" if seconds < 100 else f"{minutes} min" if minutes < 100 else f"{minutes / 60:.1f} h"
