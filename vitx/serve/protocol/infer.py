@@ -47,7 +47,7 @@ _NOT_CACHED = (b"shared_memory", b"\\")
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: it is a key of caches, and hashing its fields takes longer
 class Contract:
     """The input and the outputs of one model. `image_shape` is (S, S, 3), without the batch dimension.
 
@@ -169,9 +169,9 @@ def decode_infer_request(
     text, data = body if length is None else body[:length], memoryview(b"")
     if len(text) > SMALL_BYTES:
         text, data = cut_out_data(text)
-    if length is not None and length <= _CACHED_HEADER_BYTES and not any(word in text for word in _NOT_CACHED):
-        parsed = _cached_header(text, contract, limits.images, limits.json_depth)
-    else:
+    small = length is not None and length <= _CACHED_HEADER_BYTES
+    parsed = _cached_header(text, contract, limits.images, limits.json_depth) if small else None
+    if parsed is None:
         parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
     return parsed.request(rest, contract, memory, data)
@@ -245,8 +245,10 @@ _NO_MEMORY = SharedMemory(enabled=False)
 
 
 @lru_cache(_CACHED_HEADERS)
-def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader:
-    """Parse a JSON header that names no shared memory."""
+def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader | None:
+    """Parse a JSON header; None for one that may name shared memory."""
+    if any(word in text for word in _NOT_CACHED):
+        return None
     return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
