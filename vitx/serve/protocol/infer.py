@@ -47,7 +47,7 @@ _NOT_CACHED = (b"shared_memory", b"\\")
 EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # by identity: it is a key of caches, and hashing its fields takes longer
+@dataclass(frozen=True, slots=True)
 class Contract:
     """The input and the outputs of one model. `image_shape` is (S, S, 3), without the batch dimension.
 
@@ -70,6 +70,10 @@ class Contract:
         sizes = {str(spec.name): math.prod(int(side) for side in spec.shape[1:]) for spec in manifest.outputs}
         further = tuple((name, sizes[name]) for name in outputs)
         return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version, further)
+
+    def __hash__(self) -> int:
+        """By the name alone: it is a key of caches, asked with every request."""
+        return hash(self.model)
 
     def widths(self) -> dict[str, int]:
         """Numbers an image of each output, the logits first."""
