@@ -51,9 +51,9 @@ def compared(clients: int, rates: dict[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(found) for name, found in rates.items()}
     better = max(("one a core", "all cores"), key=medians.__getitem__)
     each = [ours / theirs for ours, theirs in zip(rates["defaults"], rates[better], strict=True)]
-    found: dict[str, Any] = {"rounds": rates, "better": better, "ratio": round(statistics.median(each), 3), "target": TARGET}
-    found["holds"] = found["ratio"] >= TARGET
-    print(f"{clients} clients: {medians}, defaults over {better} {found['ratio']} {verdict(found)}", flush=True)
+    ratio = round(statistics.median(each), 3)
+    found = {"rounds": rates, "better": better, "ratio": ratio, "target": TARGET, "holds": ratio >= TARGET}
+    print(f"{clients} clients: {medians}, defaults over {better} {ratio} {verdict(found)}", flush=True)
     return found
 
 

@@ -164,7 +164,7 @@ def test_a_failing_batch_is_500_and_the_server_stays(tiny_bundle: Bundle) -> Non
 
 
 def test_a_client_that_hangs_up_frees_its_place(tiny_bundle: Bundle) -> None:
-    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+    with running_server(tiny_bundle.path, "--instances", "1", "--max-batch", "1", program=SLOW_MODEL) as server:
         connections = [server.connect() for _ in range(5)]
         for connection in connections:
             connection.request("POST", PATH, body(7))
