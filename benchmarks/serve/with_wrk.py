@@ -42,10 +42,11 @@ def write_script(request: bytes, path: Path) -> str:
     return first.split()[1]
 
 
-def turn(server: Server, script: Path, path: str, seconds: float) -> dict[str, float]:
+def turn(server: Server, script: Path, path: str, seconds: float, connections: int = CONNECTIONS) -> dict[str, float]:
     """One run of wrk: requests a second and the 99th percentile of their time in milliseconds."""
     url = f"http://127.0.0.1:{server.address[1]}{path}"
-    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds:g}s", "--latency", "-s", str(script), url]
+    command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:g}s", "--timeout", "20s", "--latency"]
+    command += ["-s", str(script), url]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     rate, p99 = re.search(r"Requests/sec: +([\d.]+)", said), re.search(r"99% +([\d.]+)(us|ms|s)", said)
     if "Non-2xx" in said or "Socket errors" in said or not rate or not p99:

@@ -26,7 +26,7 @@ from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.core.run import RunFolder
 from vitx.runtimes import Session, SessionClosed, load_session
-from vitx.runtimes.instances import SessionPool, load_instances
+from vitx.runtimes.instances import SessionPool, load_elastic, load_instances
 from vitx.runtimes.torch import load_run_session
 from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
@@ -165,6 +165,66 @@ def test_instances_that_were_loaded_are_closed_when_the_next_cannot_be() -> None
     with pytest.raises(InputError, match="no memory for another"):
         load_instances(load, 3, 2)
     assert [session.freed for session in loaded] == [1, 1]
+
+
+def test_a_batch_alone_has_every_core_and_several_share_them() -> None:
+    loaded: dict[int | None, Held] = {}
+
+    def load(threads: int | None) -> Session:
+        return loaded.setdefault(threads, Held())
+
+    session = load_elastic(load, 1, 3)
+    alone, beside = loaded[None], loaded[3]
+    assert session.under_load is beside
+    with ThreadPoolExecutor(2) as callers:
+        first = callers.submit(session.infer, IMAGES)
+        assert alone.began.wait(20)
+        second = callers.submit(session.infer_outputs, IMAGES)
+        assert beside.began.wait(20)
+        for held in (beside, alone):
+            held.go.set()
+        assert np.array_equal(first.result(), second.result()["logits"])
+    alone.began.clear()
+    beside.began.clear()
+    session.infer(IMAGES)
+    assert alone.began.is_set()
+    assert not beside.began.is_set()
+    session.close()
+    assert_closed(session)
+    assert (alone.freed, beside.freed) == (1, 1)
+
+
+def test_a_model_of_which_the_second_copy_cannot_be_loaded_is_closed() -> None:
+    first = Held()
+
+    def load(threads: int | None) -> Session:
+        if threads is not None:
+            raise InputError("no memory for another")
+        return first
+
+    with pytest.raises(InputError, match="no memory for another"):
+        load_elastic(load, 2, 2)
+    assert first.freed == 1
+
+
+def test_a_server_on_a_cpu_takes_the_cores_as_the_load_asks(
+    tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("vitx.serve.models.loading", "vitx.serve.models.served_model"):
+        monkeypatch.setattr(f"{module}.usable_cores", lambda: 4)
+
+    def described(instances: int | None, threads: int | None) -> Any:
+        batching = ServeOptions(max_batch=2, instances=instances).batching
+        loader = Loader(batching, device="cpu", instances=instances, threads=threads)
+        warm = loader.warm(loader.verify(tiny_bundle.path))
+        with warm.session as session:
+            assert warm.batching.instances == session.callers
+            return session.describe().get("side_by_side")
+
+    assert described(None, None) == {"batches": 4, "threads": 1}
+    assert described(2, None) == {"batches": 2, "threads": 2}
+    assert described(1, None) is None
+    assert described(2, 1) is None
 
 
 def test_a_model_that_is_refused_is_closed(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:

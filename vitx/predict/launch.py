@@ -12,11 +12,8 @@ from vitx.predict.job import is_certified, predict
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.executor import Executor
 from vitx.predict.summary import PredictionSummary
-from vitx.runtimes.instances import load_instances
+from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
-
-# Each may have a copy of the weights.
-MAX_SESSIONS = 8
 
 
 def launch(
@@ -49,11 +46,6 @@ def _session(bundle: Bundle, options: PredictOptions, threads: int | None, *, qu
     return load_fastest(
         *(bundle, options.runtime), device=options.device, threads=threads, outputs=options.outputs, quiet=quiet
     )
-
-
-def sessions_on(cores: int) -> int:
-    """As many sessions of equal threads as leave no more than a tenth of the cores idle, up to MAX_SESSIONS."""
-    return next(n for n in range(min(cores, MAX_SESSIONS), 0, -1) if cores // n * n >= 0.9 * cores)
 
 
 def _on_all_cores(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Session:

@@ -10,6 +10,8 @@ from vitx.core.latency import Setting
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session
 
+MAX_SESSIONS = 8  # each may have a copy of the weights
+
 
 class SessionPool(Session):
     """Owns its sessions. `infer` may be called from as many threads at once as there are sessions; one more waits."""
@@ -45,6 +47,55 @@ class SessionPool(Session):
 
     def describe(self) -> dict[str, Any]:
         return {**self._sessions[0].describe(), "sessions": len(self._sessions)}
+
+
+class ElasticSession(Session):
+    """A batch that is computed alone takes every core, of several at once each takes its share of them.
+
+    Owns both sessions, `alone` and `beside`, so the weights are in memory twice. `callers` is that of `beside`.
+    """
+
+    def __init__(self, alone: Session, beside: Session) -> None:
+        super().__init__()
+        self._alone, self._beside = alone, beside
+        self.artefacts, self.outputs, self.callers = alone.artefacts, alone.outputs, beside.callers
+
+    @property
+    def under_load(self) -> Session:
+        return self._beside
+
+    def _chosen(self) -> Session:
+        return self._alone if self._calls == 1 else self._beside
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        return self._chosen().infer(images)
+
+    def _infer_outputs(self, images: UInt8Array) -> dict[str, Float32Array]:
+        return self._chosen().infer_outputs(images)
+
+    def _close(self) -> None:
+        self._alone.close()
+        self._beside.close()
+
+    def describe(self) -> dict[str, Any]:
+        """That of a batch alone, and the threads that several have each."""
+        beside = {"batches": self.callers, "threads": self._beside.describe().get("threads")}
+        return {**self._alone.describe(), "side_by_side": beside}
+
+
+def load_elastic(load: Callable[[int | None], Session], instances: int, cores: int) -> Session:
+    """Return a session for so many callers at once. `load(threads)` loads one, of every core for None."""
+    threads = max(1, cores // instances)
+    with ExitStack() as opened:
+        alone = opened.enter_context(load(None))
+        session = ElasticSession(alone, load_instances(lambda: load(threads), instances, threads))
+        opened.pop_all()
+    return session
+
+
+def sessions_on(cores: int) -> int:
+    """As many sessions of equal threads as leave no more than a tenth of the cores idle, up to MAX_SESSIONS."""
+    return next(n for n in range(min(cores, MAX_SESSIONS), 0, -1) if cores // n * n >= 0.9 * cores)
 
 
 def load_instances(load: Callable[[], Session], instances: int, threads: int | None) -> Session:

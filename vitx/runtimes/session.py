@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vitx.core.bundle import MODEL, OUTPUTS, Bundle, output_file
 from vitx.core.certificate import Executable
 from vitx.core.errors import InputError, unknown_name
-from vitx.core.machine import cpu_architecture, cuda_driver, local_architectures
+from vitx.core.machine import cpu_architecture, cuda_driver, local_architectures, local_gpus
 from vitx.core.preprocess import UInt8Array
 from vitx.core.tensorrt_plan import Profile
 
@@ -74,6 +74,11 @@ class Session(ABC):
             return self._infer_outputs(images)
         finally:
             self._end_call()
+
+    @property
+    def under_load(self) -> "Session":
+        """What runs where several batches are computed at once; itself, but for an `ElasticSession`."""
+        return self
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -138,6 +143,11 @@ def executable_of(subject: Mapping[str, str], session: Session) -> Executable:
 def outputs_of(executable: Executable) -> frozenset[str]:
     """What an executable gives beside logits: it loads a file of the bundle for each."""
     return frozenset(name for name in OUTPUTS if output_file(name) in executable.artefacts)
+
+
+def is_cpu(device: Device) -> bool:
+    """Whether a session of this device computes on the CPU here."""
+    return device == "cpu" or (device == "auto" and not local_gpus())
 
 
 def check_images(images: UInt8Array, image_shape: Sequence[int]) -> None:

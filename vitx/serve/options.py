@@ -34,10 +34,10 @@ class ServeOptions(Options):
     max_delay_ms: float = option(2.0, "How long a request may wait for company.", ge=0)
     queue: int = option(1024, "Images that may wait; beyond, requests get 429.", ge=1)
     instances: int | None = option(
-        None, "Batches that run at the same time. Default: what `vitx bench --tune` found, else 1.", ge=1
+        None, "Batches that run at the same time. Default: what `vitx bench --tune` found, else by the load.", ge=1
     )
     threads: int | None = option(
-        None, "Threads of an instance. Default: what `vitx bench --tune` found, else all cores.", ge=1
+        None, "Threads of an instance. Default: what `vitx bench --tune` found, else by the load.", ge=1
     )
     workers: int = option(1, "Server processes on the port; one that dies is replaced.", ge=1)
     device: DeviceOption = "auto"

@@ -5,6 +5,7 @@ import gc
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine
 
 import numpy as np
@@ -442,5 +443,35 @@ def test_finished_requests_leave_nothing_to_the_garbage_collector() -> None:
         finally:
             gc.enable()
         await batcher.close()
+
+    run(test)
+
+
+def test_a_callback_that_knows_its_request_is_freed_with_it() -> None:
+    """Each request was a cycle of 44 objects: collecting them took a fifth of the event loop's time."""
+
+    async def test() -> None:
+        batcher = Batcher(Model())
+        answered = asyncio.Semaphore(0)
+
+        def ask(*, cancelled: bool) -> weakref.ref[Callable[..., None]]:
+            def on_logits(_: Float32Array | Exception) -> None:
+                assert submission.parts
+                answered.release()
+
+            submission = batcher.enqueue(images(1), on_logits)
+            if cancelled:
+                submission.cancel()
+            return weakref.ref(on_logits)
+
+        gc.disable()
+        try:
+            callbacks = [ask(cancelled=cancelled) for cancelled in (False, True, False)]
+            await answered.acquire()
+            await answered.acquire()
+            await batcher.close()
+            assert [callback() for callback in callbacks] == [None] * 3
+        finally:
+            gc.enable()
 
     run(test)

@@ -112,9 +112,9 @@ def test_a_full_disk_is_reported_once_and_what_was_lost_is_counted(
     path = tmp_path / "log"
     path.symlink_to("/dev/full")
     log = AccessLog(str(path))
-    for _ in range(50):
+    for lost in range(1, 51):
         log.write(RequestRecord("a"), "GET", "/", 200, 0.001)
-        wait_until(log._entries.empty)
+        wait_until(lambda lost=lost: log._failed == lost)
     path.unlink()
     log.reopen()
     log.write(RequestRecord("b"), "GET", "/", 200, 0.001)

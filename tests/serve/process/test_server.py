@@ -21,7 +21,17 @@ from vitx.core.preprocess import UInt8Array
 from vitx.serve.models.served_model import load_warm
 from vitx.serve.options import ServeOptions
 
-NO_TORCH = "import sys; sys.modules['torch'] = None; from vitx.cli import main; main()"  # importing it now raises
+NO_TORCH = """
+import signal, sys
+sys.modules["torch"] = None  # importing it now raises
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+before = [signal.getsignal(number) for number in numbers]
+from vitx.cli import main
+try:
+    main()
+finally:  # a program that runs a server has its handlers again
+    assert [signal.getsignal(number) for number in numbers] == before
+"""
 
 PATH = "/v2/models/tiny/infer"
 
@@ -126,6 +136,7 @@ def test_no_torch_and_little_memory(tiny_bundle: Bundle) -> None:
             assert server.request("POST", PATH, body(7))[0] == 200
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
         assert resident_mib(server.process.pid) < 300
+        assert server.stop() == 0
 
 
 def test_a_full_queue_is_429_with_retry_after(tiny_bundle: Bundle) -> None:
@@ -153,7 +164,7 @@ def test_a_failing_batch_is_500_and_the_server_stays(tiny_bundle: Bundle) -> Non
 
 
 def test_a_client_that_hangs_up_frees_its_place(tiny_bundle: Bundle) -> None:
-    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
+    with running_server(tiny_bundle.path, "--instances", "1", "--max-batch", "1", program=SLOW_MODEL) as server:
         connections = [server.connect() for _ in range(5)]
         for connection in connections:
             connection.request("POST", PATH, body(7))

@@ -401,14 +401,17 @@ class Submission:
     def on_part(self, part: RequestPart) -> None:
         """Called when a part is done: the first error ends the request, the last logits answer it."""
         if part.error is not None:
+            on_logits = self._on_logits
             self.cancel()
-            self._on_logits(part.error)
+            on_logits(part.error)
         elif (logits := self._joined_logits()) is not None:
             self._batcher.statistics.add_success(time.monotonic() - self._arrived)
-            self._on_logits(logits)
+            on_logits, self._on_logits = self._on_logits, _ignore
+            on_logits(logits)
 
     def cancel(self) -> None:
         """Remove rows from the queue that do not run yet; the callback is not called."""
+        self._on_logits = _ignore
         self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
         self._batcher.drop(self.parts)
 
@@ -418,6 +421,10 @@ class Submission:
             return self.parts[0].logits
         done = [part.logits for part in self.parts if part.logits is not None]
         return np.concatenate(done) if len(done) == len(self.parts) else None
+
+
+def _ignore(logits: Float32Array | Exception) -> None:
+    """The callback of a request that is done: its own refers to it, a cycle that would wait for a collection."""
 
 
 def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:

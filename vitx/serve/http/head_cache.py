@@ -122,7 +122,7 @@ class HeadCacheProtocol(HttpProtocol):
         if self.transport.is_closing():
             return
         close = close or self._close_after_reply
-        default = b"".join(b"%b: %b\r\n" % header for header in self.server_state.default_headers)
+        default = _lines_of(tuple(self.server_state.default_headers))
         if request_id:
             default += b"x-request-id: %b\r\n" % request_id.encode()
         ours = _head_of(reply.content_type, len(reply.body), reply.headers, close=close)
@@ -200,5 +200,9 @@ def protocol_class(
 @lru_cache(256)
 def _head_of(content_type: bytes, length: int, others: Headers, *, close: bool) -> bytes:
     """The headers of a reply without the server's default ones, and the empty line behind them."""
-    lines = headers_of(content_type, length, others, close=close)
-    return b"".join(b"%b: %b\r\n" % line for line in lines) + b"\r\n"
+    return _lines_of(tuple(headers_of(content_type, length, others, close=close))) + b"\r\n"
+
+
+@lru_cache(256)
+def _lines_of(headers: Headers) -> bytes:
+    return b"".join(b"%b: %b\r\n" % header for header in headers)

@@ -10,13 +10,13 @@ from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.machine import local_gpus
+from vitx.core.machine import usable_cores
 from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
-from vitx.runtimes.instances import tuned_setting
+from vitx.runtimes.instances import sessions_on, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import Device, Session, image_shape
+from vitx.runtimes.session import Device, Session, image_shape, is_cpu
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
 from vitx.serve.models.offer import ModelKey, Offer, WarmModel, WarmOutputs, key_text
@@ -28,7 +28,10 @@ from vitx.serve.protocol.infer import FIRST_VERSION
 
 @dataclass(frozen=True)
 class Loader:
-    """How bundles are loaded. `instances` and `threads`: None for what `vitx bench --tune` found here, if it ran."""
+    """How bundles are loaded.
+
+    instances, threads: with neither, on a CPU, what `vitx bench --tune` found here, else as the load asks for.
+    """
 
     batching: Batching
     device: Device = "auto"
@@ -98,12 +101,11 @@ class Loader:
             return replace(offer, certificate=None), None
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
-        """(instances, threads): as given; on a CPU with neither given, the best that was found on this machine."""
-        on_cpu = self.device == "cpu" or (self.device == "auto" and not local_gpus())
-        if not on_cpu or self.instances is not None or self.threads is not None:
+        """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
+        if not is_cpu(self.device) or self.instances is not None or self.threads is not None:
             return self.instances or 1, self.threads
         tuned = tuned_setting(bundle)
-        return (tuned.instances, tuned.threads) if tuned else (1, None)
+        return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
 
 
 def open_offers(

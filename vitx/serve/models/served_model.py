@@ -11,10 +11,11 @@ import numpy as np
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate
 from vitx.core.errors import InputError
+from vitx.core.machine import usable_cores
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_instances
-from vitx.runtimes.session import LOGITS, Device, Float32Array, Session
+from vitx.runtimes.instances import load_elastic, load_instances
+from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, is_cpu
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.limits import Batching
@@ -161,6 +162,11 @@ class RowsSession(Session):
         self._session = session
         self.outputs, self.callers, self.profiles = session.outputs, session.callers, session.profiles
 
+    @property
+    def under_load(self) -> Session:
+        several = self._session.under_load
+        return self if several is self._session else RowsSession(several)
+
     def _infer(self, images: UInt8Array) -> Float32Array:
         return np.concatenate([*self._session.infer_outputs(images).values()], axis=1)
 
@@ -182,12 +188,17 @@ def load_warm(
 ) -> Session:
     """Load a bundle and run batches of one and of two images; raise InputError if a result has another shape.
 
-    The warm-up runs larger batches, up to the size that the batcher will aim at.
+    The warm-up runs larger batches, up to the size that the batcher will aim at. threads: of an instance; where several
+    are on a CPU, None lets a batch that is alone take every core, and each of several its share.
     """
-    session = load_instances(
-        lambda: load_session(bundle, runtime, device=device, threads=threads, outputs=outputs),
-        *(batching.instances, threads),
-    )
+
+    def load(threads: int | None) -> Session:
+        return load_session(bundle, runtime, device=device, threads=threads, outputs=outputs)
+
+    if threads is None and batching.instances > 1 and is_cpu(device):
+        session = load_elastic(load, batching.instances, usable_cores())
+    else:
+        session = load_instances(lambda: load(threads), batching.instances, threads)
     contract = Contract.of(bundle.manifest, outputs=outputs)
     with ExitStack() as opened:  # closes the session of a bundle that is refused
         opened.enter_context(session)

@@ -15,6 +15,7 @@ from vitx.serve.limits import Batching
 
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
 _CALLS = 12  # of each size at most
+_LONE_CALLS = 2  # of one image on all cores
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
@@ -41,14 +42,14 @@ def measure_curve(
     shape: of one image. The first pass goes from the smallest size up, so that of a slow model at least the small sizes
     are measured. The first call of each size allocates, compiles or chooses algorithms, and is not counted.
     """
-    images = np.zeros((batching.max_batch, *shape), dtype=np.uint8)
+    images, several = np.zeros((batching.max_batch, *shape), dtype=np.uint8), session.under_load
     taken: dict[int, list[float]] = {}
     end = time.perf_counter() + seconds
     with ThreadPoolExecutor(batching.instances) as callers:
 
         def measured(rows: int) -> list[float]:
             """Seconds of one batch on each instance."""
-            jobs = [callers.submit(_seconds_of, session, images[:rows]) for _ in range(batching.instances)]
+            jobs = [callers.submit(_seconds_of, several, images[:rows]) for _ in range(batching.instances)]
             return [job.result() for job in jobs]
 
         for rows in _sizes(batching):
@@ -61,6 +62,8 @@ def measure_curve(
             for rows in taken:
                 taken[rows] += measured(rows)
     medians = {rows: statistics.median(times) for rows, times in taken.items()}
+    if several is not session:  # one image is mostly alone, and planned so; sizes are chosen by the least times
+        medians[1] = min(medians[1], *(_seconds_of(session, images[:1]) for _ in range(_LONE_CALLS)))
     return LatencyCurve(medians, {rows: min(times) for rows, times in taken.items()})
 
 

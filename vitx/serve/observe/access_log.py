@@ -1,26 +1,27 @@
-"""The access log: one JSON object a line and request. The event loop only queues; a thread formats and writes.
+"""The access log: one JSON object a line and request. The event loop makes the line, a thread writes it.
 
-The handlers of `logging` are not used: a write for each line costs half as much again (32 µs a line against 20), their
-queue's thread cannot be given up on a disk that hangs, and with both mended they take more lines than this.
+The lines are made where the requests end: a thread that makes many at once holds the interpreter for milliseconds, in
+which no request is answered. The handlers of `logging` are not used: a write for each line costs half as much again,
+their queue's thread cannot be given up on a disk that hangs, and with both mended they take more lines than this.
 """
 
-import json
-import os
+import random
 import re
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections import deque
 from datetime import UTC, datetime
+from functools import lru_cache
+from json.encoder import encode_basestring_ascii as _quoted  # a fourth of the time of json.dumps of the whole line
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
-_WAITING = 65_536  # entries in the queue; when the disk hangs, later ones are dropped, so that memory stays bounded
+_WAITING = 65_536  # lines to be written; when the disk hangs, later ones are dropped, so that memory stays bounded
 _LINES_A_WRITE = 256
 _GATHER_SECONDS = 0.05  # between two writes: to be woken by each line would cost the event loop more than the lines
 _REPEAT_SECONDS = 60.0  # between two reports of a disk that takes no lines
@@ -28,8 +29,6 @@ _CLOSE_SECONDS = 5.0  # for the last lines, when the disk hangs
 _ID = re.compile(r"[!-~]{1,128}")
 CLIENT_GONE = 499  # nginx's status for a client that hung up before the answer
 _PATH_LENGTH = 200
-
-Entry = dict[str, Any]
 
 
 class AccessLog:
@@ -42,38 +41,44 @@ class AccessLog:
             self._file = self._open()
         except OSError as error:
             raise InputError(f"cannot write the access log '{target}': {error.strerror}") from None
-        self._entries: SimpleQueue[Entry | str] = SimpleQueue()  # or a command: "reopen", "close"
-        self._dropped = 0
-        self._failed = 0  # lines that could not be written since the last that could
+        self._lines: deque[str | None] = deque()  # None: open the file again
+        self._dropped = self._failed = self._told = 0  # lines: not taken, not written, and how many of both a line says
         self._report_due = 0.0  # time.monotonic()
+        self._work_to_do = threading.Event()
+        self._closing = False
         self._thread = threading.Thread(target=self._work, name="access-log", daemon=True)
         self._thread.start()
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None:
-        """Queue the line of a request that has ended after `seconds`."""
-        if self._entries.qsize() >= _WAITING:
+        """Write the line of a request that has ended after `seconds`, soon."""
+        if len(self._lines) >= _WAITING:
             self._dropped += 1
             return
-        entry = {"time": time.time(), "id": record.id, "method": method, "path": path[:_PATH_LENGTH], "status": status}
-        times = {"total": seconds, "decode": record.decode, "queue": record.queue, "compute": record.compute}
-        entry |= {f"{name}_ms": round(1e3 * value, 3) for name, value in times.items() if value is not None}
+        line = f'{{"time": "{_moment(time.time())}", "id": {_quoted(record.id)}, "method": {_quoted(method)}'
+        line += f', "path": {_quoted(path[:_PATH_LENGTH])}, "status": {status}, "total_ms": {1e3 * seconds:.3f}'
+        if record.decode is not None:
+            line += f', "decode_ms": {1e3 * record.decode:.3f}'
+        if record.queue is not None and record.compute is not None:
+            line += f', "queue_ms": {1e3 * record.queue:.3f}, "compute_ms": {1e3 * record.compute:.3f}'
         if record.client is not None:
-            entry["client"] = record.client
+            line += f', "client": {_quoted(record.client)}'
         if record.sent is not None:
-            entry["bytes"] = record.sent
+            line += f', "bytes": {record.sent}'
         if record.model is not None:
-            entry |= {"model": record.model, "images": record.images}
-        if self._dropped:
-            entry["lines_dropped"], self._dropped = self._dropped, 0
-        self._entries.put(entry)
+            line += f', "model": {_quoted(record.model)}, "images": {record.images}'
+        self._lines.append(line)
+        if not self._work_to_do.is_set():
+            self._work_to_do.set()
 
     def reopen(self) -> None:
         """Open the file again by its name, after the old one was moved away."""
-        self._entries.put("reopen")
+        self._lines.append(None)
+        self._work_to_do.set()
 
     def close(self) -> None:
         """Write the queued lines and close the file."""
-        self._entries.put("close")
+        self._closing = True
+        self._work_to_do.set()
         self._thread.join(_CLOSE_SECONDS)
 
     def _open(self) -> BinaryIO:
@@ -81,36 +86,41 @@ class AccessLog:
         return sys.stdout.buffer if self._target == "-" else Path(self._target).open("ab", buffering=0)
 
     def _work(self) -> None:
-        while True:
-            entries = [self._entries.get()]
-            with suppress(Empty):
-                while len(entries) < _LINES_A_WRITE and isinstance(entries[-1], dict):
-                    entries.append(self._entries.get_nowait())
-            full = len(entries) == _LINES_A_WRITE
-            command = entries.pop() if isinstance(entries[-1], str) else None
-            self._write_lines([entry for entry in entries if isinstance(entry, dict)])
-            if command == "reopen":
-                self._reopen()
-            elif command == "close":
-                if self._target != "-":
-                    self._file.close()
-                return
-            if not full:
+        while not self._closing or self._lines:
+            self._work_to_do.wait()
+            if not self._closing:
                 time.sleep(_GATHER_SECONDS)
+            self._work_to_do.clear()
+            self._write_queued()
+        if self._target != "-":
+            self._file.close()
 
-    def _write_lines(self, entries: list[Entry]) -> None:
-        if entries and self._failed:
-            entries[0]["lines_dropped"] = entries[0].get("lines_dropped", 0) + self._failed
+    def _write_queued(self) -> None:
+        lines: list[str] = []
+        while self._lines:
+            if (line := self._lines.popleft()) is not None:
+                lines.append(line)
+            if lines and (line is None or len(lines) == _LINES_A_WRITE or not self._lines):
+                self._write(lines)
+                lines = []
+            if line is None:
+                self._reopen()
+
+    def _write(self, lines: list[str]) -> None:
+        """Write lines that lack only their closing brace."""
+        lost = self._dropped + self._failed - self._told
+        if lost:
+            lines[0] += f', "lines_dropped": {lost}'
         try:
-            self._file.write(b"".join(_line(entry) for entry in entries))
+            self._file.write("}\n".join([*lines, ""]).encode())
             self._file.flush()
-            self._failed = 0
+            self._told += lost
         except OSError as error:
-            self._failed += len(entries)
+            self._failed += len(lines)
             if time.monotonic() >= self._report_due:
                 self._report_due = time.monotonic() + _REPEAT_SECONDS
-                lost = f"{error.strerror}; {self._failed} lines are lost"
-                log(f"vitx: cannot write the access log '{self._target}': {lost}")
+                reason = f"{error.strerror}; {lost + len(lines)} lines are lost"
+                log(f"vitx: cannot write the access log '{self._target}': {reason}")
 
     def _reopen(self) -> None:
         if self._target == "-":
@@ -126,9 +136,14 @@ class AccessLog:
 
 def request_id(given: str | None) -> str:
     """The client's id if it is 1 to 128 visible ASCII characters, else a new one."""
-    return given if given is not None and _ID.fullmatch(given) else os.urandom(16).hex()
+    return given if given is not None and _ID.fullmatch(given) else f"{random.getrandbits(128):032x}"
 
 
-def _line(entry: Entry) -> bytes:
-    moment = datetime.fromtimestamp(entry["time"], UTC).isoformat(timespec="milliseconds")
-    return json.dumps({**entry, "time": moment}).encode() + b"\n"
+def _moment(seconds: float) -> str:
+    milliseconds = int(1e3 * seconds)
+    return f"{_second(milliseconds // 1000)}.{milliseconds % 1000:03d}+00:00"
+
+
+@lru_cache(1)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]

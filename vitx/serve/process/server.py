@@ -6,7 +6,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
 # How long a worker that leaves waits for the next request on each open connection, to answer it and close.
 _LINGER_SECONDS = 2.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGUSR1)))
 _WATCH_SECONDS = 1.0  # between two checks of the bundles on disk
 
 
@@ -70,8 +71,19 @@ def serve(options: ServeOptions) -> None:
             allow_uncertified=options.allow_uncertified,
             required_signature=options.require_signature,
         )
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with _callers_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(Server(options, offers, listener, link, start_lock).run())
+
+
+@contextmanager
+def _callers_handlers() -> Iterator[None]:
+    """At the end a program that ran a server has its own signal handlers again."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class Server:
@@ -245,11 +257,9 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _take_signals(self) -> None:
-        self._on(signal.SIGINT, self._on_signal)
-        self._on(signal.SIGTERM, self._on_signal)
-        if sys.platform != "win32":
-            self._on(signal.SIGHUP, self._on_hangup)
-            self._on(signal.SIGUSR1, self._on_log_rotation)
+        actions = (self._on_signal, self._on_signal, self._on_hangup, self._on_log_rotation)
+        for number, act in zip(_SIGNALS, actions, strict=False):
+            self._on(number, act)
 
     def _on(self, number: int, act: Callable[[int], None]) -> None:
         loop = asyncio.get_running_loop()

@@ -71,6 +71,10 @@ class Contract:
         further = tuple((name, sizes[name]) for name in outputs)
         return cls(manifest.name, manifest.input.name, shape, manifest.output.name, classes, version, further)
 
+    def __hash__(self) -> int:
+        """By the name alone: it is a key of caches, asked with every request."""
+        return hash(self.model)
+
     def widths(self) -> dict[str, int]:
         """Numbers an image of each output, the logits first."""
         return {self.output_name: self.classes, **dict(self.further)}
@@ -169,9 +173,9 @@ def decode_infer_request(
     text, data = body if length is None else body[:length], memoryview(b"")
     if len(text) > SMALL_BYTES:
         text, data = cut_out_data(text)
-    if length is not None and length <= _CACHED_HEADER_BYTES and not any(word in text for word in _NOT_CACHED):
-        parsed = _cached_header(text, contract, limits.images, limits.json_depth)
-    else:
+    small = length is not None and length <= _CACHED_HEADER_BYTES
+    parsed = _cached_header(text, contract, limits.images, limits.json_depth) if small else None
+    if parsed is None:
         parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
     return parsed.request(rest, contract, memory, data)
@@ -245,8 +249,10 @@ _NO_MEMORY = SharedMemory(enabled=False)
 
 
 @lru_cache(_CACHED_HEADERS)
-def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader:
-    """Parse a JSON header that names no shared memory."""
+def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader | None:
+    """Parse a JSON header; None for one that may name shared memory."""
+    if any(word in text for word in _NOT_CACHED):
+        return None
     return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 

@@ -1,0 +1,73 @@
+"""`vitx serve` without options against the two settings of its cores, by the number of clients. Linux, with wrk.
+
+    python benchmarks/serve/defaults.py [--rounds 3] [--seconds 6] [--json FILE]
+
+DeiT-Ti's shape at 224 px with random weights, tensors of one image; `one a core` is --instances CORES --threads 1, `all
+cores` is --instances 1. In each round every setting takes its turn, the others idle; a ratio, over the better of the
+two, is the median of the rounds'. Exit code 1 when the defaults have less than .97 of it.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from server import random_images
+from with_wrk import turn, write_script
+
+from support.server_peers import DEIT_TI, bundle_of, served
+from support.targets import all_hold, command_line, report_header, save_report, verdict
+from vitx.core.machine import usable_cores
+
+CLIENTS = (1, 4, 32, 64)
+SETTINGS = {
+    "defaults": (),
+    "one a core": ("--instances", str(usable_cores()), "--threads", "1"),
+    "all cores": ("--instances", "1"),
+}
+TARGET = 0.97
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    bundle, image = bundle_of(DEIT_TI, folder), random_images(1, DEIT_TI.image_size)[0]
+    rows: dict[int, dict[str, list[float]]] = {clients: {name: [] for name in SETTINGS} for clients in CLIENTS}
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(served(name, bundle, *given)) for name, given in SETTINGS.items()}
+        script = folder / "request.lua"
+        path = write_script(servers["defaults"].request(image), script)
+        for number in range(arguments.rounds):
+            for clients in CLIENTS:
+                for name in (*SETTINGS,)[:: 1 if number % 2 else -1]:
+                    turn(servers[name], script, path, 1, clients)
+                    rows[clients][name].append(turn(servers[name], script, path, arguments.seconds, clients)["rate"])
+    return {str(clients): compared(clients, found) for clients, found in rows.items()}
+
+
+def compared(clients: int, rates: dict[str, list[float]]) -> dict[str, Any]:
+    medians = {name: statistics.median(found) for name, found in rates.items()}
+    better = max(("one a core", "all cores"), key=medians.__getitem__)
+    each = [ours / theirs for ours, theirs in zip(rates["defaults"], rates[better], strict=True)]
+    ratio = round(statistics.median(each), 3)
+    found = {"rounds": rates, "better": better, "ratio": ratio, "target": TARGET, "holds": ratio >= TARGET}
+    print(f"{clients} clients: {medians}, defaults over {better} {ratio} {verdict(found)}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = command_line(__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6)
+    arguments = parser.parse_args()
+    report: dict[str, Any] = report_header()
+    with tempfile.TemporaryDirectory() as name:
+        report["requests a second by clients"] = measure(arguments, Path(name))
+    save_report(report, arguments.json, "python benchmarks/serve/defaults.py")
+    return 0 if all_hold(report) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
