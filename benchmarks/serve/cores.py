@@ -1,6 +1,6 @@
 """`vitx serve` without options against the two settings of its cores, by the number of clients. Linux, with wrk.
 
-    python benchmarks/serve/defaults.py [--rounds 3] [--seconds 6] [--json FILE]
+    python benchmarks/serve/cores.py [--rounds 3] [--seconds 6] [--json FILE]
 
 DeiT-Ti's shape at 224 px with random weights, tensors of one image; `one a core` is --instances CORES --threads 1, `all
 cores` is --instances 1. In each round every setting takes its turn, the others idle; a ratio, over the better of the
@@ -65,7 +65,7 @@ def main() -> int:
     report: dict[str, Any] = report_header()
     with tempfile.TemporaryDirectory() as name:
         report["requests a second by clients"] = measure(arguments, Path(name))
-    save_report(report, arguments.json, "python benchmarks/serve/defaults.py")
+    save_report(report, arguments.json, "python benchmarks/serve/cores.py")
     return 0 if all_hold(report) else 1
 
 
