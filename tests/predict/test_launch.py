@@ -13,6 +13,7 @@ from vitx.predict import launch as launching
 from vitx.predict.launch import launch
 from vitx.predict.options import PredictOptions
 from vitx.predict.ray import pool
+from vitx.runtimes.instances import sessions_on
 
 
 @pytest.fixture
@@ -138,7 +139,7 @@ def test_without_threads_sessions_share_the_cores(
 
 @pytest.mark.parametrize("cores", [*range(1, 130)])
 def test_sessions_leave_few_cores_idle(cores: int) -> None:
-    sessions = launching.sessions_on(cores)
+    sessions = sessions_on(cores)
     busy = {each: cores // each * each for each in range(1, min(cores, 8) + 1)}
     assert busy[sessions] >= 0.9 * cores
     assert all(busy[each] < 0.9 * cores for each in range(sessions + 1, len(busy) + 1)), "the most that do"
