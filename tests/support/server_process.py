@@ -115,9 +115,12 @@ def running_server(
 ) -> Iterator[ServerProcess]:
     """Start `vitx serve ARGUMENTS` on a free port, wait until it is ready, and stop it at the end.
 
-    program: Python source to run instead of the command, with the same arguments in sys.argv.
+    program: Python source to run instead of the command, with the same arguments in sys.argv. One batch runs at a time
+    where the arguments do not say how many: by default a server loads its models for a batch alone and for several.
     """
     command = COMMAND if program is None else (sys.executable, "-c", program, "serve")
+    if not {"--instances", "--threads"} & set(arguments):
+        arguments += ("--instances", "1")
     process = subprocess.Popen(
         [*command, *map(str, arguments), "--port", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

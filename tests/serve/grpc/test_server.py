@@ -58,16 +58,7 @@ DISCONNECTED = 'vitx_rejections_total{reason="disconnected"}'
 @contextmanager
 def slow_server(bundle: Bundle, *options: str, program: str = SLOW_MODEL) -> Iterator[tuple[ServerProcess, Any]]:
     """A server of one slow image after the other, and a client of it."""
-    arguments: tuple[str | Path, ...] = (
-        bundle.path,
-        "--max-batch",
-        "1",
-        "--instances",
-        "1",
-        "--grpc-port",
-        "0",
-        *options,
-    )
+    arguments: tuple[str | Path, ...] = (bundle.path, "--max-batch", "1", "--grpc-port", "0", *options)
     with running_server(*arguments, program=program) as server:
         client = triton.InferenceServerClient(grpc_address(server))
         yield server, client

@@ -34,7 +34,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def server(bundle: Bundle) -> Iterator[ServerProcess]:
     options = ["--allow-uncertified", "--max-delay-ms", "20", "--grpc-port", "0"]
-    with running_server(bundle.path, *options, "--instances", "1", *(["--shared-memory"] if LINUX else [])) as started:
+    with running_server(bundle.path, *options, *(["--shared-memory"] if LINUX else [])) as started:
         yield started
 
 

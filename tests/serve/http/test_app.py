@@ -24,7 +24,7 @@ FORM = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("served")
     bundles: list[Path] = [write_bundle(folder / f"{name}.vitx", name=name).path for name in ("tiny", "other")]
-    with running_server(*bundles, "--allow-uncertified", "--instances", "1") as started:
+    with running_server(*bundles, "--allow-uncertified") as started:
         yield started
 
 

@@ -30,7 +30,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 @pytest.fixture(scope="module")
 def server(bundle: Bundle) -> Iterator[ServerProcess]:
-    with running_server(bundle.path, "--allow-uncertified", "--instances", "1", "--max-delay-ms", "20") as started:
+    with running_server(bundle.path, "--allow-uncertified", "--max-delay-ms", "20") as started:
         yield started
 
 
@@ -166,7 +166,7 @@ def test_statistics_count_requests_and_executions(client: Any) -> None:
 
 def test_system_shared_memory_carries_tensors_both_ways(bundle: Bundle) -> None:
     images = random_images(3)
-    with running_server(bundle.path, "--allow-uncertified", "--instances", "1", "--shared-memory") as server:
+    with running_server(bundle.path, "--allow-uncertified", "--shared-memory") as server:
         client = triton.InferenceServerClient(server.url)
         region = shared_memory.create_shared_memory_region("r", f"/vitx-{os.getpid()}", images.nbytes + 48)
         try:

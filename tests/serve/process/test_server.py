@@ -59,10 +59,11 @@ def resident_mib(pid: int) -> float:
 
 
 def test_a_certified_bundle_is_served_and_its_url_printed(tiny_bundle: Bundle) -> None:
-    with running_server(tiny_bundle.path) as server:
+    with running_server(tiny_bundle.path, "--instances", "2") as server:
         assert re.fullmatch(r"vitx: serving tiny on http://127\.0\.0\.1:\d+", server.line)
         about = server.json("/v2/models/tiny")
         assert about["certified"] is True
+        assert about["vitx"]["runtime"]["side_by_side"]["batches"] == 2
         assert about["vitx"]["certificate"]["flip_rate_bound"] == pytest.approx(0.008287, rel=1e-3)
         assert 'certificate="pass"' in server.request("GET", "/metrics")[1].decode()
         assert server.stop() == 0
@@ -164,7 +165,7 @@ def test_a_failing_batch_is_500_and_the_server_stays(tiny_bundle: Bundle) -> Non
 
 
 def test_a_client_that_hangs_up_frees_its_place(tiny_bundle: Bundle) -> None:
-    with running_server(tiny_bundle.path, "--instances", "1", "--max-batch", "1", program=SLOW_MODEL) as server:
+    with running_server(tiny_bundle.path, "--max-batch", "1", program=SLOW_MODEL) as server:
         connections = [server.connect() for _ in range(5)]
         for connection in connections:
             connection.request("POST", PATH, body(7))
