@@ -20,6 +20,7 @@ from server import random_images
 from with_wrk import turn, write_script
 
 from support.server_peers import DEIT_TI, bundle_of, served
+from support.server_turns import spread
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.core.machine import usable_cores
 
@@ -50,10 +51,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def compared(clients: int, rates: dict[str, list[float]]) -> dict[str, Any]:
     medians = {name: statistics.median(found) for name, found in rates.items()}
     better = max(("one a core", "all cores"), key=medians.__getitem__)
-    each = [ours / theirs for ours, theirs in zip(rates["defaults"], rates[better], strict=True)]
-    ratio = round(statistics.median(each), 3)
-    found = {"rounds": rates, "better": better, "ratio": ratio, "target": TARGET, "holds": ratio >= TARGET}
-    print(f"{clients} clients: {medians}, defaults over {better} {ratio} {verdict(found)}", flush=True)
+    each: dict[str, Any] = spread(rates["defaults"], rates[better])
+    found = {"rounds": rates, "better": better, **each, "target": TARGET, "holds": each["ratio"] >= TARGET}
+    print(f"{clients} clients: {medians}, defaults over {better} {each} {verdict(found)}", flush=True)
     return found
 
 

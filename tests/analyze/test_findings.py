@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from run_fixture import DIGITS_PREPROCESSING, SMALL_DEEPVIT, trained_deepvit
+from run_fixture import DIGITS_PREPROCESSING, digits_source, trained_deepvit
 from vitx.analyze import Analysis, AnalysisOptions, analyze, chosen_metrics
 from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.findings.differences import differences
@@ -33,16 +33,7 @@ READ_BY_RULES = (
 def source(change: Callable[[Any], None]) -> Source:
     model = deepcopy(_healed())
     change(model)
-    return Source(
-        name="seeded",
-        model=model,
-        spec=SMALL_DEEPVIT,
-        class_names=tuple("0123456789"),
-        preprocessing=DIGITS_PREPROCESSING,
-        data="digits",
-        checkpoint="tests",
-        checkpoint_sha256="0" * 64,
-    )
+    return digits_source("seeded", model)
 
 
 def measured(change: Callable[[Any], None], images: int, names: tuple[str, ...] = READ_BY_RULES) -> Analysis:

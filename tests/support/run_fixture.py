@@ -20,6 +20,7 @@ from vitx.core.preprocess import Preprocessing
 from vitx.core.run import CheckpointState, ModelSpec, RunFolder, RunInfo
 from vitx.data.open import open_images
 from vitx.models import build_model, image_tensor
+from vitx.models.source import Source
 
 MODEL = "colour_mean"
 DIGITS_PREPROCESSING = Preprocessing(image_size=32)
@@ -148,3 +149,17 @@ def _written(path: Path, info: RunInfo, files: Mapping[str, Mapping[str, Tensor]
         link_atomically(path / "checkpoints" / link, "epoch-0001")
     write_json(path / "run.json", info)
     return RunFolder.open(path)
+
+
+def digits_source(name: str, model: nn.Module) -> Source:
+    """A network of `trained_deepvit`'s kind, as an analysis takes it."""
+    return Source(
+        name=name,
+        model=model,
+        spec=SMALL_DEEPVIT,
+        class_names=tuple("0123456789"),
+        preprocessing=DIGITS_PREPROCESSING,
+        data="digits",
+        checkpoint="tests",
+        checkpoint_sha256="0" * 64,
+    )

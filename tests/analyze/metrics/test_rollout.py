@@ -10,7 +10,7 @@ import timm
 import torch
 
 from cli_fixture import Vitx
-from run_fixture import DIGITS_PREPROCESSING, SMALL_DEEPVIT, trained_deepvit
+from run_fixture import DIGITS_PREPROCESSING, digits_source, trained_deepvit
 from vitx.analyze import Analysis, AnalysisOptions, analyze
 from vitx.analyze.analysis_report import ReportWriter
 from vitx.analyze.images import open_analysis_images
@@ -22,16 +22,7 @@ from vitx.models.source import Source
 
 @pytest.fixture(scope="module")
 def source() -> Source:
-    return Source(
-        name="trained",
-        model=trained_deepvit(),
-        spec=SMALL_DEEPVIT,
-        class_names=tuple("0123456789"),
-        preprocessing=DIGITS_PREPROCESSING,
-        data="digits",
-        checkpoint="tests",
-        checkpoint_sha256="0" * 64,
-    )
+    return digits_source("trained", trained_deepvit())
 
 
 @pytest.fixture(scope="module")
