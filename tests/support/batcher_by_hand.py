@@ -72,7 +72,7 @@ def made(
 ) -> tuple[Batcher, Instances]:
     instances = Instances()
 
-    def replaced(infer: object, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> Instances:
+    def replaced(count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> Instances:
         instances.on_result = on_result
         return instances
 

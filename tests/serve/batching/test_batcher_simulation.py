@@ -345,7 +345,7 @@ async def simulated(scenario: Scenario) -> tuple[Outcome, dict[str, Any], int]:
     loop, outcome = asyncio.get_running_loop(), Outcome()
     submissions: dict[int, Submission] = {}
 
-    def instances(infer: object, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> object:
+    def instances(count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> object:
         return VirtualInstances(outcome, scenario, on_result)
 
     with (

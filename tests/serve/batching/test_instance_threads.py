@@ -11,7 +11,7 @@ import pytest
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
-from vitx.serve.batching.request_queue import Batch, RequestPart
+from vitx.serve.batching.request_queue import Batch, Infer, RequestPart
 
 
 def part(*numbers: int) -> RequestPart:
@@ -19,8 +19,8 @@ def part(*numbers: int) -> RequestPart:
     return RequestPart(pixels, lambda done: None)
 
 
-def batch(*parts: RequestPart) -> Batch:
-    return Batch([*parts], sum(each.rows for each in parts))
+def batch(infer: Infer, *parts: RequestPart) -> Batch:
+    return Batch([*parts], sum(each.rows for each in parts), infer)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -45,10 +45,10 @@ def test_a_request_alone_is_not_copied_and_several_share_one_buffer() -> None:
             seen.append(images[:, 0, 0, 0].tolist())
             return logits_of(images)
 
-        threads = InstanceThreads(infer, 1, 4, results.put_nowait)
+        threads = InstanceThreads(1, 4, results.put_nowait)
         alone = part(7, 8)
         for parts in ([alone], [part(1), part(2, 3)], [part(4, 5), part(6, 7)]):
-            threads.put(batch(*parts))
+            threads.put(batch(infer, *parts))
             result = await results.get()
             assert result.logits is not None
             assert result.logits[:, 0].tolist() == [row for each in parts for row in each.images[:, 0, 0, 0]]
@@ -71,15 +71,15 @@ def test_cancelled_parts_are_left_out_and_a_batch_without_any_does_not_run() -> 
             calls.append(len(images))
             return logits_of(images)
 
-        threads = InstanceThreads(infer, 1, 8, results.put_nowait)
+        threads = InstanceThreads(1, 8, results.put_nowait)
         gone, kept, last = part(1, 2), part(3), part(4)
         gone.release()
-        threads.put(batch(gone, kept, last))
+        threads.put(batch(infer, gone, kept, last))
         result = await results.get()
         assert result.live == [kept, last]
         assert result.logits is not None
         assert result.logits[:, 0].tolist() == [3, 4]
-        threads.put(batch(gone))
+        threads.put(batch(infer, gone))
         result = await results.get()
         assert (result.live, result.logits, result.error, result.died) == ([], None, None, False)
         assert calls == [2]
@@ -100,9 +100,9 @@ def test_the_moments_of_a_batch_are_in_order_and_around_the_model() -> None:
             moments.append(time.monotonic())
             return logits_of(images)
 
-        threads = InstanceThreads(infer, 1, 8, results.put_nowait)
+        threads = InstanceThreads(1, 8, results.put_nowait)
         before = time.monotonic()
-        sent = batch(part(1), part(2))
+        sent = batch(infer, part(1), part(2))
         threads.put(sent)
         result = await results.get()
         assert sent.started is not None
@@ -118,8 +118,8 @@ def test_the_moments_of_a_batch_are_in_order_and_around_the_model() -> None:
 def test_logits_that_are_not_one_row_for_each_image_are_an_error(logits: Float32Array) -> None:
     async def test() -> None:
         results: asyncio.Queue[BatchResult] = asyncio.Queue()
-        threads = InstanceThreads(lambda rows: logits, 1, 8, results.put_nowait)
-        threads.put(batch(part(1, 2)))
+        threads = InstanceThreads(1, 8, results.put_nowait)
+        threads.put(batch(lambda rows: logits, part(1, 2)))
         result = await results.get()
         assert (result.logits, result.died) == (None, False)
         assert str(result.error) == f"the model returned {logits.shape} for 2 images"
@@ -140,10 +140,10 @@ def test_an_exception_leaves_the_thread_and_anything_else_replaces_it() -> None:
                 raise failures.pop(0)
             return logits_of(images)
 
-        threads = InstanceThreads(infer, 1, 8, results.put_nowait)
+        threads = InstanceThreads(1, 8, results.put_nowait)
         reported = []
         for number in range(4):
-            threads.put(batch(part(number)))
+            threads.put(batch(infer, part(number)))
             result = await results.get()
             reported.append((type(result.error), result.died, result.logits is None, threads.replaced))
         assert reported == [
@@ -174,9 +174,9 @@ def test_closing_runs_what_is_queued_on_every_instance_first() -> None:
             assert gate.wait(10)
             return logits_of(images)
 
-        threads = InstanceThreads(infer, 2, 8, results.append)
+        threads = InstanceThreads(2, 8, results.append)
         for number in range(5):
-            threads.put(batch(part(number)))
+            threads.put(batch(infer, part(number)))
         for _ in range(2):  # two at once
             await asyncio.to_thread(started.acquire)
         assert not started.acquire(blocking=False)

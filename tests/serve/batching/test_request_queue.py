@@ -42,9 +42,9 @@ def test_a_failed_part_has_its_error_and_no_logits() -> None:
 
 
 def test_a_batch_has_no_moments_before_it_runs() -> None:
-    batch = Batch([part()], 1)
+    batch = Batch([part()], 1, np.asarray)
     assert (batch.started, batch.computed) == (None, None)
-    assert batch != Batch(batch.parts, 1), "a batch is equal to itself alone"
+    assert batch != Batch(batch.parts, 1, np.asarray), "a batch is equal to itself alone"
 
 
 @pytest.mark.parametrize(("priority", "level"), [(0, 2), (1, 1), (2, 2), (3, 3)])

@@ -11,6 +11,7 @@ from server_process import running_server, wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import UInt8Array
+from vitx.runtimes.instances import ElasticSession
 from vitx.runtimes.session import Float32Array
 from vitx.serve.models.canary import Canary, canary_images
 
@@ -88,6 +89,19 @@ def test_a_session_that_is_not_finite_is_refused_at_once(tiny_bundle: Bundle) ->
     session.drift = float("nan")
     with pytest.raises(CheckFailed, match="logits that are not finite"):
         Canary(tiny_bundle, None, session, max_batch=1)
+
+
+def test_what_runs_several_batches_is_compared_too(tiny_bundle: Bundle) -> None:
+    alone, beside = Session(), Session()
+    session = ElasticSession(alone, beside)
+    canary = Canary(tiny_bundle, None, session, max_batch=4)
+    assert canary.fault() is None
+    beside.drift = 1.0
+    assert "moved by 1" in str(canary.fault())
+    alone.drift, beside.drift = 1.0, 0.0
+    assert "moved by 1" in str(canary.fault())
+    with pytest.raises(CheckFailed, match="moved by 1"):
+        Canary(tiny_bundle, None, session, max_batch=4)
 
 
 def test_readiness_follows_the_canary(tmp_path: Path) -> None:

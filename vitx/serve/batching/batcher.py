@@ -33,9 +33,8 @@ import numpy as np
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
-from vitx.serve.batching.instance_threads import Infer as Infer
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch, RequestPart, RequestQueue, priority_level
+from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, priority_level
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
 from vitx.serve.futures import settle
 from vitx.serve.limits import Batching
@@ -64,8 +63,12 @@ class Batcher:
         *,
         curve: LatencyCurve | None = None,
         on_batch: Callable[[BatchTimes], None] | None = None,
+        under_load: Infer | None = None,
     ) -> None:
-        """`curve`: the model's measured speed, by default empty; it learns from every batch that runs."""
+        """`curve`: the model's measured speed, by default empty; it learns from every batch that runs.
+
+        under_load: runs the batches that others are beside, by default `infer` too.
+        """
         self.batching = batching or ServeOptions().batching
         self.statistics = ModelStatistics()
         self.curve = curve or LatencyCurve()
@@ -82,7 +85,8 @@ class Batcher:
         self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
         self._drained = asyncio.Event()
-        self._threads = InstanceThreads(infer, self.batching.instances, self.batching.max_batch, self._finish)
+        self._infer, self._under_load = infer, under_load or infer
+        self._threads = InstanceThreads(self.batching.instances, self.batching.max_batch, self._finish)
 
     @property
     def queued(self) -> int:
@@ -290,7 +294,9 @@ class Batcher:
         decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4
         self._concurrent_rows = max(rows_now, decayed)
         parts = self._queue.take(self._size(now), now)
-        batch = Batch(parts, sum(part.rows for part in parts))
+        rows = sum(part.rows for part in parts)
+        # Alone by the recent concurrency: a batch that begins alone may soon have others beside it.
+        batch = Batch(parts, rows, self._infer if rows >= round(self._concurrent_rows) else self._under_load)
         for part in parts:
             part.batch = batch
         self._running_rows += batch.rows

@@ -13,8 +13,6 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import Batch, RequestPart
 
-Infer = Callable[[UInt8Array], Float32Array]
-
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
@@ -36,9 +34,8 @@ class BatchResult:
 class InstanceThreads:
     """`count` threads over one queue. A thread that dies of a BaseException, such as SystemExit, is replaced."""
 
-    def __init__(self, infer: Infer, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> None:
+    def __init__(self, count: int, max_rows: int, on_result: Callable[[BatchResult], None]) -> None:
         """`on_result` is called on the running event loop."""
-        self._infer = infer
         self._max_rows = max_rows
         self._on_result = on_result
         self._loop = asyncio.get_running_loop()
@@ -89,7 +86,7 @@ class InstanceThreads:
             if live:
                 images = rows.gather([part.images for part in live])
                 gathered = time.monotonic()
-                logits = _checked(self._infer(images), len(images))
+                logits = _checked(batch.infer(images), len(images))
         except BaseException as failure:  # noqa: BLE001 - the edge of one batch; its thread may die of it
             error = failure
         died = error is not None and not isinstance(error, Exception)

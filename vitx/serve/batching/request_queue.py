@@ -15,6 +15,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 
+Infer = Callable[[UInt8Array], Float32Array]
 PRIORITY_LEVELS = 3
 DEFAULT_PRIORITY = 2
 PATIENCE = 1.0
@@ -74,6 +75,7 @@ class Batch:
 
     parts: list[RequestPart]
     rows: int
+    infer: Infer
     started: float | None = None
     computed: float | None = None
 

@@ -40,7 +40,7 @@ class Canary:
 
         judged: how far logits may be off; the verdict of what runs, which may be coarser than the bundle's graph.
         """
-        self._session = session
+        self._sessions = dict.fromkeys((session.under_load, session))
         self._images = canary_images(image_shape(bundle), min(IMAGES, max_batch))
         self._provider = session.describe()["provider"]
         self._logits = session.infer(self._images)
@@ -58,12 +58,17 @@ class Canary:
                 f"the canary image of {bundle.path} has logits that move by {moved:.3g} with its neighbours in the "
                 f"batch: at most {2 * self._allowed:.3g} is allowed"
             )
+        if (fault := self.fault()) is not None:
+            raise CheckFailed(f"{bundle.path}: {fault}")
 
     def fault(self) -> str | None:
-        """Run the images again; return what changed, None if nothing did."""
+        """Run the images again, alone and as under load; return what changed, None if nothing did."""
+        return next(filter(None, map(self._fault_of, self._sessions)), None)
+
+    def _fault_of(self, session: Session) -> str | None:
         try:
-            logits = self._session.infer(self._images)
-            provider = self._session.describe()["provider"]
+            logits = session.infer(self._images)
+            provider = session.describe()["provider"]
         except SessionClosed:  # unloaded meanwhile
             return None
         except Exception as error:  # noqa: BLE001 - whatever the runtime raises is reported

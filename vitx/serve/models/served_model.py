@@ -48,7 +48,13 @@ class ServedModel:
         self._sessions = [warm.session, *([warm.outputs.session] if warm.outputs else [])]
         curves = [warm.curve, *([warm.outputs.curve] if warm.outputs else [])]
         self._batchers = [
-            Batcher(session.infer, warm.batching, curve=curve, on_batch=lambda times: self.metrics.batch(times))
+            Batcher(
+                session.infer,
+                warm.batching,
+                curve=curve,
+                on_batch=lambda times: self.metrics.batch(times),
+                under_load=session.under_load.infer,
+            )
             for session, curve in zip(self._sessions, curves, strict=True)
         ]
         self.batcher = self._batchers[0]
