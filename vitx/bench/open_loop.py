@@ -17,7 +17,8 @@ import numpy.typing as npt
 from vitx.bench.timing import percentiles
 from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.batching.batcher import Batcher, Infer
+from vitx.serve.batching.batcher import Batcher
+from vitx.serve.batching.request_queue import Infer
 from vitx.serve.errors import QueueFull
 from vitx.serve.limits import Batching
 

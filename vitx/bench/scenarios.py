@@ -16,7 +16,8 @@ from vitx.bench.timing import Lane, percentiles
 from vitx.core.errors import CheckFailed, unknown_name
 from vitx.core.files import Record
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.batching.batcher import Batcher, Infer
+from vitx.serve.batching.batcher import Batcher
+from vitx.serve.batching.request_queue import Infer
 from vitx.serve.limits import Batching
 
 Scenario = Literal["offline", "server", "single-stream"]
