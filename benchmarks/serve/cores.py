@@ -39,7 +39,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(name, bundle, *given)) for name, given in SETTINGS.items()}
         script = folder / "request.lua"
-        path = write_script(servers["defaults"].request(image), script)
+        path = write_script(script, servers["defaults"].request(image))
         for number in range(arguments.rounds):
             for clients in CLIENTS:
                 for name in (*SETTINGS,)[:: 1 if number % 2 else -1]:

@@ -1,7 +1,7 @@
 """`vitx serve` against its peers, and its own promises, in one run on this machine. Linux.
 
     python benchmarks/serve/server.py --triton VENV --litserve VENV
-        [--parts a,b,c,d] [--rounds 5] [--seconds 4] [--soak 200000] [--folder DIR] [--json FILE]
+        [--parts a,c,d] [--rounds 5] [--seconds 4] [--soak 200000] [--folder DIR] [--json FILE]
 
 (a) Requests of one image, a 32-px ViT of 6 blocks × 96 with random weights, binary tensors (LitServe: JSON), 64
     connections. Servers: ours, Triton 2.51, LitServe, and the least collector that batches (../support/peers). All run
@@ -9,9 +9,7 @@
     client. They take turns; while one is measured the others are stopped (SIGSTOP). A ratio is the median of the
     rounds'. `sessions` is the limit: two threads, each with a one-thread session, no server, at the best of three batch
     sizes.
-(b) DeiT-Ti at 224 px with random weights, two photographs as JPEG to /v1/classify. Decoding and the model share the
-    cores, so the bound is 1 / (1 / I + 1 / D): I images a second of the sessions as in (a), D images a second decoded
-    and resized by one thread a core. The client is not taken off.
+(b) JPEG bytes: in with_wrk.py, whose client misses no answer.
 (c) Processor time of an idle server over 20 s; resident memory over --soak requests; seconds from the start of the
     command to ready, for DeiT-S at 224 px.
 (d) Overload: ten times what a slow network (32 px, 12 blocks × 384) can do arrives by a Poisson process, for 10 s, once
@@ -31,7 +29,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +39,6 @@ from support.http_load import Connection, Load, closed_loop, open_loop, percenti
 from support.onnx_session import cpu_session
 from support.server_peers import (
     DEIT_S,
-    DEIT_TI,
     INSTANCES,
     SLOW,
     SMALL,
@@ -50,11 +46,9 @@ from support.server_peers import (
     Server,
     bundle_of,
     collector_server,
-    http_request,
     infer_request,
     litserve_server,
     package_versions,
-    sample_photographs,
     triton_server,
     vitx_server,
 )
@@ -62,12 +56,11 @@ from support.server_turns import spread, turn
 from support.targets import all_hold, command_line, report_header, save_report, verdict
 from vitx.core.bundle import Bundle
 from vitx.core.errors import VitxError
-from vitx.core.preprocess import UInt8Array, decode
+from vitx.core.preprocess import UInt8Array
 
 # What was promised.
 RATE_TARGETS = {"triton": 1.25, "litserve": 3.0, "collector": 1.0}
 P99_TARGETS = {"triton": 0.8}
-JPEG_TARGET = 0.95
 IDLE_TARGET, GROWTH_TARGET, START_TARGET = 0.01, 0.02, 2.0
 REFUSAL_MS = 10.0
 
@@ -193,32 +186,6 @@ def _over(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], name
     return report
 
 
-def from_jpeg(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """(b) Photographs as JPEG, over the bound by decoding and the model."""
-    bundle = bundle_of(DEIT_TI, arguments.folder or folder)
-    photographs = sample_photographs()
-    apply = bundle.manifest.preprocessing.apply
-    sessions, turns = Sessions(bundle), cycle(photographs)
-    requests = [http_request("/v1/classify", data, "Content-Type: image/jpeg\r\n") for data in photographs]
-    rows: list[dict[str, Any]] = []
-    with vitx_server(bundle) as server:
-        check_logits(server, sessions, random_images(2, DEIT_TI.image_size))
-        server.pause()
-        for number in range(arguments.rounds):
-            infer = sessions.measure(arguments.seconds)
-            decoded = side_by_side(lambda _: apply(decode(next(turns))), 1, arguments.seconds / 2)
-            row = turn(server, requests, arguments.seconds, CONNECTIONS)
-            bound = 1 / (1 / infer + 1 / decoded)
-            rows.append({**row, "sessions": round(infer, 1), "decoded": round(decoded, 1), "bound": round(bound, 1)})
-            print(f"(b) round {number + 1}: {row['requests_per_second']:.1f} of {bound:.1f} images/s", flush=True)
-    ratio = spread([row["requests_per_second"] for row in rows], [row["bound"] for row in rows])
-    report: dict[str, Any] = {**ratio, "target": JPEG_TARGET, "holds": ratio["ratio"] >= JPEG_TARGET}
-    report |= {key: round(statistics.median(row[key] for row in rows), 3) for key in rows[0]}
-    report |= {"image_bytes": [len(data) for data in photographs], "by_batch": sessions.report(), "rounds": rows}
-    print(f"(b) ours over the bound: {ratio}, target {JPEG_TARGET}: {verdict(report)}")
-    return report
-
-
 def at_rest(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """(c) Idle processor time, start and memory."""
     place = arguments.folder or folder
@@ -323,7 +290,6 @@ def _overloaded(load: Load, capacity: float, rate: float) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Path], dict[str, Any]]]] = {
     "a": ("a: against peers", against_peers),
-    "b": ("b: from JPEG bytes", from_jpeg),
     "c": ("c: at rest", at_rest),
     "d": ("d: overload", overload),
 }
