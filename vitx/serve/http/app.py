@@ -7,10 +7,9 @@ Only these two count it, time it, and turn an exception into a reply.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -33,6 +32,7 @@ from vitx.serve.http.asgi import (
     read_body,
     reply_with,
     send_reply,
+    start_task,
 )
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.decode import Decoder
@@ -57,7 +57,8 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 ACCEPT_ENCODING = b"accept-encoding"
 _RECORDED = (b"x-request-id", b"traceparent", b"tracestate")
-Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+# What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
+Prepare = Callable[[Scope], tuple[StartRequest, bool]]
 
 _log = logging.getLogger("vitx.serve")
 
@@ -84,9 +85,8 @@ class App:
         self._limits = limits
         self._metrics = metrics
         self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics, partial(self._cache, "classify"))
+        self._classify = Classifier(models, decoder, limits, metrics).prepare
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._tasks: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
         self._idle = asyncio.Event()
         self._idle.set()
         self.active = 0
@@ -106,8 +106,8 @@ class App:
         """Return when no `infer` or `classify` request is in flight."""
         await self._idle.wait()
 
-    def _find(self, path: str) -> tuple[str, Handler] | None:
-        """The route name and handler of a path that runs a model, else None."""
+    def _find(self, path: str) -> tuple[str, Prepare] | None:
+        """The route name of a path that runs a model, and what starts its requests; else None."""
         if path == "/v1/classify":
             return "classify", self._classify
         parts = path.split("/")
@@ -117,14 +117,10 @@ class App:
             return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else None)
         return None
 
-    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
-        started = time.monotonic()
+    def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        start = partial(self._start_infer, name, version, header_length(header(scope, HEADER_LENGTH.encode())))
-        reply = await answered(scope, start, body, started)
-        self._cache("infer", scope, start)
-        return reply
+        length = header_length(header(scope, HEADER_LENGTH.encode()))
+        return partial(self._start_infer, name, version, length), True
 
     def _decode(
         self, name: str, version: str | None, length: int | None, body: bytes, started: float
@@ -157,7 +153,7 @@ class App:
         record.model = name  # it was served, when the head was read
         decode = partial(self._decode, name, version, length, body, started)
         if _is_large_json(length, body):
-            return self._start_task(self._read_beside(decode, record, hold), on_reply).cancel
+            return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
 
         def replied(rows: Float32Array) -> Reply:
@@ -179,24 +175,6 @@ class App:
         rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
         return self._rows_reply(rows, request, model)
 
-    def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
-        """Call back with the reply or the exception of `work`, unless it is cancelled."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-
-        def on_done(task: "asyncio.Task[Reply]") -> None:
-            self._tasks.discard(task)
-            if not task.cancelled():
-                failure = task.exception()
-                on_reply(failure if isinstance(failure, Exception) else task.result())
-
-        task.add_done_callback(on_done)
-        return task
-
-    def _cache(self, route: str, scope: Scope, start: StartRequest) -> None:
-        """Answer later requests with the same head by `start`."""
-        cache_head(scope, partial(self._run_cached, _Head.of(route, scope), start))
-
     def _run_cached(
         self, head: "_Head", start: StartRequest, connection: HeadCacheProtocol, body: bytes
     ) -> Callable[[], None] | None:
@@ -210,7 +188,7 @@ class App:
                 finish(reply)
                 return
             connection.on_lost = None  # too late to cancel
-            self._start_task(compressed(reply, accepted), finish)
+            start_task(compressed(reply, accepted), finish)
 
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
@@ -238,15 +216,24 @@ class App:
             return None
         return cancel
 
-    async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.perf_counter()
+    async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
         generation = self._enter()
         record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
-            answer = await self._reply(handler, scope, receive, record)
-            reply = await compressed(answer, header(scope, ACCEPT_ENCODING))
-            self._metrics.answer(route, reply.status, time.perf_counter() - started, record.model or "")
+            try:
+                start, cacheable = prepare(scope)
+                body = await read_body(scope, receive, self._limits.body_bytes)
+                reply = await answered(scope, start, body, record, started)
+                if cacheable:
+                    cache_head(scope, partial(self._run_cached, _Head.of(route, scope), start))
+            except ClientGone:
+                raise
+            except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
+                reply = self._error_reply(error, scope["path"], record)
+            reply = await compressed(reply, header(scope, ACCEPT_ENCODING))
+            self._metrics.answer(route, reply.status, time.monotonic() - started, record.model or "")
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:
             if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
@@ -265,14 +252,6 @@ class App:
         self.active -= 1
         if not self.active:
             self._idle.set()
-
-    async def _reply(self, handler: Handler, scope: Scope, receive: Receive, record: RequestRecord) -> Reply:
-        try:
-            return await handler(scope, receive)
-        except ClientGone:
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
-            return self._error_reply(error, scope["path"], record)
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""

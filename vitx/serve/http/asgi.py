@@ -13,7 +13,7 @@ from vitx.serve.errors import RequestError, too_large
 from vitx.serve.futures import settle
 from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
 from vitx.serve.limits import UNCOUNTED_BYTES
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.observe.request_record import RequestRecord
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -157,45 +157,44 @@ def _body_too_large(limit: int) -> RequestError:
     return too_large(f"request body of more than {limit} bytes")
 
 
-async def answered(scope: Scope, start: StartRequest, body: bytes, started: float) -> Reply:
+async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord, started: float) -> Reply:
     """The reply that `start` calls back with. Call after the request was read; raises ClientGone, and cancels it then.
 
     started: time.monotonic() of the request's arrival.
     """
-    connection, record = scope[CONNECTION], CURRENT_RECORD.get()
-    assert record is not None
+    connection = scope[CONNECTION]
     if connection.lost:
         raise ClientGone
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
     cancel = start(body, record, started, partial(settle, reply), connection.hold)
-
-    async def reached() -> Reply:
-        return await reply
-
+    connection.on_lost = reply.cancel
     try:
-        return await await_unless_gone(scope, reached())
+        return await reply
+    except asyncio.CancelledError:
+        if connection.lost:
+            raise ClientGone from None
+        raise
     finally:
+        connection.on_lost = None
         if reply.cancelled():
             cancel()
         else:
             reply.exception()  # marks it as retrieved; asyncio would log it otherwise
 
 
-async def await_unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when the client hangs up, cancel it and raise ClientGone. Call after the request was read."""
-    connection = scope[CONNECTION]
-    task = asyncio.current_task()
-    assert task is not None
-    if connection.lost:
-        work.close()
-        raise ClientGone
-    connection.on_lost = task.cancel
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not connection.lost:
-            raise
-        task.uncancel()
-        raise ClientGone from None
-    finally:
-        connection.on_lost = None
+def start_task(work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
+    """Call back with the reply or the exception of `work`, unless it is cancelled."""
+    task = asyncio.create_task(work)
+    _TASKS.add(task)
+
+    def on_done(task: "asyncio.Task[Reply]") -> None:
+        _TASKS.discard(task)
+        if not task.cancelled():
+            failure = task.exception()
+            on_reply(failure if isinstance(failure, Exception) else task.result())
+
+    task.add_done_callback(on_done)
+    return task
+
+
+_TASKS: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly

@@ -8,29 +8,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
-from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.core.preprocess import ImageError
 from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.batcher import Submission, record_times
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import (
-    CONNECTION,
-    Hold,
-    OnReply,
-    Reply,
-    StartRequest,
-    answered,
-    await_unless_gone,
-    beside,
-    client_of,
-    header,
-    json_reply,
-    read_body,
-    reply_with,
-)
+from vitx.serve.http.asgi import Hold, OnReply, Reply, StartRequest, beside, header, json_reply, start_task
 from vitx.serve.http.decode import Decoder
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
@@ -47,6 +32,8 @@ _TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
+# Reads a body of several images: their file names, if they have some, and each image or what is wrong with it.
+ReadImages = Callable[[bytes], tuple[list[str] | None, Sequence[bytes | RequestError]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,91 +61,54 @@ class _Options:
 class Classifier:
     """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        decoder: Decoder,
-        limits: Limits,
-        metrics: Metrics,
-        cache_head: Callable[[Scope, StartRequest], None],
-    ) -> None:
-        """`cache_head(scope, start)` lets `start` answer later requests with the same head."""
+    def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
         self._models = models
-        self._cache_head = cache_head
         self._decoder = decoder
         self._limits = limits
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Reply:
-        """Answer a request or raise RequestError. Of several images, an unreadable one has an `error` in its entry."""
-        started, query, timeout = time.monotonic(), _query(scope), header(scope, _TIMEOUT_HEADER)
-        options = self._options(query, timeout, started)
+    def prepare(self, scope: Scope) -> tuple[StartRequest, bool]:
+        """What starts the requests of this head, and whether others may have the same. Raises RequestError."""
+        options = partial(self._options, _query(scope), header(scope, _TIMEOUT_HEADER))
+        options(time.monotonic())
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        if kind == "image":
-            start = partial(self._start_single, query, timeout)
-            self._cache_head(scope, start)
-            return await answered(scope, start, body, started)
-        read = partial(self._images, kind, content_type, body)
-        names, images = await beside(scope[CONNECTION].hold, read) if len(body) > SMALL_BYTES else read()
-        results = await await_unless_gone(scope, self._classify(options, images, client_of(scope)))
+        several = {"form": partial(self._form_images, content_type), "json": self._json_images}
+        return partial(self._start, options, several.get(kind)), kind == "image"
+
+    def _start(
+        self,
+        options: Callable[[float], _Options],
+        several: ReadImages | None,
+        body: bytes,
+        record: RequestRecord,
+        started: float,
+        on_reply: OnReply,
+        hold: Hold,
+    ) -> Callable[[], object]:
+        """See `StartRequest`. `several`: reads a body of several images."""
+        asked = options(started)
+        record.model = asked.model.name
+        return start_task(self._reply(asked, several, body, record, hold), on_reply).cancel
+
+    async def _reply(
+        self, options: _Options, several: ReadImages | None, body: bytes, record: RequestRecord, hold: Hold
+    ) -> Reply:
+        CURRENT_RECORD.set(record)  # of this task alone
+        if several is None:
+            (result,) = await self._classify(options, [body], record)
+            if "error" in result:
+                raise RequestError(result["error"], reason="bad_image")
+            return json_reply({"model": options.model.name, **result})
+        read = partial(several, body)
+        names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
+        results = await self._classify(options, images, record)
         for result in results:
             if "error" in result:
                 self._metrics.reject("bad_image", options.model.name)
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
-
-    def _start_single(
-        self,
-        query: Mapping[str, str],
-        timeout: str | None,
-        body: bytes,
-        record: RequestRecord,
-        started: float,
-        on_reply: OnReply,
-        _: Hold,
-    ) -> Callable[[], object]:
-        """Classify one image, the body; see `StartRequest`."""
-        options = self._options(query, timeout, started)
-        manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
-        record.model, record.decode_started = options.model.name, time.monotonic()
-        submission: Submission | None = None
-        cancelled = False
-
-        def on_pixels(pixels: UInt8Array | Exception) -> None:
-            nonlocal submission
-            if cancelled:
-                return
-            record.decode = time.monotonic() - (record.decode_started or 0.0)
-            if isinstance(pixels, Exception):
-                on_reply(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
-                return
-            try:
-                submission = batcher.enqueue(
-                    pixels[None], on_logits, priority=options.priority, deadline=options.deadline
-                )
-            except RequestError as refusal:
-                on_reply(refusal)
-
-        def labelled(logits: Float32Array) -> Reply:
-            assert submission is not None
-            record_times(record, submission.parts)
-            return json_reply({"model": options.model.name, **options.answer(logits[0])})
-
-        def cancel() -> None:
-            nonlocal cancelled
-            cancelled = True
-            cancel_decoding()
-            if submission is not None:
-                submission.cancel()
-
-        on_logits = reply_with(labelled, on_reply)
-        cancel_decoding = self._decoder.enqueue(
-            body, manifest.preprocessing, on_pixels, client=record.client or "", deadline=options.deadline
-        )
-        return cancel
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._models.get(query.get("model"), query.get("version"))
@@ -169,15 +119,7 @@ class Classifier:
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
-    def _images(
-        self, kind: str, content_type: str, body: bytes
-    ) -> tuple[list[str] | None, Sequence[bytes | RequestError]]:
-        """The file names of a form, and the encoded images; of one that is not base64 its error."""
-        if kind == "form":
-            return self._form_images(content_type, body)
-        return None, base64_images(body, self._limits)
-
-    def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], list[bytes]]:
+    def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
         parts = parse_multipart(content_type, body, self._limits.images)
         for part in parts:
             if part.filename is None:
@@ -186,17 +128,19 @@ class Classifier:
             raise RequestError("the form has no image")
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
+    def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
+        return None, base64_images(body, self._limits)
+
     async def _classify(
-        self, options: _Options, images: Sequence[bytes | RequestError], client: str
+        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
-        started = time.monotonic()
+        record.decode_started, client = time.monotonic(), record.client or ""
         decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
         decoded = iter(await decoding)
-        if (record := CURRENT_RECORD.get()) is not None:
-            record.decode_started, record.decode = started, time.monotonic() - started
+        record.decode = time.monotonic() - record.decode_started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
         readable = [image for image in pixels if not isinstance(image, Exception)]
         logits: Float32Array = np.empty((0, 0), np.float32)
