@@ -1,6 +1,9 @@
 """The errors of requests: each has an HTTP status, a reason for the metrics, and a text for the client."""
 
 from http import HTTPStatus
+from typing import NoReturn
+
+NO_CUDA = "CUDA shared memory is not offered: use system shared memory"
 
 
 class RequestError(Exception):
@@ -63,3 +66,7 @@ def too_large(message: str) -> RequestError:
 
 def unavailable(message: str, reason: str) -> RequestError:
     return RequestError(message, status=HTTPStatus.SERVICE_UNAVAILABLE, reason=reason, retry_after=1)
+
+
+def not_offered(what: str) -> NoReturn:
+    raise RequestError(what, status=HTTPStatus.NOT_IMPLEMENTED, reason="not_offered")

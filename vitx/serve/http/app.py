@@ -4,7 +4,6 @@ A request that runs a model goes through `App._run`, or through `App._run_cached
 Only these two count it, time it, and turn an exception into a reply.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,6 @@ from vitx.serve.http.asgi import (
     error_reply,
     header,
     read_body,
-    reply_with,
     send_reply,
     start_task,
 )
@@ -41,7 +39,7 @@ from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import Generation, ModelSet, ServedModel
+from vitx.serve.models.served_model import InFlight, ModelSet, ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
@@ -59,12 +57,13 @@ ACCEPT_ENCODING = b"accept-encoding"
 _RECORDED = (b"x-request-id", b"traceparent", b"tracestate")
 # What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
 Prepare = Callable[[Scope], tuple[StartRequest, bool]]
+Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 
 _log = logging.getLogger("vitx.serve")
 
 
 class App:
-    """The server's routes. `active` is the number of `infer` and `classify` requests in flight."""
+    """The server's routes."""
 
     def __init__(
         self,
@@ -87,9 +86,7 @@ class App:
         self._memory = memory
         self._classify = Classifier(models, decoder, limits, metrics).prepare
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.active = 0
+        self._in_flight = InFlight()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._find(scope["path"]) if scope["type"] == "http" else None
@@ -102,9 +99,14 @@ class App:
             self._metrics.answer(found[0], error.status)
             await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
 
+    @property
+    def active(self) -> int:
+        """How many `infer` and `classify` requests are in flight."""
+        return self._in_flight.count
+
     async def idle(self) -> None:
-        """Return when no `infer` or `classify` request is in flight."""
-        await self._idle.wait()
+        """Return when none is."""
+        await self._in_flight.end()
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""
@@ -122,10 +124,7 @@ class App:
         length = header_length(header(scope, HEADER_LENGTH.encode()))
         return partial(self._start_infer, name, version, length), True
 
-    def _decode(
-        self, name: str, version: str | None, length: int | None, body: bytes, started: float
-    ) -> tuple[ServedModel, InferRequest, float | None]:
-        """Return the model, the request and its deadline."""
+    def _decode(self, name: str, version: str | None, length: int | None, body: bytes, started: float) -> Decoded:
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
@@ -156,22 +155,27 @@ class App:
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
 
-        def replied(rows: Float32Array) -> Reply:
-            record_times(record, submission.parts)
-            return self._rows_reply(rows, request, model)
+        def on_logits(rows: Float32Array | Exception) -> None:
+            reply: Reply | Exception
+            try:
+                if isinstance(rows, Exception):
+                    reply = rows
+                else:
+                    record_times(record, submission.parts)
+                    reply = self._rows_reply(rows, request, model)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
+                reply = failure
+            on_reply(reply)
 
-        on_logits = reply_with(replied, on_reply)
-        batcher = model.batcher_of(request.outputs)
+        batcher = model.batcher_of(request.further)
         submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
         return submission.cancel
 
-    async def _read_beside(
-        self, decode: Callable[[], tuple[ServedModel, InferRequest, float | None]], record: RequestRecord, hold: Hold
-    ) -> Reply:
+    async def _read_beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
         """The reply to a request that is read on a thread."""
         CURRENT_RECORD.set(record)  # of this task alone
         model, request, deadline = await beside(hold, decode)
-        batcher = model.batcher_of(request.outputs)
+        batcher = model.batcher_of(request.further)
         rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
         return self._rows_reply(rows, request, model)
 
@@ -181,7 +185,8 @@ class App:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
         started, accepted = time.monotonic(), head.accepted
         record = head.record(connection.client, with_id=bool(self._observers))
-        generation = self._enter()
+        generation = self._models.enter()
+        self._in_flight.enter()
 
         def on_reply(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
@@ -195,14 +200,16 @@ class App:
                 reply = self._error_reply(reply, head.path, record)
             self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
-            self._leave(generation)
+            generation.leave()
+            self._in_flight.leave()
             record.sent = len(reply.body)
             observe(reply.status)
 
         def cancel() -> None:
             cancel_work()
             self._metrics.reject("disconnected", record.model or "")
-            self._leave(generation)
+            generation.leave()
+            self._in_flight.leave()
             observe(CLIENT_GONE)
 
         def observe(status: int) -> None:
@@ -218,7 +225,8 @@ class App:
 
     async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
-        generation = self._enter()
+        generation = self._models.enter()
+        self._in_flight.enter()
         record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
@@ -240,18 +248,8 @@ class App:
                 self._metrics.reject("disconnected", record.model or "")
         finally:
             CURRENT_RECORD.reset(token)
-            self._leave(generation)
-
-    def _enter(self) -> Generation:
-        self.active += 1
-        self._idle.clear()
-        return self._models.enter()
-
-    def _leave(self, generation: Generation) -> None:
-        generation.leave()
-        self.active -= 1
-        if not self.active:
-            self._idle.set()
+            generation.leave()
+            self._in_flight.leave()
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""

@@ -44,23 +44,6 @@ Hold = Callable[["asyncio.Future[Any]"], None]
 StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
 
 
-def reply_with(make: Callable[[T], Reply], on_reply: OnReply) -> Callable[[T | Exception], None]:
-    """Return a callback for a value or an exception; it calls `on_reply` with `make(value)` or with the exception."""
-
-    def on_value(value: T | Exception) -> None:
-        reply: Reply | Exception
-        if isinstance(value, Exception):
-            reply = value
-        else:
-            try:
-                reply = make(value)
-            except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
-                reply = failure
-        on_reply(reply)
-
-    return on_value
-
-
 def json_reply(value: Any, status: int = 200) -> Reply:
     return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), status)
 

@@ -73,8 +73,10 @@ class Classifier:
         options(time.monotonic())
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = _kind(content_type)
-        several = {"form": partial(self._form_images, content_type), "json": self._json_images}
-        return partial(self._start, options, several.get(kind)), kind == "image"
+        several: ReadImages | None = None
+        if kind != "image":
+            several = partial(self._form_images, content_type) if kind == "form" else self._json_images
+        return partial(self._start, options, several), kind == "image"
 
     def _start(
         self,

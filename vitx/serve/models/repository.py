@@ -11,7 +11,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
-from vitx.serve.errors import RequestError, unavailable
+from vitx.serve.errors import RequestError, not_offered, unavailable
 from vitx.serve.models.loading import Loader
 from vitx.serve.models.offer import ModelKey, WarmModel, key_text
 from vitx.serve.models.served_model import ModelSet, ServedModel
@@ -227,10 +227,13 @@ def _unknown(name: str) -> RequestError:
     return RequestError(f"model '{name[:80]}' is not in the repository", status=404, reason="unknown_model")
 
 
-def repository_parameters(given: Mapping[str, Any]) -> None:
-    """Raise RequestError 400 for any parameter of a load or unload but the one that Triton's clients always send."""
-    if unknown := sorted(given.keys() - {"unload_dependents"}):
+def managed(repository: Repository | None, parameters: Mapping[str, Any] | None = None) -> Repository:
+    """The repository that clients may manage; raise RequestError 501 where there is none.
+
+    parameters: of a load or unload; any but the one that Triton's clients always send is refused with 400.
+    """
+    if unknown := sorted((parameters or {}).keys() - {"unload_dependents"}):
         raise RequestError(f"parameter '{unknown[0][:80]}' is not offered: a bundle is loaded as it is on disk")
-
-
-NOT_OFFERED = "the model repository is not offered: start the server with --management"
+    if repository is None:
+        not_offered("the model repository is not offered: start the server with --management")
+    return repository

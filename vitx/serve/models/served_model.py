@@ -67,12 +67,12 @@ class ServedModel:
             await batcher.close()
             await asyncio.to_thread(session.close)
 
-    def batcher_of(self, outputs: Sequence[object]) -> Batcher:
-        """The batcher of requests for the logits alone, or of those that ask for further `outputs` too.
+    def batcher_of(self, further: object) -> Batcher:
+        """The batcher of requests for the logits alone, or of those that ask for `further` outputs too.
 
         They are grouped apart: a batch with an image of which an output is asked would compute it of every other.
         """
-        return self._batchers[-1] if outputs else self.batcher
+        return self._batchers[-1] if further else self.batcher
 
     @property
     def queued(self) -> int:
@@ -215,24 +215,25 @@ def load_warm(
     return session
 
 
-class Generation:
-    """The requests that began between two model switches. A model they may use is closed only after they ended."""
+class InFlight:
+    """Counts requests in flight."""
 
     def __init__(self) -> None:
-        self._requests = 0
+        self.count = 0
         self._ended = asyncio.Event()
         self._ended.set()
 
     def enter(self) -> None:
-        self._requests += 1
+        self.count += 1
         self._ended.clear()
 
     def leave(self) -> None:
-        self._requests -= 1
-        if not self._requests:
+        self.count -= 1
+        if not self.count:
             self._ended.set()
 
     async def end(self) -> None:
+        """Return when there is none."""
         await self._ended.wait()
 
 
@@ -260,7 +261,7 @@ class ModelSet:
         self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
-        self._generation = Generation()
+        self._generation = InFlight()  # begun since the last switch: a model they may use is closed after they ended
         self._retiring: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -292,7 +293,7 @@ class ModelSet:
         model = self._newest.get(name) if version is None else self._models.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
-    def enter(self) -> Generation:
+    def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
         self._generation.enter()
         return self._generation
@@ -356,12 +357,12 @@ class ModelSet:
         await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
-        ended, self._generation = self._generation, Generation()
+        ended, self._generation = self._generation, InFlight()
         task = asyncio.create_task(self._close_after(ended, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    async def _close_after(self, requests: Generation, model: ServedModel, seconds: float) -> None:
+    async def _close_after(self, requests: InFlight, model: ServedModel, seconds: float) -> None:
         """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""
         with suppress(TimeoutError):
             await asyncio.wait_for(requests.end(), seconds)

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,24 +16,15 @@ from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.protocol.shared_memory import SharedMemory
 
+if TYPE_CHECKING:
+    from vitx.serve.protocol.infer import Contract
+
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _FLOAT32_BYTES = 4
 _MAX_VALUES = 16_384
-
-
-class Output(Protocol):
-    """The outputs of a model: the part of `Contract` that is used here."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def output_name(self) -> str: ...
-    @property
-    def classes(self) -> int: ...
-    def widths(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +64,8 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestParameters:
-    """Parameters of the request as a whole; `timeout` in seconds."""
-
-    binary_output: bool = False
-    priority: int = 0
-    timeout: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """How the client wants an output; see InferRequest."""
+    """How the client wants an output. top_k: the classes of each image, 0 for the values. region: not in the body."""
 
     name: str
     binary: bool
@@ -127,20 +109,16 @@ def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) 
     return parameters
 
 
-def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
-    """The request's own parameters. Triton's `timeout` is in microseconds; 0 means no timeout."""
-    if "parameters" not in header:
-        return _NO_PARAMETERS
+def request_parameters(header: Mapping[str, Any]) -> tuple[bool, int, float | None]:
+    """Whether outputs are binary by default, the priority, and the timeout in seconds (Triton's: µs, 0 is none)."""
     parameters = known_parameters(header, "request", ("binary_data_output", "priority", "timeout"))
     timeout, priority = _count(parameters, "timeout"), _count(parameters, "priority")
     priority_level(priority)  # refuses an unknown priority before the pixels are read
-    return RequestParameters(
-        _flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
-    )
+    return _flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
 
 
 def requested_outputs(
-    header: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
+    header: Mapping[str, Any], contract: "Contract", binary: bool, rows: int, memory: SharedMemory
 ) -> tuple[RequestedOutput, ...]:
     """How the client wants which outputs: without a list the logits alone. `binary`: the request's default."""
     outputs = header.get("outputs", [])
@@ -162,7 +140,7 @@ def requested_outputs(
 
 
 def _requested_output(
-    output: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
+    output: Mapping[str, Any], contract: "Contract", binary: bool, rows: int, memory: SharedMemory
 ) -> RequestedOutput:
     name = output["name"]
     parameters = known_parameters(output, "output", ("binary_data", "classification", *REGION_PARAMETERS))
@@ -190,9 +168,6 @@ def quoted(value: object) -> str:
         return "an object"
     text = f"'{value[:80]}'" if isinstance(value, str) else str(value[:10] if isinstance(value, list) else value)
     return text if len(text) <= 82 else f"{text[:80]}…"
-
-
-_NO_PARAMETERS = RequestParameters()
 
 
 def _depth(text: bytes) -> int:
