@@ -20,9 +20,8 @@ SMALL_BYTES = 16 * 2**10
 # Text of one number: three digits, a comma, and white space. Brackets come on top, one pair for each row of pixels.
 _BYTES_OF_A_NUMBER = 16
 _PIECE_BYTES = 64 * 2**10
-_NUMBERS = b"0123456789 \t\r\n"
+_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
 _WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
-_MISPLACED = re.compile(rb"[0-9]\s*\[|\]\s*[0-9]")  # a number has brackets outside of it alone
 _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
 
 
@@ -57,12 +56,13 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
         raise wrong
     values, brackets = bytearray(), bytearray()
     for piece in _pieces(bytes(given)):
-        brackets += piece.translate(None, _NUMBERS)
+        order = piece.translate(_DIGITS_ALIKE, b" \t\r\n")
+        brackets += order.translate(None, b"0")
         try:
             values += bytes(json.loads(b"[%b]" % piece.removesuffix(b",").translate(_WITHOUT_BRACKETS)))
         except (ValueError, TypeError):  # no JSON, or not integers from 0 to 255
             raise wrong from None
-        if len(values) > count or _MISPLACED.search(piece):
+        if len(values) > count or b"0[" in order or b"]0" in order:  # a number has brackets outside of it alone
             raise wrong
     if len(values) < count or brackets not in (_brackets([count]), _brackets(shape)):
         raise wrong
