@@ -7,8 +7,9 @@ Only these two count it, time it, and turn an exception into a reply.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -39,7 +40,7 @@ from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import InFlight, ModelSet, ServedModel
+from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
@@ -54,7 +55,7 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 ACCEPT_ENCODING = b"accept-encoding"
-_RECORDED = (b"x-request-id", b"traceparent", b"tracestate")
+_OF_HEAD = (ACCEPT_ENCODING, b"x-request-id", b"traceparent", b"tracestate")
 # What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
 Prepare = Callable[[Scope], tuple[StartRequest, bool]]
 Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
@@ -86,7 +87,6 @@ class App:
         self._memory = memory
         self._classify = Classifier(models, decoder, limits, metrics).prepare
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._in_flight = InFlight()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._find(scope["path"]) if scope["type"] == "http" else None
@@ -101,12 +101,12 @@ class App:
 
     @property
     def active(self) -> int:
-        """How many `infer` and `classify` requests are in flight."""
-        return self._in_flight.count
+        """How many requests are in flight."""
+        return self._models.active
 
     async def idle(self) -> None:
         """Return when none is."""
-        await self._in_flight.end()
+        await self._models.idle()
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""
@@ -184,9 +184,10 @@ class App:
     ) -> Callable[[], None] | None:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
         started, accepted = time.monotonic(), head.accepted
-        record = head.record(connection.client, with_id=bool(self._observers))
+        client = connection.client[0] if connection.client else ""
+        id = request_id(head.id) if self._observers else ""  # it takes a microsecond
+        record = RequestRecord(id, head.traceparent, head.tracestate, client)
         generation = self._models.enter()
-        self._in_flight.enter()
 
         def on_reply(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
@@ -200,19 +201,16 @@ class App:
                 reply = self._error_reply(reply, head.path, record)
             self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
-            generation.leave()
-            self._in_flight.leave()
             record.sent = len(reply.body)
-            observe(reply.status)
+            end(reply.status)
 
         def cancel() -> None:
             cancel_work()
             self._metrics.reject("disconnected", record.model or "")
-            generation.leave()
-            self._in_flight.leave()
-            observe(CLIENT_GONE)
+            end(CLIENT_GONE)
 
-        def observe(status: int) -> None:
+        def end(status: int) -> None:
+            generation.leave()
             for observer in self._observers:
                 observer.write(record, "POST", head.path, status, time.monotonic() - started)
 
@@ -226,7 +224,6 @@ class App:
     async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.monotonic()
         generation = self._models.enter()
-        self._in_flight.enter()
         record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
@@ -235,7 +232,8 @@ class App:
                 body = await read_body(scope, receive, self._limits.body_bytes)
                 reply = await answered(scope, start, body, record, started)
                 if cacheable:
-                    cache_head(scope, partial(self._run_cached, _Head.of(route, scope), start))
+                    of_head = (header(scope, name) for name in _OF_HEAD)
+                    cache_head(scope, partial(self._run_cached, _Head(route, scope["path"], *of_head), start))
             except ClientGone:
                 raise
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
@@ -249,7 +247,6 @@ class App:
         finally:
             CURRENT_RECORD.reset(token)
             generation.leave()
-            self._in_flight.leave()
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
@@ -278,21 +275,12 @@ def _is_large_json(length: int | None, body: bytes) -> bool:
     return (len(body) if length is None else min(length, len(body))) > SMALL_BYTES
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
+class _Head(NamedTuple):
     """What is needed of a known head; texts are those of the headers, None for one that it does not have."""
 
     route: str
     path: str
     accepted: str | None
     id: str | None
-    parents: tuple[str | None, str | None]
-
-    @classmethod
-    def of(cls, route: str, scope: Scope) -> "_Head":
-        accepted, given, *parents = (header(scope, name) for name in (ACCEPT_ENCODING, *_RECORDED))
-        return cls(route, scope["path"], accepted, given, (parents[0], parents[1]))
-
-    def record(self, client: tuple[str, int] | None, *, with_id: bool) -> RequestRecord:
-        """The record of one request; its id is "" without `with_id`, which takes a microsecond."""
-        return RequestRecord(request_id(self.id) if with_id else "", *self.parents, client[0] if client else "")
+    traceparent: str | None
+    tracestate: str | None

@@ -293,6 +293,15 @@ class ModelSet:
         model = self._newest.get(name) if version is None else self._models.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
+    @property
+    def active(self) -> int:
+        """How many requests are in flight, without those that began before the last switch."""
+        return self._generation.count
+
+    async def idle(self) -> None:
+        """Return when none is."""
+        await self._generation.end()
+
     def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
         self._generation.enter()

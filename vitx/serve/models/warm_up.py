@@ -16,6 +16,7 @@ from vitx.serve.limits import Batching
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
 _CALLS = 12  # of each size at most
 _LONE_CALLS = 2  # of one image on all cores
+_SETTING = ("runtime", "version", "provider", "threads")
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
@@ -25,8 +26,13 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
     batch of the size that the batcher will aim at has run.
     """
     known = bundle.latency()
-    measured = known is not None and known.points and batching.instances == 1
-    if known and measured and _same_setting(known.runtime, session.describe()):
+    running = session.describe()
+    if (
+        known is not None
+        and known.points
+        and batching.instances == 1
+        and all(known.runtime.get(key) == running.get(key) for key in _SETTING)
+    ):
         curve = LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
         full = curve.best_size(batching.max_batch, batching.preferred)
         session.infer(np.zeros((full, *image_shape(bundle)), dtype=np.uint8))
@@ -76,7 +82,3 @@ def _seconds_of(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]")
 def _sizes(batching: Batching) -> list[int]:
     powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
     return sorted(size for size in {*powers, *batching.preferred, batching.max_batch} if size <= batching.max_batch)
-
-
-def _same_setting(measured: dict[str, Any], running: dict[str, Any]) -> bool:
-    return all(measured.get(key) == running.get(key) for key in ("runtime", "version", "provider", "threads"))
