@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.futures import settle
-from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
+from vitx.serve.http.encoding import WORTH_ENCODING, accepted_encoding, decoded, deflated
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 
@@ -71,11 +71,10 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
 
 async def compressed(reply: Reply, accepted: str | None) -> Reply:
     """Return the reply in an encoding that Accept-Encoding names, or as it is when it is small."""
-    if accepted is None or len(reply.body) < WORTH_ENCODING:
+    worth = accepted is not None and len(reply.body) >= WORTH_ENCODING
+    if not worth or (encoding := accepted_encoding(str(accepted))) is None:
         return reply
-    body, encoding = await encoded(reply.body, accepted)
-    if encoding is None:
-        return reply
+    body = await asyncio.to_thread(deflated, reply.body, encoding)
     return replace(reply, body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
 
 

@@ -114,7 +114,8 @@ class Classifier:
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._models.get(query.get("model"), query.get("version"))
-        top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
+        classes = len(model.bundle.manifest.labels)
+        top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
         milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
         seconds = model.batcher.batching.timeout if milliseconds is None else milliseconds / 1e3
@@ -144,6 +145,9 @@ class Classifier:
         decoded = iter(await decoding)
         record.decode = time.monotonic() - record.decode_started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
+        for image in pixels:
+            if isinstance(image, Exception) and not isinstance(image, ImageError | RequestError):
+                raise image
         readable = [image for image in pixels if not isinstance(image, Exception)]
         logits: Float32Array = np.empty((0, 0), np.float32)
         if readable:
@@ -151,8 +155,7 @@ class Classifier:
             logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
         answers = iter(logits)
         return [
-            {"error": _error_text(image)} if isinstance(image, Exception) else options.answer(next(answers))
-            for image in pixels
+            {"error": str(image)} if isinstance(image, Exception) else options.answer(next(answers)) for image in pixels
         ]
 
 
@@ -165,13 +168,6 @@ def top_predictions(logits: Float32Array, labels: Sequence[str], count: int) -> 
     return [{"label": labels[index], "score": float(scores[0, index]), "index": int(index)} for index in best]
 
 
-def _error_text(error: Exception) -> str:
-    """The text of a client's error; raise any other."""
-    if isinstance(error, ImageError | RequestError):
-        return str(error)
-    raise error
-
-
 def _query(scope: Scope) -> dict[str, str]:
     """The query's parameters; raise RequestError for one that is unknown or given twice."""
     given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None)
@@ -181,12 +177,6 @@ def _query(scope: Scope) -> dict[str, str]:
         if len(values) > 1:
             raise RequestError(f"query parameter '{name}' is given {len(values)} times")
     return {name: values[0] for name, values in given.items()}
-
-
-def _top_k(given: str | None, classes: int) -> int:
-    if given is None:
-        return min(_TOP_K, classes)
-    return _number("top_k", given, 1, classes, ", the number of classes")
 
 
 def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:

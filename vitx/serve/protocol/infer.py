@@ -171,20 +171,13 @@ def decode_infer_request(
     parsed = _cached_header(text, contract, limits.images, limits.json_depth) if small else None
     if parsed is None:
         text, data = cut_out_data(text)
-        parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
+        parsed = ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
     return parsed.request(rest, contract, memory, data)
 
 
-def read_infer_request(
-    header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
-) -> InferRequest:
-    """Read a request from its parsed JSON header and the bytes behind it; raises what `decode_infer_request` does."""
-    return _ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
-
-
 @dataclass(frozen=True, slots=True)
-class _ParsedHeader:
+class ParsedHeader:
     """The checked JSON of a request, without pixels."""
 
     tensor: Mapping[str, Any]
@@ -198,9 +191,7 @@ class _ParsedHeader:
     further: bool
 
     @classmethod
-    def of(
-        cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory
-    ) -> "_ParsedHeader":
+    def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "ParsedHeader":
         tensor = _only_input(header, contract)
         shape = _image_shape(tensor, contract)
         _check_count(shape[0], max_images)
@@ -208,8 +199,10 @@ class _ParsedHeader:
         binary, priority, timeout = request_parameters(header)
         outputs = requested_outputs(header, contract, binary, shape[0], memory)
         further = any(output.name != contract.output_name for output in outputs)
-        size, region = places.get("binary_data_size"), Region.of(places)
-        return cls(tensor, shape, size, region, _request_id(header), priority, timeout, outputs, further)
+        size, region, request_id = places.get("binary_data_size"), Region.of(places), header.get("id")
+        if not isinstance(request_id, str | None):
+            raise RequestError("'id' is not a string")
+        return cls(tensor, shape, size, region, request_id, priority, timeout, outputs, further)
 
     def request(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
@@ -243,11 +236,11 @@ _NO_MEMORY = SharedMemory(enabled=False)
 
 
 @lru_cache(_CACHED_HEADERS)
-def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader | None:
+def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> ParsedHeader | None:
     """Parse a JSON header; None for one that may name shared memory."""
     if any(word in text for word in _NOT_CACHED):
         return None
-    return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
+    return ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
 def output_tensors(
@@ -361,10 +354,3 @@ def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) ->
 def _check_count(images: int, max_images: int) -> None:
     if images > max_images:
         raise too_large(f"{images} images in one request: at most {max_images}")
-
-
-def _request_id(header: Mapping[str, Any]) -> str | None:
-    request_id = header.get("id")
-    if request_id is not None and not isinstance(request_id, str):
-        raise RequestError("'id' is not a string")
-    return request_id

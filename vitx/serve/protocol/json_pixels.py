@@ -58,12 +58,11 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
     for piece in _pieces(bytes(given)):
         order = piece.translate(_DIGITS_ALIKE, b" \t\r\n")
         brackets += order.translate(None, b"0")
-        try:
-            values += bytes(json.loads(b"[%b]" % piece.removesuffix(b",").translate(_WITHOUT_BRACKETS)))
-        except (ValueError, TypeError):  # no JSON, or not integers from 0 to 255
-            raise wrong from None
-        if len(values) > count or b"0[" in order or b"]0" in order:  # a number has brackets outside of it alone
+        # A number has brackets outside of it alone.
+        numbers = None if b"0[" in order or b"]0" in order else _numbers(piece)
+        if numbers is None or len(values) + len(numbers) > count:
             raise wrong
+        values += numbers
     if len(values) < count or brackets not in (_brackets([count]), _brackets(shape)):
         raise wrong
     return np.frombuffer(values, np.uint8).reshape(shape)
@@ -77,6 +76,13 @@ def _pieces(text: bytes) -> Iterator[bytes]:
         stop = comma + 1 or len(text)
         yield text[start:stop]
         start = stop
+
+
+def _numbers(piece: bytes) -> bytes | None:
+    try:
+        return bytes(json.loads(b"[%b]" % piece.removesuffix(b",").translate(_WITHOUT_BRACKETS)))
+    except (ValueError, TypeError):  # no JSON, or not integers from 0 to 255; not raised on: it refers to the frames
+        return None
 
 
 def _brackets(shape: Sequence[int]) -> bytes:
