@@ -125,7 +125,9 @@ class GrpcServer:
         timed = name == "ModelInfer"
 
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
-            size, request = self._reserved(parse, await self._message(route, context))
+            size, request = 0, await self._message(context)
+            if isinstance(request, bytes):
+                size, request = self._reserved(parse, request)
             self._in_flight.enter()
             try:
                 response = await self._counted(route, call, request, context, timed=timed)
@@ -142,20 +144,14 @@ class GrpcServer:
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
         return grpc.stream_unary_rpc_method_handler(answer)
 
-    async def _message(self, route: str, context: Any) -> bytes:
-        """Read the message of a call; end the call if it does not arrive in time."""
+    async def _message(self, context: Any) -> Any:
+        """The message of a call, as bytes; a RequestError if it has none, or none arrives in time."""
         try:
             async with asyncio.timeout(self._message_seconds):
-                data: bytes | object = await context.read()
-            if isinstance(data, bytes):
-                return data
-            error = RequestError("the call has no message")
+                data = await context.read()
         except TimeoutError:
-            error = RequestError("the call's message took too long", status=408, reason="slow_client")
-        self._metrics.reject(error.reason)
-        self._metrics.answer(route, error.status)
-        await _abort(context, error)
-        raise error  # not reached: abort raises
+            return RequestError("the call's message took too long", status=408, reason="slow_client")
+        return data if isinstance(data, bytes) else RequestError("the call has no message")
 
     def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
         """Count a message, then parse it: the bytes to give back, and the request or the RequestError that refuses it.

@@ -151,7 +151,7 @@ class App:
         """Answer an infer request; see `StartRequest`. `length`: bytes of JSON before the tensor; None: all."""
         record.model = name  # it was served, when the head was read
         decode = partial(self._decode, name, version, length, body, started)
-        if _is_large_json(length, body):
+        if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
 
@@ -268,11 +268,6 @@ class App:
             await send(message)
 
         return counting
-
-
-def _is_large_json(length: int | None, body: bytes) -> bool:
-    """Whether reading the body takes so long that the event loop must go on beside it."""
-    return (len(body) if length is None else min(length, len(body))) > SMALL_BYTES
 
 
 class _Head(NamedTuple):

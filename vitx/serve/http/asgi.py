@@ -101,7 +101,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """
     declared, reserve = header(scope, b"content-length"), scope[CONNECTION].reserve
     if declared is not None and int(declared) > limit:  # the HTTP parser has checked the number
-        raise _body_too_large(limit)
+        raise too_large(f"request body of more than {limit} bytes")
     if declared is not None and int(declared) > UNCOUNTED_BYTES:
         reserve(int(declared))
     chunks: list[bytes] = []
@@ -114,7 +114,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunk: bytes = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise _body_too_large(limit)
+            raise too_large(f"request body of more than {limit} bytes")
         if declared is None:
             reserve(len(chunk))
         chunks.append(chunk)
@@ -133,10 +133,6 @@ async def beside(hold: Hold, work: Callable[[], T]) -> T:
     reading = asyncio.ensure_future(asyncio.to_thread(work))
     hold(reading)
     return await asyncio.shield(reading)
-
-
-def _body_too_large(limit: int) -> RequestError:
-    return too_large(f"request body of more than {limit} bytes")
 
 
 async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord, started: float) -> Reply:

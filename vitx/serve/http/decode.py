@@ -24,7 +24,7 @@ _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
 # Pillow copies a WebP's, four bytes each, while no other thread runs: 0.1 s for twice as many.
 _WEBP_PIXELS = 25_000_000
-_MOST_SCANS = 100  # of a JPEG: progressive ones have about ten
+_MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
 _CLIENTS = 4096  # remembered at most, and one more
 
 
@@ -118,7 +118,12 @@ class Decoder:
 
     def _work(self) -> None:
         """A thread: decode until closed."""
-        while (taken := self._wait()) is not None:
+        while True:
+            with self._changed:
+                while (taken := None if self._closed else self._take()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
             job, data = taken
             result = self._result(job, data)
             with self._changed:
@@ -129,15 +134,6 @@ class Decoder:
                     continue
             with suppress(RuntimeError):  # the loop was closed by a second signal
                 job.pixels.get_loop().call_soon_threadsafe(self._end, job, result)
-
-    def _wait(self) -> tuple[_Job, bytes] | None:
-        """The next job, with its data; None once closed."""
-        with self._changed:
-            while not self._closed:
-                if (taken := self._take()) is not None:
-                    return taken
-                self._changed.wait()
-            return None
 
     def _take(self) -> tuple[_Job, bytes] | None:
         small, large = (self._queues[kind] for kind in (False, True))
@@ -162,7 +158,8 @@ class Decoder:
         most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
         limit = most if job.large else min(most, _SMALL_PIXELS)
         try:
-            _check_scans(data)
+            if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
+                raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")
             check_size = job.preprocessing.check_size
             image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
@@ -172,9 +169,3 @@ class Decoder:
         if self._on_decode is not None:
             self._on_decode(time.perf_counter() - started)
         return image
-
-
-def _check_scans(data: bytes) -> None:
-    """Raise ImageError for a JPEG of too many scans: each goes over the whole image, in a few bytes."""
-    if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
-        raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")

@@ -64,13 +64,9 @@ class Gate:
         if path == _METRICS and not self._metrics:
             raise RequestError("the metrics are off", status=404, reason="not_offered")
         if path not in _WITHOUT_TOKEN:
-            self._tokens.check(_kind(path), header(scope, b"authorization"))
-
-
-def _kind(path: str) -> Kind:
-    if path.startswith(_REPOSITORY):
-        return "management"
-    return "metrics" if path == _METRICS else "inference"
+            kind: Kind = "metrics" if path == _METRICS else "inference"
+            kind = "management" if path.startswith(_REPOSITORY) else kind
+            self._tokens.check(kind, header(scope, b"authorization"))
 
 
 def _check_type(content_type: str | None, *, curl: bool) -> None:

@@ -64,20 +64,16 @@ class HeadCacheProtocol(HttpProtocol):
             end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
             if end >= len(_END):
                 head = data[:end]
-                if (split := _split(head)) is not None and split[1] <= self.limits.body_bytes:
-                    handler = self.handlers.get(split[0])
-                    if handler is not None and self._reserve_whole(split[1]):
-                        return split[1], handler, data[end:]
+                key, size = _split(head) or (b"", 0)
+                # A body that is too large, or does not fit, is refused by the application.
+                if (handler := self.handlers.get(key)) is not None and size <= self.limits.body_bytes:
+                    if size <= UNCOUNTED_BYTES:
+                        return size, handler, data[end:]
+                    if self.memory.fits(size):
+                        self.reserve(size)
+                        return size, handler, data[end:]
                 self._head = head
         return None
-
-    def _reserve_whole(self, size: int) -> bool:
-        """Reserve a body; False if it does not fit, which is then said by the application."""
-        if size > UNCOUNTED_BYTES:
-            if not self.memory.fits(size):
-                return False
-            self.reserve(size)
-        return True
 
     def _collect_body(self, length: int, handler: CachedHandler, data: bytes) -> None:
         """Collect the body; once it is complete, call the handler."""

@@ -78,7 +78,7 @@ class Repository:
         """Triton's repository index: name, version, state, reason; with `ready` only loaded models."""
         entries = []
         for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
-            state, reason = ("READY", "") if key in self._models else ("UNAVAILABLE", "unloaded")
+            state, reason = ("READY", "") if self._models.loaded(key) else ("UNAVAILABLE", "unloaded")
             reason = self._refusals.get(key, reason)
             entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
         return entries
@@ -174,7 +174,7 @@ class Repository:
             _log.exception("loading %s failed", key_text(key))
         self._refusals[key] = text = str(error) or type(error).__name__
         self._metrics.loads.labels(*key, "refused").inc()
-        stays = "; the model that runs stays" if key in self._models else ""
+        stays = "; the model that runs stays" if self._models.loaded(key) else ""
         log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
         return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
 

@@ -42,7 +42,8 @@ class ServedModel:
         self.canary = warm.canary
         self.fault: str | None = None
         names = warm.outputs.names if warm.outputs else ()
-        self.contract = Contract.of(self.bundle.manifest, warm.offer.version, names)
+        self.key = self.name, self.version = warm.offer.key
+        self.contract = Contract.of(self.bundle.manifest, self.version, names)
         self._outputs = warm.outputs
         self.runtime = warm.session.describe()
         self._sessions = [warm.session, *([warm.outputs.session] if warm.outputs else [])]
@@ -81,18 +82,6 @@ class ServedModel:
     @property
     def running(self) -> int:
         return sum(batcher.running for batcher in self._batchers)
-
-    @property
-    def name(self) -> str:
-        return self.bundle.manifest.name
-
-    @property
-    def version(self) -> str:
-        return self.contract.version
-
-    @property
-    def key(self) -> ModelKey:
-        return self.name, self.version
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded.
@@ -268,9 +257,6 @@ class ModelSet:
         """Every loaded version of every model."""
         return iter([*self._models.values()])
 
-    def __contains__(self, key: ModelKey) -> bool:
-        return key in self._models
-
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the models that are loaded or are to be."""
@@ -342,11 +328,10 @@ class ModelSet:
         return model
 
     def _only_name(self) -> str:
-        names = self.names
+        if len(names := self.names) > 1:
+            raise RequestError(f"several models are served, choose one with ?model=: {', '.join(names)}")
         if not names:
             raise RequestError("no model is loaded", status=404, reason="unknown_model")
-        if len(names) > 1:
-            raise RequestError(f"several models are served, choose one with ?model=: {', '.join(names)}")
         return names[0]
 
     def _missing(self, name: str, version: str | None) -> RequestError:

@@ -222,7 +222,12 @@ class ParsedHeader:
             pixels = memory.read(region.name, region.offset, region.byte_size)
             return _from_bytes(pixels, self.shape, contract)
         if self.size is not None:
-            _check_binary(self.tensor, self.size, rest)
+            if type(self.size) is not int or self.size < 0:
+                raise RequestError(f"'binary_data_size' is {quoted(self.size)}: expected a number of bytes")
+            if "data" in self.tensor:
+                raise RequestError("the input has both 'data' and 'binary_data_size'")
+            if self.size != len(rest):
+                raise RequestError(f"'binary_data_size' is {self.size}, but {len(rest)} bytes follow the JSON header")
             return _from_bytes(rest, self.shape, contract)
         if rest:
             raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
@@ -335,15 +340,6 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     if len(shape) != 1 + len(contract.image_shape) or tuple(shape[1:]) != contract.image_shape or shape[0] < 1:
         raise RequestError(f"unexpected shape {quoted(shape)} of input '{contract.input_name}': expected {expected}")
     return tuple(shape)
-
-
-def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> None:
-    if type(size) is not int or size < 0:
-        raise RequestError(f"'binary_data_size' is {quoted(size)}: expected a number of bytes")
-    if "data" in tensor:
-        raise RequestError("the input has both 'data' and 'binary_data_size'")
-    if size != len(rest):
-        raise RequestError(f"'binary_data_size' is {size}, but {len(rest)} bytes follow the JSON header")
 
 
 def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
