@@ -120,57 +120,6 @@ def describe_api(version: str) -> Json:
     paths.add("get /openapi.json", "This description", reply={_JSON: _OBJECT})
     paths.add("get /metrics", "Prometheus metrics", reply={"text/plain": _ANY})
     paths.add("get /v1/stats", "Counters and recent percentiles", reply={_JSON: _OBJECT})
-    _add_classify(paths)
-    paths.add("get /v2", "The server's name, version and extensions", reply={_JSON: _OBJECT})
-    paths.add("get /v2/health/live", "Whether the process answers")
-    paths.add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
-    paths.add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
-    for root in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        _add_model(paths, root)
-    for root in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
-        region = root + "/region/{region}"
-        for path in (root, region):
-            regions = {_JSON: _list(_OBJECT)}
-            paths.add(f"get {path}/status", "Registered regions", reply=regions, errors=_MEMORY)
-            paths.add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
-        body = {_JSON: _ref("Region")}
-        paths.add(f"post {region}/register", "Name a region of shared memory", body=body, errors=_MEMORY)
-    managed = {_JSON: _object(closed=True, parameters=_OBJECT)}
-    for operation, summary, body in (
-        ("index", "Every model there is, and its state", {_JSON: _object(closed=True, ready={"type": "boolean"})}),
-        ("models/{model}/load", "Load a model, or load it again", managed),
-        ("models/{model}/unload", "Serve a model no longer", managed),
-    ):
-        paths.add(f"post /v2/repository/{operation}", summary, body=body, optional=True, errors=_MANAGE)
-    about = (
-        "Image classification: the Open Inference Protocol v2 with Triton's extensions, and image bytes in, labels "
-        "out. Tensors may follow the JSON as bytes: see Inference-Header-Content-Length."
-    )
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "vitx", "version": version, "description": about},
-        "paths": paths,
-        "components": {"schemas": _SCHEMAS},
-    }
-
-
-def _add_model(paths: _Paths, root: str) -> None:
-    about = "A model's tensors, certificate and provenance"
-    paths.add(f"get {root}", about, reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
-    paths.add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
-    paths.add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
-    paths.add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
-    paths.add(
-        f"post {root}/infer",
-        "Tensors in, logits, classes and further outputs out",
-        parameters=(_parameter("Inference-Header-Content-Length", "header", _COUNT),),
-        body={_JSON: _ref("InferRequest"), _BYTES: _ANY},
-        reply={_JSON: _ref("InferResponse"), _BYTES: _ANY},
-        errors=_RUNS,
-    )
-
-
-def _add_classify(paths: _Paths) -> None:
     asked = {"model": _TEXT, "version": _TEXT, "top_k": _POSITIVE, "priority": {**_COUNT, "maximum": 3}}
     asked |= {"timeout_ms": _POSITIVE, "outputs": _TEXT}
     query = [_parameter(name, "query", schema) for name, schema in asked.items()]
@@ -182,3 +131,44 @@ def _add_classify(paths: _Paths) -> None:
         reply={_JSON: _ref("Classified")},
         errors=_RUNS,
     )
+    paths.add("get /v2", "The server's name, version and extensions", reply={_JSON: _OBJECT})
+    paths.add("get /v2/health/live", "Whether the process answers")
+    paths.add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
+    paths.add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
+    for root in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        about = "A model's tensors, certificate and provenance"
+        paths.add(f"get {root}", about, reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+        paths.add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
+        paths.add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+        paths.add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
+        paths.add(
+            f"post {root}/infer",
+            "Tensors in, logits, classes and further outputs out",
+            parameters=(_parameter("Inference-Header-Content-Length", "header", _COUNT),),
+            body={_JSON: _ref("InferRequest"), _BYTES: _ANY},
+            reply={_JSON: _ref("InferResponse"), _BYTES: _ANY},
+            errors=_RUNS,
+        )
+    for root in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
+        region = root + "/region/{region}"
+        for path in (root, region):
+            regions = {_JSON: _list(_OBJECT)}
+            paths.add(f"get {path}/status", "Registered regions", reply=regions, errors=_MEMORY)
+            paths.add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
+        body = {_JSON: _ref("Region")}
+        paths.add(f"post {region}/register", "Name a region of shared memory", body=body, errors=_MEMORY)
+    managed: Json = {"optional": True, "errors": _MANAGE, "body": {_JSON: _object(closed=True, parameters=_OBJECT)}}
+    index = {**managed, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}}
+    paths.add("post /v2/repository/index", "Every model there is, and its state", **index)
+    paths.add("post /v2/repository/models/{model}/load", "Load a model, or load it again", **managed)
+    paths.add("post /v2/repository/models/{model}/unload", "Serve a model no longer", **managed)
+    about = (
+        "Image classification: the Open Inference Protocol v2 with Triton's extensions, and image bytes in, labels "
+        "out. Tensors may follow the JSON as bytes: see Inference-Header-Content-Length."
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "vitx", "version": version, "description": about},
+        "paths": paths,
+        "components": {"schemas": _SCHEMAS},
+    }

@@ -46,17 +46,19 @@ class ServedModel:
         self.contract = Contract.of(self.bundle.manifest, self.version, names)
         self._outputs = warm.outputs
         self.runtime = warm.session.describe()
-        self._sessions = [warm.session, *([warm.outputs.session] if warm.outputs else [])]
-        curves = [warm.curve, *([warm.outputs.curve] if warm.outputs else [])]
+        loaded = [(warm.session, warm.curve)]
+        if warm.outputs:
+            loaded.append((warm.outputs.session, warm.outputs.curve))
+        self._sessions = [session for session, _ in loaded]
         self._batchers = [
             Batcher(session.infer, warm.batching, curve=curve, on_batch=lambda times: self.metrics.batch(times))
-            for session, curve in zip(self._sessions, curves, strict=True)
+            for session, curve in loaded
         ]
         self.batcher = self._batchers[0]
         self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
         self.metrics = metrics.add_model(
             self.key,
-            self._info(),
+            self._about(),
             lambda: self.queued,
             lambda: self.running,
             lambda: sum(batcher.replaced_instances for batcher in self._batchers),
@@ -88,14 +90,13 @@ class ServedModel:
 
         Of the paths of the machines where the model was trained, exported and certified only the last part is shown.
         """
-        manifest = self.bundle.manifest
+        manifest, verdicts = self.bundle.manifest, (self.verdict, self._outputs and self._outputs.verdict)
+        executables = [verdict and verdict.model_dump(mode="json") for verdict in verdicts]
         made = {
             "certificate": self.certificate and _summary(self.certificate),
-            "executable": self.verdict and self.verdict.model_dump(mode="json"),
+            "executable": executables[0],
             "runtime": self.runtime,
-            "outputs_executable": self._outputs
-            and self._outputs.verdict
-            and self._outputs.verdict.model_dump(mode="json"),
+            "outputs_executable": executables[1],
             "data": manifest.data,
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
@@ -134,13 +135,11 @@ class ServedModel:
             "running": self.running,
         }
 
-    def _info(self) -> dict[str, str]:
-        return {
-            "certificate": self.certificate.verdict if self.certificate else "uncertified",
-            "runtime": str(self.runtime["runtime"]),
-            "provider": str(self.runtime["provider"]),
-            "precision": str(self.runtime.get("precision", self.bundle.manifest.precision)),
-        }
+    def _about(self) -> tuple[str, ...]:
+        """Certificate, runtime, provider and precision, for the metrics."""
+        verdict = self.certificate.verdict if self.certificate else "uncertified"
+        precision = self.runtime.get("precision", self.bundle.manifest.precision)
+        return verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)
 
 
 class RowsSession(Session):

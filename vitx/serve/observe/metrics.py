@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -28,7 +28,6 @@ class ModelMetrics:
         self._queue = metrics.queue_seconds.labels(model, version)
 
     def batch(self, times: BatchTimes) -> None:
-        """Record one batch that ran."""
         self.batches += 1
         self.images += times.rows
         self._images_total.inc(times.rows)
@@ -72,16 +71,16 @@ class Metrics:
         self.rejected = 0
         self._started = time.monotonic()
 
-    def add_model(self, key: tuple[str, str], info: dict[str, str], *reads: Callable[[], float]) -> ModelMetrics:
+    def add_model(self, key: tuple[str, str], about: Sequence[str], *reads: Callable[[], float]) -> ModelMetrics:
         """Return the series of a model; a model that replaces another of the same key continues its series.
 
-        `key`: name and version. `info`: the labels certificate, runtime, provider, precision, in this order. reads: of
-        the images queued, those running and the replaced instances; called when the metrics are scraped.
+        `key`: name and version. about: certificate, runtime, provider, precision. reads: of the images queued, those
+        running and the replaced instances; called when the metrics are scraped.
         """
         series, before = self._models.get(key) or (ModelMetrics(self, *key), None)
         if before is not None:
             self._model_info.remove(*before)
-        labels = (*key, *info.values())
+        labels = (*key, *about)
         self._model_info.labels(*labels).set(1)
         for gauge, read in zip(self._gauges, reads, strict=True):
             gauge.labels(*key).set_function(read)
