@@ -72,17 +72,13 @@ def encode_infer_response(
     """
     response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
     for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
-        data = tensor_bytes(values)
         output = response.outputs.add(name=wanted.name, datatype=datatype, shape=shape)
-        if wanted.region is None:
-            response.raw_output_contents.append(data)
-            continue
-        response.raw_output_contents.append(b"")  # Triton's C++ client takes the entry of each output, unasked
-        for name, value in wanted.region.write(data, wanted.name, memory).items():
-            if isinstance(value, str):
-                output.parameters[name].string_param = value
-            else:
-                output.parameters[name].int64_param = value
+        data, placed = tensor_bytes(values), {}
+        if wanted.region is not None:
+            placed, data = wanted.region.write(data, wanted.name, memory), b""
+        response.raw_output_contents.append(data)  # Triton's C++ client takes the entry of each output, unasked
+        for name, value in placed.items():
+            setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return response
 
 

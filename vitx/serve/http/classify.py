@@ -72,11 +72,20 @@ class Classifier:
         options = partial(self._options, _query(scope), header(scope, _TIMEOUT_HEADER))
         options(time.monotonic())
         content_type = header(scope, b"content-type") or "application/octet-stream"
-        kind = _kind(content_type)
+        kind = content_type.partition(";")[0].strip().lower()
         several: ReadImages | None = None
-        if kind != "image":
-            several = partial(self._form_images, content_type) if kind == "form" else self._json_images
-        return partial(self._start, options, several), kind == "image"
+        if kind == "multipart/form-data":
+            several = partial(self._form_images, content_type)
+        elif kind == "application/json":
+            several = self._json_images
+        elif not kind.startswith("image/") and kind not in _IMAGE_TYPES:
+            raise RequestError(
+                f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, "
+                "multipart/form-data or application/json",
+                status=415,
+                reason="unsupported_media",
+            )
+        return partial(self._start, options, several), several is None
 
     def _start(
         self,
@@ -117,8 +126,12 @@ class Classifier:
         classes = len(model.bundle.manifest.labels)
         top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
-        milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
-        seconds = model.batcher.batching.timeout if milliseconds is None else milliseconds / 1e3
+        seconds, given = model.batcher.batching.timeout, query.get("timeout_ms", timeout)
+        if timeout is not None and "timeout_ms" in query:
+            both = "the query parameter timeout_ms and the header Timeout-Ms"
+            raise RequestError(f"the timeout is given twice: as {both}")
+        if given is not None:
+            seconds = _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS) / 1e3
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
@@ -191,31 +204,7 @@ def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:
     return names
 
 
-def _timeout_ms(query: str | None, header: str | None) -> int | None:
-    if query is not None and header is not None:
-        raise RequestError("the timeout is given twice: as the query parameter timeout_ms and the header Timeout-Ms")
-    given = header if query is None else query
-    return None if given is None else _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS)
-
-
 def _number(name: str, given: str, least: int, most: int, why: str = "") -> int:
     if not (given.isascii() and given.isdigit() and len(given) < 10 and least <= int(given) <= most):
         raise RequestError(f"{name} is '{given[:40]}': expected {least} to {most}{why}")
     return int(given)
-
-
-def _kind(content_type: str) -> str:
-    """ "image", "form" or "json"; raise RequestError 415 for any other type."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return "form"
-    if kind == "application/json":
-        return "json"
-    if kind.startswith("image/") or kind in _IMAGE_TYPES:
-        return "image"
-    raise RequestError(
-        f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, multipart/form-data "
-        "or application/json",
-        status=415,
-        reason="unsupported_media",
-    )

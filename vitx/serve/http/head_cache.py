@@ -152,15 +152,13 @@ def cache_head(scope: Scope, handler: CachedHandler) -> None:
     connection, head = scope.get(CONNECTION), scope.get(_HEAD)
     if head is None or not isinstance(connection, HeadCacheProtocol) or scope["http_version"] != "1.1":
         return
-    headers = scope["headers"]
-    if head.count(b"\n") != len(headers) + 2:  # the parser joined or dropped a line
+    headers, split = scope["headers"], _split(head)
+    names = [name for name, _ in headers]
+    # The parser joined or dropped a line, or there is not one length.
+    if split is None or head.count(b"\n") != len(headers) + 2 or names.count(b"content-length") != 1:
         return
-    lengths = [name for name, _ in headers if name == b"content-length"]
-    uncacheable = any(
-        name in _UNCACHEABLE or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
-    )
-    split = _split(head)
-    if uncacheable or len(lengths) != 1 or split is None:
+    connections = {value.lower() for name, value in headers if name == b"connection"}
+    if _UNCACHEABLE & {*names} or connections - {b"keep-alive"}:
         return
     handlers = connection.handlers
     if len(handlers) >= _MAX_HEADS:

@@ -57,7 +57,6 @@ class ModelStatistics:
         self._times["fail"].add(seconds)
 
     def add_batch(self, times: BatchTimes) -> None:
-        """Count a batch that ran."""
         self._last_inference = time.time()
         self._images += times.rows
         requests, of_size = len(times.queue), self._by_size[times.rows]

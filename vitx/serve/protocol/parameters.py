@@ -96,9 +96,7 @@ def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
 
 def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) -> Mapping[str, Any]:
     """The `parameters` of a request, input or output (`kind`); raise RequestError for an unknown name."""
-    if "parameters" not in owner:
-        return {}
-    parameters = owner["parameters"]
+    parameters = owner.get("parameters", {})
     if not isinstance(parameters, dict):
         raise RequestError(f"the 'parameters' of the {kind} are not an object")
     for name in parameters:
