@@ -82,7 +82,8 @@ class GrpcService:
         asked = (request, model.contract, self._limits, self._memory)
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
         decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
-        deadline = _deadline(context.time_remaining(), decoded.timeout)
+        given = [seconds for seconds in (context.time_remaining(), decoded.timeout) if seconds is not None]
+        deadline = time.monotonic() + min(given) if given else None
         batcher = model.batcher_of(decoded.further)
         rows = await batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
         labels = model.bundle.manifest.labels
@@ -126,9 +127,3 @@ async def _in_thread(*asked: Any) -> InferRequest:
     except asyncio.CancelledError:
         await asyncio.gather(decoding, return_exceptions=True)
         raise
-
-
-def _deadline(remaining: float | None, timeout: float | None) -> float | None:
-    """The earlier of the call's deadline and the request's timeout, in time.monotonic() seconds; None without both."""
-    given = [seconds for seconds in (remaining, timeout) if seconds is not None]
-    return time.monotonic() + min(given) if given else None

@@ -80,6 +80,7 @@ class App:
 
         observers: of requests whose head is known; ObserverMiddleware tells them of all others.
         """
+        self.idle = models.idle  # until no request is in flight
         self._observers = observers
         self._models = models
         self._limits = limits
@@ -103,10 +104,6 @@ class App:
     def active(self) -> int:
         """How many requests are in flight."""
         return self._models.active
-
-    async def idle(self) -> None:
-        """Return when none is."""
-        await self._models.idle()
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""

@@ -114,15 +114,11 @@ class Metrics:
 
     def summary(self) -> dict[str, Any]:
         """Counters since the start, of which the page takes differences, and percentiles of the latest requests."""
-        recent = sorted(self.latencies)
+        recent, last = sorted(self.latencies), len(self.latencies) - 1
+        p50, p99 = (round(1e3 * recent[int(share * last)], 3) if recent else None for share in (0.5, 0.99))
         return {
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "requests": self.answered,
             "rejected": self.rejected,
-            "latency_ms": {name: _percentile(recent, share) for name, share in (("p50", 0.5), ("p99", 0.99))},
+            "latency_ms": {"p50": p50, "p99": p99},
         }
-
-
-def _percentile(ascending: list[float], share: float) -> float | None:
-    """In milliseconds; None before the first request."""
-    return round(1000 * ascending[int(share * (len(ascending) - 1))], 3) if ascending else None
