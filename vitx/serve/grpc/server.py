@@ -131,8 +131,7 @@ class GrpcServer:
             self._in_flight.enter()
             try:
                 response = await self._counted(route, call, request, context, timed=timed)
-                encoded: bytes = response.SerializeToString()
-                return encoded
+                return bytes(response.SerializeToString())
             except RequestError as error:
                 error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
                 await _abort(context, error)
@@ -264,8 +263,7 @@ class GrpcServer:
             error.__traceback__ = None
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
-        encoded: bytes = response.SerializeToString()
-        return encoded
+        return bytes(response.SerializeToString())
 
 
 def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:

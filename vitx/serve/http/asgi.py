@@ -27,8 +27,6 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response."""
-
     body: bytes
     status: int = 200
     content_type: bytes = JSON
@@ -44,8 +42,8 @@ Hold = Callable[["asyncio.Future[Any]"], None]
 StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
 
 
-def json_reply(value: Any, status: int = 200) -> Reply:
-    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), status)
+def json_reply(value: Any) -> Reply:
+    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
 
 
 def error_reply(error: RequestError) -> Reply:

@@ -28,7 +28,6 @@ from vitx.serve.protocol.parameters import quoted
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
-_TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
@@ -69,7 +68,7 @@ class Classifier:
 
     def prepare(self, scope: Scope) -> tuple[StartRequest, bool]:
         """What starts the requests of this head, and whether others may have the same. Raises RequestError."""
-        options = partial(self._options, _query(scope), header(scope, _TIMEOUT_HEADER))
+        options = partial(self._options, _query(scope), header(scope, b"timeout-ms"))
         options(time.monotonic())
         content_type = header(scope, b"content-type") or "application/octet-stream"
         kind = content_type.partition(";")[0].strip().lower()

@@ -135,8 +135,7 @@ def describe_api(version: str) -> Json:
     add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
     add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
     for root in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        about = "A model's tensors, certificate and provenance"
-        add(f"get {root}", about, reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+        add(f"get {root}", "Its tensors, certificate and provenance", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
         add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
         add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
         add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
@@ -151,11 +150,9 @@ def describe_api(version: str) -> Json:
     for root in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
         region = root + "/region/{region}"
         for path in (root, region):
-            regions = {_JSON: _list(_OBJECT)}
-            add(f"get {path}/status", "Registered regions", reply=regions, errors=_MEMORY)
+            add(f"get {path}/status", "Registered regions", reply={_JSON: _list(_OBJECT)}, errors=_MEMORY)
             add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
-        body = {_JSON: _ref("Region")}
-        add(f"post {region}/register", "Name a region of shared memory", body=body, errors=_MEMORY)
+        add(f"post {region}/register", "Name shared memory", body={_JSON: _ref("Region")}, errors=_MEMORY)
     managed: Json = {"optional": True, "errors": _MANAGE, "body": {_JSON: _object(closed=True, parameters=_OBJECT)}}
     index = {**managed, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}}
     add("post /v2/repository/index", "Every model there is, and its state", **index)

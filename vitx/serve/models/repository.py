@@ -189,7 +189,6 @@ class Repository:
             return self._given
 
     def _signatures(self) -> dict[ModelKey, Signature]:
-        """The signature of every bundle that has a manifest or a certificate."""
         return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
 
 

@@ -6,9 +6,7 @@ for each of its requests, `batch_stats` once.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 _COMPUTE = {"compute_input": "gather", "compute_infer": "compute", "compute_output": "output"}  # fields of BatchTimes
@@ -35,16 +33,13 @@ class _Duration:
         self.seconds += seconds
 
 
-def _durations(names: Iterable[str]) -> dict[str, _Duration]:
-    return {name: _Duration() for name in names}
-
-
 class ModelStatistics:
     """Counts and times of one model."""
 
     def __init__(self) -> None:
-        self._times = _durations(("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss"))
-        self._by_size: defaultdict[int, dict[str, _Duration]] = defaultdict(partial(_durations, _COMPUTE))
+        names = ("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss")
+        self._times = {name: _Duration() for name in names}
+        self._by_size: dict[int, dict[str, _Duration]] = defaultdict(lambda: {name: _Duration() for name in _COMPUTE})
         self._images = 0
         self._last_inference = 0.0
 

@@ -20,7 +20,6 @@ from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
 _EXPORT_SECONDS = 5.0  # for one batch of spans: when the collector is gone, spans are lost and the server still ends
-_PATH = "/v1/traces"
 
 
 class Tracing:
@@ -31,7 +30,7 @@ class Tracing:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"'{endpoint}' is not an OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
-        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
+        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_SECONDS)))

@@ -77,8 +77,7 @@ class ServerClient:
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=self._tls) as reply:
-                data: bytes = reply.read()
-                return data
+                return bytes(reply.read())
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
