@@ -3,16 +3,13 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from socketless_server import BODY, Server, Transport, bodies_of, request, settled
 from virtual_time import run_virtually
-from vitx.serve.http.asgi import CONNECTION, ClientGone, OnReply, Reply, answered
-from vitx.serve.observe.request_record import RequestRecord
+from vitx.serve.http.asgi import ClientGone
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -334,51 +331,6 @@ def test_each_hang_up_cancels_only_the_request_that_runs() -> None:
         protocol.data_received(request(b"h2".ljust(40)))
         protocol.connection_lost(None)
         assert server.app.cancelled == [b"h2".ljust(40)]
-
-    run(test)
-
-
-def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> None:
-    async def test() -> None:
-        connection: Any = SimpleNamespace(lost=False, on_lost=None, hold=None)
-        scope: Scope = {CONNECTION: connection}
-
-        cancelled: list[bool] = []
-        replies: list[OnReply] = []
-
-        def start(body: bytes, record: RequestRecord, started: float, on_reply: OnReply, hold: Any) -> Any:
-            replies.append(on_reply)
-            return lambda: cancelled.append(True)
-
-        def ask() -> "asyncio.Future[Reply]":
-            return asyncio.ensure_future(answered(scope, start, b"", RequestRecord(""), 0.0))
-
-        asked = ask()
-        await settled()
-        replies.pop()(Reply(b"7"))
-        vars(connection)["on_lost"]()  # in the same moment
-        assert (await asked).body == b"7"
-        assert connection.on_lost is None
-        asked = ask()
-        await settled()
-        connection.lost = True
-        vars(connection)["on_lost"]()
-        replies.pop()(Reply(b"too late"))
-        with pytest.raises(ClientGone):
-            await asked
-        assert connection.on_lost is None
-        assert cancelled == [True]
-        with pytest.raises(ClientGone):  # it was lost before the work began
-            await ask()
-        assert not replies
-        connection.lost = False
-        asked = ask()
-        await settled()
-        asked.cancel()  # by the server, not by a hang-up
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert connection.on_lost is None
-        assert cancelled == [True, True]
 
     run(test)
 

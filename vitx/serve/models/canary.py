@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from vitx.core.preprocess import UInt8Array
 from vitx.core.tolerance import SHARE_OF_STD
 from vitx.runtimes.session import Float32Array, Session, SessionClosed, image_shape
 from vitx.serve.observe.metrics import Metrics
-
-if TYPE_CHECKING:
-    from vitx.serve.models.served_model import ServedModel
 
 IMAGES = 4
 _PATCHES = 4  # along each side: an image is a blurred grid of random colours; noise is nothing models were made for
@@ -79,8 +76,8 @@ class Canary:
         return None
 
 
-async def replay_once(models: Iterable["ServedModel"], metrics: Metrics) -> None:
-    """Run the canary of every model, one after another; set its `fault`, count and log changes."""
+async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
+    """Run the canary of every ServedModel, one after another; set its `fault`, count and log changes."""
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
         metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()

@@ -25,12 +25,13 @@ from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
     Region,
     RequestedOutput,
+    count,
     expected_bytes,
+    flag,
     known_parameters,
     parse_json_object,
     quoted,
     request_parameters,
-    requested_outputs,
 )
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -197,7 +198,7 @@ class ParsedHeader:
         _check_count(shape[0], max_images)
         places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
         binary, priority, timeout = request_parameters(header)
-        outputs = requested_outputs(header, contract, binary, shape[0], memory)
+        outputs = _requested_outputs(header, contract, binary, shape[0], memory)
         further = any(output.name != contract.output_name for output in outputs)
         size, region, request_id = places.get("binary_data_size"), Region.of(places), header.get("id")
         if not isinstance(request_id, str | None):
@@ -235,6 +236,42 @@ class ParsedHeader:
             raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
         cut_out = self.tensor["data"] is None  # else another's was, or it is no array
         return pixels_of(data if cut_out else b"", self.shape, contract.input_name)
+
+
+def _requested_outputs(
+    header: Mapping[str, Any], contract: Contract, binary: bool, rows: int, memory: SharedMemory
+) -> tuple[RequestedOutput, ...]:
+    """How the client wants which outputs: without a list the logits alone. `binary`: the request's default."""
+    outputs = header.get("outputs", [])
+    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
+        raise RequestError("'outputs' is not a list of objects")
+    if not outputs:
+        return (RequestedOutput(contract.output_name, binary),)
+    widths = contract.widths()
+    names = [output.get("name") for output in outputs]
+    for name in names:
+        if not isinstance(name, str) or name not in widths:
+            present = f"its output is '{contract.output_name}'"
+            if len(widths) > 1:
+                present = f"its outputs are {', '.join(repr(known) for known in widths)}"
+            raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
+        if names.count(name) > 1:
+            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
+    return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
+
+
+def _requested_output(
+    output: Mapping[str, Any], contract: Contract, binary: bool, rows: int, memory: SharedMemory
+) -> RequestedOutput:
+    name = output["name"]
+    parameters = known_parameters(output, "output", ("binary_data", "classification", *REGION_PARAMETERS))
+    top_k = min(count(parameters, "classification"), contract.classes)
+    if top_k and name != contract.output_name:
+        raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
+    region = Region.of(parameters)
+    if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
+        region.check(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
+    return RequestedOutput(name, flag(parameters, "binary_data", binary), top_k, region)
 
 
 _NO_MEMORY = SharedMemory(enabled=False)
