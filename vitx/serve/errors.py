@@ -1,6 +1,8 @@
 """The errors of requests: each has an HTTP status, a reason for the metrics, and a text for the client."""
 
-from http import HTTPStatus
+from typing import NoReturn
+
+NO_CUDA = "CUDA shared memory is not offered: use system shared memory"
 
 
 class RequestError(Exception):
@@ -10,12 +12,12 @@ class RequestError(Exception):
         self,
         message: str,
         *,
-        status: int = HTTPStatus.BAD_REQUEST,
+        status: int = 400,
         reason: str = "bad_request",
         retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = int(status)
+        self.status = status
         self.reason = reason
         self.retry_after = retry_after
 
@@ -24,12 +26,8 @@ class QueueFull(RequestError):
     """The queue has no room for the images of this request."""
 
     def __init__(self, queued: int, capacity: int, retry_after: int) -> None:
-        super().__init__(
-            f"queue full: {queued} of {capacity} images are waiting; try again in {retry_after} s",
-            status=HTTPStatus.TOO_MANY_REQUESTS,
-            reason="queue_full",
-            retry_after=retry_after,
-        )
+        text = f"queue full: {queued} of {capacity} images are waiting; try again in {retry_after} s"
+        super().__init__(text, status=429, reason="queue_full", retry_after=retry_after)
 
 
 class DeadlineMissed(RequestError):
@@ -42,24 +40,24 @@ class DeadlineMissed(RequestError):
             text = f"the deadline passed after {1000 * allowed:.0f} ms in the queue"
         else:
             text = f"the deadline is in {1000 * allowed:.0f} ms, and the answer is expected in {1000 * needed:.0f} ms"
-        super().__init__(
-            f"{text}; try again in {retry_after} s",
-            status=HTTPStatus.SERVICE_UNAVAILABLE,
-            reason="deadline",
-            retry_after=retry_after,
-        )
+        text += f"; try again in {retry_after} s"
+        super().__init__(text, status=503, reason="deadline", retry_after=retry_after)
 
 
 class InferenceFailed(RequestError):
     """The model raised, or did not return one row of logits for each image."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, status=HTTPStatus.INTERNAL_SERVER_ERROR, reason="inference_failed")
+        super().__init__(message, status=500, reason="inference_failed")
 
 
 def too_large(message: str) -> RequestError:
-    return RequestError(message, status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason="too_large")
+    return RequestError(message, status=413, reason="too_large")
 
 
 def unavailable(message: str, reason: str) -> RequestError:
-    return RequestError(message, status=HTTPStatus.SERVICE_UNAVAILABLE, reason=reason, retry_after=1)
+    return RequestError(message, status=503, reason=reason, retry_after=1)
+
+
+def not_offered(what: str) -> NoReturn:
+    raise RequestError(what, status=501, reason="not_offered")

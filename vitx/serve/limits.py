@@ -59,5 +59,4 @@ class MemoryBudget:
         self.used += size
 
     def give(self, size: int) -> None:
-        """Count bytes no more."""
         self.used -= size

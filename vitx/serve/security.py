@@ -5,6 +5,7 @@ import ipaddress
 import re
 import ssl
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -17,15 +18,13 @@ Kind = Literal["inference", "management", "metrics"]
 _TOKEN = re.compile(r"[!-~]{16,}")
 
 
+@dataclass(frozen=True)
 class Tokens:
     """The tokens of each kind of request; None: none is needed."""
 
-    def __init__(self, inference: bytes | None, management: bytes | None, metrics: bytes | None) -> None:
-        self._tokens: dict[Kind, bytes | None] = {
-            "inference": inference,
-            "management": management,
-            "metrics": metrics,
-        }
+    inference: bytes | None
+    management: bytes | None
+    metrics: bytes | None
 
     @classmethod
     def read(cls, options: ServeOptions) -> "Tokens":
@@ -40,7 +39,7 @@ class Tokens:
 
     def check(self, kind: Kind, authorization: str | None) -> None:
         """Raise RequestError 401 unless `authorization` is "Bearer " and the token of this kind."""
-        token = self._tokens[kind]
+        token: bytes | None = getattr(self, kind)
         if token is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
@@ -114,19 +113,16 @@ def _host_name(host: str | None) -> str:
 def read_pem(options: ServeOptions) -> tuple[bytes, bytes] | None:
     """(key, certificate chain) in PEM, None without TLS; raise InputError for files that are no such pair."""
     certificate, key = options.tls_cert, options.tls_key
-    if certificate is None and key is None:
-        return None
     if certificate is None or key is None:
+        if certificate is key:
+            return None
         raise InputError("TLS needs both --tls-cert and --tls-key")
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=_no_password)
+        no_password = str  # called instead of asking on the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, no_password)
         return key.read_bytes(), certificate.read_bytes()
     except (OSError, ssl.SSLError) as error:  # a missing file, no PEM, or a key of another certificate
         raise InputError(f"'{certificate}' and '{key}' are no certificate with its key, in PEM: {error}") from None
-
-
-def _no_password() -> str:
-    return ""  # instead of asking on the terminal
 
 
 def _read_token(path: Path | None) -> bytes | None:

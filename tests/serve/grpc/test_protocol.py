@@ -3,6 +3,7 @@
 import struct
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing import shared_memory
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,15 @@ from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest
-from vitx.serve.protocol.parameters import Region
+from vitx.serve.protocol.parameters import Region, RequestedOutput
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 CONTRACT = Contract("tiny", "images", (2, 2, 3), "logits", 4)
 LABELS = ("blue", "green", "grey", "red")
 IMAGES = np.arange(24, dtype=np.uint8).reshape(2, 2, 2, 3)
 NO_MEMORY = SharedMemory(enabled=False)
+
+LOGITS = RequestedOutput("logits", binary=False)
 
 
 def request(**changes: Any) -> Any:
@@ -48,12 +51,12 @@ def test_raw_and_typed_contents_are_the_same_images() -> None:
 def test_the_schedule_and_the_output_are_read() -> None:
     message = request(outputs=[{"name": "logits"}])
     plain = decode(message)
-    assert (plain.priority, plain.timeout, plain.top_k, plain.region) == (0, None, 0, None)
+    assert (plain.priority, plain.timeout, plain.outputs) == (0, None, (LOGITS,))
     message.parameters["priority"].uint64_param = 3
     message.parameters["timeout"].int64_param = 250_000
     message.outputs[0].parameters["classification"].int64_param = 9
     read = decode(message)
-    assert (read.priority, read.timeout, read.top_k, read.region) == (3, 0.25, 4, None)
+    assert (read.priority, read.timeout, read.outputs) == (3, 0.25, (replace(LOGITS, top_k=4),))
 
 
 def set_input(name: str, value: Any) -> Callable[[Any], None]:
@@ -185,11 +188,13 @@ def test_reading_adds_nothing_to_the_message() -> None:
 
 def test_logits_and_classes_are_encoded() -> None:
     logits = np.array([[0.25, 2, -1, 0.5], [3, 2, 1, 3]], dtype=np.float32)
-    response = encode_infer_response(logits, InferRequest(IMAGES, id="7"), CONTRACT, LABELS, NO_MEMORY)
+    response = encode_infer_response(logits, InferRequest(IMAGES, (LOGITS,), id="7"), CONTRACT, LABELS, NO_MEMORY)
     assert (response.model_name, response.model_version, response.id) == ("tiny", "1", "7")
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("FP32", [2, 4])
     assert response.raw_output_contents[0] == logits.tobytes()
-    response = encode_infer_response(logits, InferRequest(IMAGES, top_k=2), CONTRACT, LABELS, NO_MEMORY)
+    response = encode_infer_response(
+        logits, InferRequest(IMAGES, (replace(LOGITS, top_k=2),)), CONTRACT, LABELS, NO_MEMORY
+    )
     assert (response.outputs[0].datatype, list(response.outputs[0].shape)) == ("BYTES", [2, 2])
     texts = (b"2.000000:1:green", b"0.500000:3:red", b"3.000000:0:blue", b"3.000000:3:red")
     assert response.raw_output_contents[0] == b"".join(struct.pack("<I", len(text)) + text for text in texts)
@@ -222,7 +227,7 @@ def test_tensors_travel_in_shared_memory(memory: SharedMemory) -> None:
     in_memory(message.outputs[0], 130, 40)
     read = decode(message, memory)
     np.testing.assert_array_equal(read.images, IMAGES)
-    assert read.region == Region("all", 130, 40)
+    assert read.outputs == (replace(LOGITS, region=Region("all", 130, 40)),)
     logits = np.arange(8, dtype=np.float32).reshape(2, 4)
     response = encode_infer_response(logits, read, CONTRACT, LABELS, memory)
     assert list(response.raw_output_contents) == [b""]

@@ -3,15 +3,13 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from socketless_server import BODY, Server, Transport, bodies_of, request, settled
 from virtual_time import run_virtually
-from vitx.serve.http.asgi import CONNECTION, ClientGone, await_unless_gone
+from vitx.serve.http.asgi import ClientGone
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -333,37 +331,6 @@ def test_each_hang_up_cancels_only_the_request_that_runs() -> None:
         protocol.data_received(request(b"h2".ljust(40)))
         protocol.connection_lost(None)
         assert server.app.cancelled == [b"h2".ljust(40)]
-
-    run(test)
-
-
-def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> None:
-    async def test() -> None:
-        connection: Any = SimpleNamespace(lost=False, on_lost=None)
-        scope: Scope = {CONNECTION: connection}
-
-        async def work(seconds: float) -> int:
-            await asyncio.sleep(seconds)
-            return 7
-
-        assert await await_unless_gone(scope, work(1)) == 7
-        assert connection.on_lost is None
-        waiting = asyncio.ensure_future(await_unless_gone(scope, work(100)))
-        await settled()
-        connection.lost = True
-        vars(connection)["on_lost"]()
-        with pytest.raises(ClientGone):
-            await waiting
-        assert connection.on_lost is None
-        with pytest.raises(ClientGone):  # it was lost before the work began
-            await await_unless_gone(scope, work(100))
-        connection.lost = False
-        cancelled = asyncio.ensure_future(await_unless_gone(scope, work(100)))
-        await settled()
-        cancelled.cancel()  # by the server, not by a hang-up
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
-        assert connection.on_lost is None
 
     run(test)
 

@@ -113,9 +113,9 @@ def test_a_small_image_that_comes_while_no_thread_may_take_it_runs_beside_a_larg
     async def test(decoder: Decoder, held: Any) -> None:
         small: Any = Held()
         large: Any = Held()
-        decoder.enqueue(grey(10), small, lambda pixels: None, client="a")
+        work = [asyncio.ensure_future(decoder.decode([grey(10)], small, client="a"))]
         await small.seen(1)
-        decoder.enqueue(grey(11) + bytes(5 * 2**20), large, lambda pixels: None, client="b")
+        work.append(asyncio.ensure_future(decoder.decode([grey(11) + bytes(5 * 2**20)], large, client="b")))
         last = asyncio.ensure_future(decoder.decode([grey(12)], held, client="b"))
         await asyncio.sleep(0.05)  # the other thread finds that it may take neither
         held.go.set()
@@ -123,6 +123,7 @@ def test_a_small_image_that_comes_while_no_thread_may_take_it_runs_beside_a_larg
         await large.seen(1)
         await asyncio.wait_for(last, 10)  # the large one is held for twice as long
         large.go.set()
+        await asyncio.gather(*work)
 
     run(test, threads=1)
 
@@ -167,10 +168,13 @@ def test_what_waits_past_its_deadline_is_refused_then_and_never_decoded() -> Non
         assert 90 <= int(said[1]) <= 1000 * waited + 1
         with pytest.raises(QueueFull):
             await decoder.decode([grey(13)] * 3, held)
-        cancel = [decoder.enqueue(grey(13), held, lambda _: None) for _ in range(2)]
+        waiting = asyncio.ensure_future(decoder.decode([grey(13)] * 2, held))
+        await asyncio.sleep(0)
         with pytest.raises(QueueFull):
-            decoder.enqueue(grey(13), held, lambda _: None)
-        assert [each() for each in cancel] == [True, True]
+            await decoder.decode([grey(13)], held)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
         held.go.set()
         await first
         assert len(await decoder.decode([grey(14)] * 3, held, deadline=time.monotonic() + 60)) == 3
@@ -214,7 +218,6 @@ def test_a_cancelled_image_is_not_decoded() -> None:
         second.cancel()
         with suppress(asyncio.CancelledError):
             await second
-        decoder.enqueue(grey(12), held, lambda pixels: None)()
         held.go.set()
         await first
         await decoder.decode([grey(13)], held)
@@ -226,17 +229,17 @@ def test_a_cancelled_image_is_not_decoded() -> None:
 def test_pixels_for_a_request_that_was_cancelled_in_the_same_moment_are_dropped() -> None:
     async def test(decoder: Decoder, held: Any) -> None:
         jobs: list[Any] = []
-        push = decoder._push
+        queue = decoder._queue
 
-        def noted(*given: Any) -> Any:
-            jobs.append(push(*given))
-            return jobs[-1]
+        def noted(job: Any, cost: float) -> None:
+            jobs.append(job)
+            queue(job, cost)
 
-        vars(decoder)["_push"] = noted
+        vars(decoder)["_queue"] = noted
         asked = asyncio.ensure_future(decoder.decode([grey(10)], held))
         await held.seen(1)
         asked.cancel()  # its task has not run when the pixels come
-        decoder._settle(jobs.pop(), np.zeros((1, 1, 3), np.uint8))
+        decoder._end(jobs.pop(), np.zeros((1, 1, 3), np.uint8))
         with suppress(asyncio.CancelledError):
             await asked
         held.go.set()

@@ -202,9 +202,9 @@ def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.Mo
 
     async def ask() -> None:
         model = ServedModel(warm, Metrics())
-        assert (await model.batcher_of(()).submit(pixels(2))).shape == (2, 4)
+        assert (await model.batcher_of(False).submit(pixels(2))).shape == (2, 4)
         assert asked == ["logits"]
-        assert (await model.batcher_of(("embedding",)).submit(pixels(2))).shape == (2, 4 + 3 + 256)
+        assert (await model.batcher_of(True).submit(pixels(2))).shape == (2, 4 + 3 + 256)
         assert asked == ["logits", "rows"]
         assert model.statistics()["inference_stats"]["success"]["count"] == 2
         await model.close()

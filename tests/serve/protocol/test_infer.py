@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vitx.serve.errors import RequestError
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import Contract, InferRequest, decode_infer_request, encode_infer_response, header_length
-from vitx.serve.protocol.parameters import REGION_PARAMETERS, parse_json
+from vitx.serve.protocol.parameters import REGION_PARAMETERS, RequestedOutput, parse_json
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 CONTRACT = Contract("m", "images", (1, 2, 3), "logits", 2)
@@ -21,6 +21,11 @@ LIMITS = ServeOptions(max_images=4).limits
 LABELS = ("cat", "dog")
 NO_MEMORY = SharedMemory(enabled=False)
 ROW = [1, 2, 3, 4, 5, 6]
+NOT_PIXELS = "the data of input 'images' is not 6 integers from 0 to 255, flat or nested as [1, 1, 2, 3]"
+
+
+def logits(*, binary: bool = False, top_k: int = 0) -> tuple[RequestedOutput, ...]:
+    return (RequestedOutput("logits", binary, top_k),)
 
 
 def tensor(**changes: Any) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def test_json_tensors_are_nested_or_flat(data: Any) -> None:
     request = decode({"id": "7", "inputs": [tensor(data=data)]})
     assert request.images.dtype == np.uint8
     assert request.images.tolist() == [[[[1, 2, 3], [4, 5, 6]]]]
-    assert (request.id, request.binary_output) == ("7", False)
+    assert (request.id, request.outputs) == ("7", logits())
 
 
 def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
@@ -57,7 +62,7 @@ def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:
     request = decode({**header, "parameters": {"binary_data_output": True}}, bytes(range(12)))
     assert request.images.ravel().tolist() == list(range(12))
     assert request.images.base is not None
-    assert request.binary_output
+    assert request.outputs == logits(binary=True)
 
 
 def test_a_cached_header_is_used_with_new_pixels() -> None:
@@ -83,20 +88,19 @@ def test_shared_memory_is_read_each_time(name: str) -> None:
 def test_a_raw_binary_request_is_only_the_tensor() -> None:
     request = decode_infer_request(bytes(range(12)), 0, CONTRACT, LIMITS, NO_MEMORY)
     assert request.images.shape == (2, 1, 2, 3)
-    assert request.binary_output
+    assert request.outputs == logits(binary=True)
 
 
 def test_an_outputs_own_flag_overrides_the_requests() -> None:
     outputs = [{"name": "logits", "parameters": {"binary_data": False}}]
-    assert not decode(
-        {"inputs": [tensor()], "outputs": outputs, "parameters": {"binary_data_output": True}}
-    ).binary_output
+    header = {"inputs": [tensor()], "outputs": outputs, "parameters": {"binary_data_output": True}}
+    assert decode(header).outputs == logits()
 
 
 def test_the_json_response_is_golden() -> None:
-    logits = np.array([[0.5, -2.0]], dtype=np.float32)
-    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), id="7")
-    assert encode(logits, request) == (
+    rows = np.array([[0.5, -2.0]], dtype=np.float32)
+    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), logits(), id="7")
+    assert encode(rows, request) == (
         b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
         b'"data":[0.5,-2.0]}],"id":"7"}',
         None,
@@ -104,25 +108,25 @@ def test_the_json_response_is_golden() -> None:
 
 
 def test_the_binary_response_is_golden() -> None:
-    logits = np.array([[0.5, -2.0]], dtype=np.float32)
-    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), binary_output=True)
+    rows = np.array([[0.5, -2.0]], dtype=np.float32)
+    request = InferRequest(np.zeros((1, 1, 2, 3), dtype=np.uint8), logits(binary=True))
     header = (
         b'{"model_name":"m","model_version":"1","outputs":[{"name":"logits","datatype":"FP32","shape":[1,2],'
         b'"parameters":{"binary_data_size":8}}]}'
     )
-    assert encode(logits, request) == (
+    assert encode(rows, request) == (
         header + bytes.fromhex("0000003f000000c0"),
         len(header),
     )
 
 
 def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() -> None:
-    logits = np.array([[np.nan, 1]], dtype=np.float32)
+    rows = np.array([[np.nan, 1]], dtype=np.float32)
     pixels = np.zeros((1, 1, 2, 3), dtype=np.uint8)
     with pytest.raises(RequestError, match="ask for binary output") as error:
-        encode(logits, InferRequest(pixels))
+        encode(rows, InferRequest(pixels, logits()))
     assert error.value.status == 500
-    assert encode(logits, InferRequest(pixels, binary_output=True))[1] is not None
+    assert encode(rows, InferRequest(pixels, logits(binary=True)))[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -149,14 +153,11 @@ def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() 
             "the shape of input 'images' is not a list of integers: expected [N,1,2,3] with N ≥ 1",
         ),
         ({"inputs": [tensor(data=None)]}, "input 'images' has neither 'data' nor 'binary_data_size'"),
-        (
-            {"inputs": [tensor(data=ROW[:5])]},
-            "the data of input 'images' has shape [5]: expected [1, 1, 2, 3] or flat",
-        ),
-        ({"inputs": [tensor(data=[*ROW[:5], 256])]}, "the data of input 'images' is not all integers from 0 to 255"),
-        ({"inputs": [tensor(data=[*ROW[:5], 1.5])]}, "the data of input 'images' is not all integers from 0 to 255"),
-        ({"inputs": [tensor(data=[*ROW[:5], True])]}, "the data of input 'images' is not all integers from 0 to 255"),
-        ({"inputs": [tensor(data=[*ROW[:5], "6"])]}, "the data of input 'images' is not all integers from 0 to 255"),
+        ({"inputs": [tensor(data=ROW[:5])]}, NOT_PIXELS),
+        ({"inputs": [tensor(data=[*ROW[:5], 256])]}, NOT_PIXELS),
+        ({"inputs": [tensor(data=[*ROW[:5], 1.5])]}, NOT_PIXELS),
+        ({"inputs": [tensor(data=[*ROW[:5], True])]}, NOT_PIXELS),
+        ({"inputs": [tensor(data=[*ROW[:5], "6"])]}, NOT_PIXELS),
         ({"inputs": [tensor()], "id": 7}, "'id' is not a string"),
         (
             {"inputs": [tensor()], "outputs": [{"name": "probabilities"}]},
@@ -187,8 +188,11 @@ def test_a_logit_that_is_not_finite_is_an_error_in_json_and_a_value_in_binary() 
             {"inputs": [tensor(parameters={"shared_memory_region": "r", "shared_memory_byte_size": 6})]},
             "the input is in shared memory, and has 'data' or 'binary_data_size' as well",
         ),
+        ({"inputs": [tensor(data=[[[[[[[[[[[[[[6]]]]]]]]]]]]]])]}, NOT_PIXELS),
+        ({"inputs": [tensor(data=6)]}, NOT_PIXELS),
+        ({"data": ROW, "inputs": [tensor(data={})]}, NOT_PIXELS),
         (
-            {"inputs": [tensor(data=[[[[[[[[[[[[[[6]]]]]]]]]]]]]])]},
+            {"inputs": [tensor()], "outputs": [[[[[[[[[[[[[[[[6]]]]]]]]]]]]]]]]},
             "the request's JSON is nested more than 16 levels deep",
         ),
         (
@@ -224,7 +228,7 @@ def test_too_many_images_are_413() -> None:
 
 def test_the_requests_own_parameters_are_read_in_their_units() -> None:
     request = decode({"inputs": [tensor()], "parameters": {"timeout": 1_500_000, "priority": 3}})
-    assert (request.timeout, request.priority, request.top_k, request.region) == (1.5, 3, 0, None)
+    assert (request.timeout, request.priority, request.outputs) == (1.5, 3, logits())
     request = decode({"inputs": [tensor()], "parameters": {"timeout": 0}})
     assert (request.timeout, request.priority) == (None, 0)
     assert refusal({"inputs": [tensor()], "parameters": {"timeout": 2**63}})[0] == 400
@@ -236,9 +240,9 @@ def test_the_outputs_parameters_are_read_and_limited_to_the_classes() -> None:
         return decode({"inputs": [tensor()], "outputs": [*outputs], "parameters": {"binary_data_output": binary}})
 
     for count, top_k in ((0, 0), (1, 1), (2, 2), (3, 2), (2**63 - 1, 2)):
-        assert asked({"name": "logits", "parameters": {"classification": count}}).top_k == top_k
-    assert asked({"name": "logits"}, binary=True).binary_output
-    assert asked({"name": "logits", "parameters": {"binary_data": True}}).binary_output
+        assert asked({"name": "logits", "parameters": {"classification": count}}).outputs == logits(top_k=top_k)
+    assert asked({"name": "logits"}, binary=True).outputs == logits(binary=True)
+    assert asked({"name": "logits", "parameters": {"binary_data": True}}).outputs == logits(binary=True)
     with pytest.raises(RequestError, match=r"^output 'logits' is asked for 2 times$"):
         asked({"name": "logits"}, {"name": "logits"})
 
@@ -294,12 +298,12 @@ TWO_IMAGES = np.zeros((2, 1, 2, 3), dtype=np.uint8)
 
 
 def test_classes_are_texts_best_first_in_json_and_behind_their_length_in_binary() -> None:
-    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, top_k=1))
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, logits(top_k=1)))
     assert length is None
     (output,) = json.loads(body)["outputs"]
     texts = ["0.500000:0:cat", "3.000000:1:dog"]
     assert output == {"name": "logits", "datatype": "BYTES", "shape": [2, 1], "data": texts}
-    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, top_k=1, binary_output=True))
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, logits(top_k=1, binary=True)))
     (output,) = json.loads(body[:length])["outputs"]
     assert output == {
         "name": "logits",
@@ -312,7 +316,7 @@ def test_classes_are_texts_best_first_in_json_and_behind_their_length_in_binary(
 
 @pytest.mark.parametrize("request_id", [None, "7"])
 def test_binary_logits_have_the_size_of_all_rows_with_an_id_and_without(request_id: str | None) -> None:
-    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, id=request_id, binary_output=True))
+    body, length = encode(TWO_ROWS, InferRequest(TWO_IMAGES, logits(binary=True), id=request_id))
     header = json.loads(body[:length])
     assert header.get("id") == request_id
     assert header["outputs"][0]["shape"] == [2, 2]

@@ -15,7 +15,7 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.limits import Limits
-from vitx.serve.protocol.infer import Contract, InferRequest, output_tensors, read_infer_request, tensor_bytes
+from vitx.serve.protocol.infer import Contract, InferRequest, ParsedHeader, output_tensors, tensor_bytes
 from vitx.serve.protocol.parameters import REGION_PARAMETERS
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -33,7 +33,7 @@ _FINAL_RESPONSE = "triton_enable_empty_final_response"
 
 def decode_infer_request(request: Any, contract: Contract, limits: Limits, memory: SharedMemory) -> InferRequest:
     """Read a ModelInferRequest; raise RequestError as `vitx.serve.protocol.infer.decode_infer_request` does."""
-    raw = request.raw_input_contents
+    raw, rest, size = request.raw_input_contents, memoryview(b""), {}
     if len(request.inputs) == 1:
         in_memory = any(name in request.inputs[0].parameters for name in REGION_PARAMETERS)
         if len(raw) + request.inputs[0].HasField("contents") + in_memory != 1:
@@ -41,20 +41,26 @@ def decode_infer_request(request: Any, contract: Contract, limits: Limits, memor
                 f"input '{contract.input_name}' needs its data in one place: "
                 "raw_input_contents, contents or shared memory"
             )
+        if not in_memory:
+            rest = memoryview(raw[0]) if raw else _typed_pixels(request.inputs[0], contract, limits).data
+            size["binary_data_size"] = len(rest)
     parameters = _parameters(request.parameters)
     parameters.pop(_FINAL_RESPONSE, None)
     header: dict[str, Any] = {
         "id": request.id,
-        "inputs": [_input(tensor, raw) for tensor in request.inputs],
+        "inputs": [
+            {
+                "name": tensor.name,
+                "datatype": tensor.datatype,
+                "shape": list(tensor.shape[:_SIDES]),  # a longer one is refused as well
+                "parameters": {**_parameters(tensor.parameters), **size},
+            }
+            for tensor in request.inputs
+        ],
         "outputs": [{"name": output.name, "parameters": _parameters(output.parameters)} for output in request.outputs],
         "parameters": parameters,
     }
-    rest = memoryview(raw[0] if raw else b"")
-    typed = [tensor for tensor in request.inputs if not raw and tensor.HasField("contents")]
-    if len(request.inputs) == len(typed) == 1:
-        rest = _typed_pixels(typed[0], contract, limits).data
-        header["inputs"][0]["parameters"]["binary_data_size"] = len(rest)
-    return read_infer_request(header, rest, contract, limits, memory)
+    return ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
 
 
 def encode_infer_response(
@@ -66,27 +72,14 @@ def encode_infer_response(
     """
     response = _InferResponse(model_name=contract.model, model_version=contract.version, id=request.id or "")
     for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
-        data = tensor_bytes(values)
         output = response.outputs.add(name=wanted.name, datatype=datatype, shape=shape)
-        if wanted.region is None:
-            response.raw_output_contents.append(data)
-            continue
-        response.raw_output_contents.append(b"")  # Triton's C++ client takes the entry of each output, unasked
-        for name, value in wanted.region.write(data, wanted.name, memory).items():
-            if isinstance(value, str):
-                output.parameters[name].string_param = value
-            else:
-                output.parameters[name].int64_param = value
+        data, placed = tensor_bytes(values), {}
+        if wanted.region is not None:
+            placed, data = wanted.region.write(data, wanted.name, memory), b""
+        response.raw_output_contents.append(data)  # Triton's C++ client takes the entry of each output, unasked
+        for name, value in placed.items():
+            setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return response
-
-
-def _input(tensor: Any, raw: Sequence[bytes]) -> dict[str, Any]:
-    parameters = _parameters(tensor.parameters)
-    shape = list(tensor.shape[:_SIDES])  # a longer one is refused as well
-    read = {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": parameters}
-    if raw:
-        parameters["binary_data_size"] = len(raw[0])
-    return read
 
 
 def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array:
@@ -111,9 +104,5 @@ def _typed_pixels(tensor: Any, contract: Contract, limits: Limits) -> UInt8Array
 
 
 def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _value(parameter) for name, parameter in parameters.items()}
-
-
-def _value(parameter: Any) -> object:
-    kind = parameter.WhichOneof("parameter_choice")
-    return getattr(parameter, kind) if kind else None
+    chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
+    return {name: getattr(parameters[name], kind) if kind else None for name, kind in chosen.items()}

@@ -20,7 +20,7 @@ from vitx.serve.grpc.messages import check_fields, message_class
 from vitx.serve.grpc.service import Call, GrpcService
 from vitx.serve.limits import Limits, MemoryBudget
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import ModelSet
+from vitx.serve.models.served_model import InFlight, ModelSet
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
@@ -33,7 +33,7 @@ _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no 
 _CALLS = 4096  # concurrent calls
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
-_WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")
+_WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
     403: grpc.StatusCode.PERMISSION_DENIED,
@@ -81,15 +81,16 @@ class GrpcServer:
         self._observers = observers
         self._message_seconds = limits.message_seconds
         self._streams: set[Replies] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.active = 0  # calls in flight, streams included
+        self._in_flight = InFlight()  # streams included
         self._server = grpc.aio.server(
             handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
         )
         host = f"[{host}]" if ":" in host else host
+        add = self._server.add_insecure_port
+        if credentials is not None:
+            add = partial(self._server.add_secure_port, server_credentials=credentials)
         try:
-            port = self._claim(f"{host}:{port}", credentials)
+            port = add(f"{host}:{port}")
         except RuntimeError as error:
             raise EnvironmentMissing(
                 f"cannot listen on {host} port {port} for gRPC: choose another port with --grpc-port (0: any); {error}"
@@ -103,73 +104,69 @@ class GrpcServer:
         """End the streams after the requests they have accepted; return when no call is in flight."""
         for replies in self._streams:
             replies.put_nowait(None)
-        await self._idle.wait()
+        await self._in_flight.end()
 
     async def stop(self) -> None:
         """Close the port and, after a short grace, every connection."""
         await self._server.stop(_GRACE_SECONDS)
 
-    def _claim(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        if credentials is None:
-            return int(self._server.add_insecure_port(address))
-        return int(self._server.add_secure_port(address, credentials))
-
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
-        unary = {name: self._unary(name, *of) for name, of in self._service.calls().items()}
+        calls = self._service.calls()
+        health = {"Check": self._unary("Check", *calls.pop("HealthCheck"))}
+        unary = {name: self._unary(name, *of) for name, of in calls.items()}
         stream = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream)}
-        health = {"Check": self._unary("Check", "HealthCheckRequest", self._service.health)}
         return [
             grpc.method_handlers_generic_handler("inference.GRPCInferenceService", unary | stream),
             grpc.method_handlers_generic_handler("grpc.health.v1.Health", health),
         ]
 
-    def _unary(self, name: str, request: str, call: Call) -> grpc.RpcMethodHandler:
-        parse, route = message_class(request).FromString, f"grpc.{name}"
+    def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
+        parse, route = message.FromString, f"grpc.{name}"
         timed = name == "ModelInfer"
 
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
-            size, request = self._reserved(parse, await self._message(route, context))
-            self._enter()
+            size, request = 0, await self._message(context)
+            if isinstance(request, bytes):
+                size, request = self._reserved(parse, request)
+            self._in_flight.enter()
             try:
                 response = await self._counted(route, call, request, context, timed=timed)
-                encoded: bytes = response.SerializeToString()
-                return encoded
+                return bytes(response.SerializeToString())
             except RequestError as error:
                 error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
             finally:
                 self.budget.give(size)
-                self._leave()
+                self._in_flight.leave()
 
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
         return grpc.stream_unary_rpc_method_handler(answer)
 
-    async def _message(self, route: str, context: Any) -> bytes:
-        """Read the message of a call; end the call if it does not arrive in time."""
+    async def _message(self, context: Any) -> Any:
+        """The message of a call, as bytes; a RequestError if it has none, or none arrives in time."""
         try:
             async with asyncio.timeout(self._message_seconds):
-                data: bytes | object = await context.read()
-            if isinstance(data, bytes):
-                return data
-            error = RequestError("the call has no message")
+                data = await context.read()
         except TimeoutError:
-            error = RequestError("the call's message took too long", status=408, reason="slow_client")
-        self._metrics.reject(error.reason)
-        self._metrics.answer(route, error.status)
-        await _abort(context, error)
-        raise error  # not reached: abort raises
+            return RequestError("the call's message took too long", status=408, reason="slow_client")
+        return data if isinstance(data, bytes) else RequestError("the call has no message")
 
     def _reserved(self, parse: Callable[[bytes], Any], data: bytes) -> tuple[int, Any]:
         """Count a message, then parse it: the bytes to give back, and the request or the RequestError that refuses it.
 
         The caller keeps no `data`: parsed and unparsed it would be held twice.
         """
+        size = 0
         try:
             self.budget.take(len(data))
+            size = len(data)
+            check_fields(data)
+            return size, parse(data)
         except RequestError as error:
-            return 0, error
-        return len(data), _parsed(parse, data)
+            return size, error
+        except DecodeError:
+            return size, RequestError("the bytes are not a message of this call")
 
     async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
@@ -178,8 +175,9 @@ class GrpcServer:
         status = CLIENT_GONE
         record = self._record(context)
         try:
-            if self._tokens is not None:
-                _check_token(self._tokens, route, context)
+            if self._tokens is not None and route not in _WITHOUT_TOKEN:
+                kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
+                self._tokens.check(kind, _metadata(context, "authorization"))
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
@@ -223,7 +221,7 @@ class GrpcServer:
         replies: Replies = asyncio.Queue()
         window = asyncio.Semaphore(_STREAM_WINDOW)
         reader = asyncio.create_task(self._read_stream(requests, context, replies, window))
-        self._enter()
+        self._in_flight.enter()
         self._streams.add(replies)
         try:
             while (reply := await replies.get()) is not None:
@@ -235,7 +233,7 @@ class GrpcServer:
             while not replies.empty():
                 if (left := replies.get_nowait()) is not None:
                     left.cancel()
-            self._leave()
+            self._in_flight.leave()
 
     async def _read_stream(
         self, requests: AsyncIterator[bytes], context: Any, replies: Replies, window: asyncio.Semaphore
@@ -246,13 +244,12 @@ class GrpcServer:
                 size, request = self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
-                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
+                reply.add_done_callback(
+                    partial(lambda size, _: self.budget.give(size), size)
+                )  # also if it never starts
                 del request, reply
         finally:
             replies.put_nowait(None)
-
-    def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
-        self.budget.give(size)
 
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
@@ -266,17 +263,7 @@ class GrpcServer:
             error.__traceback__ = None
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
-        encoded: bytes = response.SerializeToString()
-        return encoded
-
-    def _enter(self) -> None:
-        self.active += 1
-        self._idle.clear()
-
-    def _leave(self) -> None:
-        self.active -= 1
-        if not self.active:
-            self._idle.set()
+        return bytes(response.SerializeToString())
 
 
 def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:
@@ -295,17 +282,6 @@ def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
     ]
 
 
-def _parsed(parse: Callable[[bytes], Any], data: bytes) -> Any:
-    """Parse a message; return a RequestError if it has too many fields, or the bytes are not one."""
-    try:
-        check_fields(data)
-        return parse(data)
-    except RequestError as error:
-        return error
-    except DecodeError:
-        return RequestError("the bytes are not a message of this call")
-
-
 def _metadata(context: Any, name: str) -> str | None:
     """The first value of a call's metadata under this (lower case) name."""
     for key, value in context.invocation_metadata() or ():
@@ -314,21 +290,13 @@ def _metadata(context: Any, name: str) -> str | None:
     return None
 
 
-def _check_token(tokens: Tokens, route: str, context: Any) -> None:
-    """Raise RequestError 401 unless the call has its token; health checks need none, as over HTTP."""
-    if route not in _WITHOUT_TOKEN:
-        kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
-        tokens.check(kind, _metadata(context, "authorization"))
-
-
 async def _abort(context: Any, error: RequestError) -> None:
-    """End a call with an error status, and with the time to wait before a retry, if there is one (gRFC A6)."""
-    wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()
-    await context.abort(_code(error), str(error), wait)
+    """End a call with an error status, and with the time to wait before a retry, if there is one (gRFC A6).
 
-
-def _code(error: RequestError) -> grpc.StatusCode:
-    """The gRPC status of an error. Of missed deadlines only one that has passed is DEADLINE_EXCEEDED."""
+    Of missed deadlines only one that has passed is DEADLINE_EXCEEDED.
+    """
+    code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
     if isinstance(error, DeadlineMissed):
-        return grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
-    return _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
+        code = grpc.StatusCode.DEADLINE_EXCEEDED if error.passed else grpc.StatusCode.RESOURCE_EXHAUSTED
+    wait = (("grpc-retry-pushback-ms", str(1000 * error.retry_after)),) if error.retry_after is not None else ()
+    await context.abort(code, str(error), wait)

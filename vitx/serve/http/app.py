@@ -4,13 +4,12 @@ A request that runs a model goes through `App._run`, or through `App._run_cached
 Only these two count it, time it, and turn an exception into a reply.
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
 
@@ -31,8 +30,8 @@ from vitx.serve.http.asgi import (
     error_reply,
     header,
     read_body,
-    reply_with,
     send_reply,
+    start_task,
 )
 from vitx.serve.http.classify import Classifier
 from vitx.serve.http.decode import Decoder
@@ -41,7 +40,7 @@ from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import Generation, ModelSet, ServedModel
+from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
@@ -56,14 +55,16 @@ from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.shared_memory import SharedMemory
 
 ACCEPT_ENCODING = b"accept-encoding"
-_RECORDED = (b"x-request-id", b"traceparent", b"tracestate")
-Handler = Callable[[Scope, Receive], Awaitable[Reply]]
+_OF_HEAD = (ACCEPT_ENCODING, b"x-request-id", b"traceparent", b"tracestate")
+# What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
+Prepare = Callable[[Scope], tuple[StartRequest, bool]]
+Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 
 _log = logging.getLogger("vitx.serve")
 
 
 class App:
-    """The server's routes. `active` is the number of `infer` and `classify` requests in flight."""
+    """The server's routes."""
 
     def __init__(
         self,
@@ -79,17 +80,14 @@ class App:
 
         observers: of requests whose head is known; ObserverMiddleware tells them of all others.
         """
+        self.idle = models.idle  # until no request is in flight
         self._observers = observers
         self._models = models
         self._limits = limits
         self._metrics = metrics
         self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics, partial(self._cache, "classify"))
+        self._classify = Classifier(models, decoder, limits, metrics).prepare
         self._other = other_routes(models, limits, metrics, memory, repository)
-        self._tasks: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self.active = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._find(scope["path"]) if scope["type"] == "http" else None
@@ -102,12 +100,13 @@ class App:
             self._metrics.answer(found[0], error.status)
             await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
 
-    async def idle(self) -> None:
-        """Return when no `infer` or `classify` request is in flight."""
-        await self._idle.wait()
+    @property
+    def active(self) -> int:
+        """How many requests are in flight."""
+        return self._models.active
 
-    def _find(self, path: str) -> tuple[str, Handler] | None:
-        """The route name and handler of a path that runs a model, else None."""
+    def _find(self, path: str) -> tuple[str, Prepare] | None:
+        """The route name of a path that runs a model, and what starts its requests; else None."""
         if path == "/v1/classify":
             return "classify", self._classify
         parts = path.split("/")
@@ -117,19 +116,12 @@ class App:
             return "infer", partial(self._infer, parts[3], parts[5] if len(parts) == 7 else None)
         return None
 
-    async def _infer(self, name: str, version: str | None, scope: Scope, receive: Receive) -> Reply:
-        started = time.monotonic()
+    def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        start = partial(self._start_infer, name, version, header_length(header(scope, HEADER_LENGTH.encode())))
-        reply = await answered(scope, start, body, started)
-        self._cache("infer", scope, start)
-        return reply
+        length = header_length(header(scope, HEADER_LENGTH.encode()))
+        return partial(self._start_infer, name, version, length), True
 
-    def _decode(
-        self, name: str, version: str | None, length: int | None, body: bytes, started: float
-    ) -> tuple[ServedModel, InferRequest, float | None]:
-        """Return the model, the request and its deadline."""
+    def _decode(self, name: str, version: str | None, length: int | None, body: bytes, started: float) -> Decoded:
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
@@ -156,78 +148,66 @@ class App:
         """Answer an infer request; see `StartRequest`. `length`: bytes of JSON before the tensor; None: all."""
         record.model = name  # it was served, when the head was read
         decode = partial(self._decode, name, version, length, body, started)
-        if _is_large_json(length, body):
-            return self._start_task(self._read_beside(decode, record, hold), on_reply).cancel
+        if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
+            return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
 
-        def replied(rows: Float32Array) -> Reply:
-            record_times(record, submission.parts)
-            return self._rows_reply(rows, request, model)
+        def on_logits(rows: Float32Array | Exception) -> None:
+            reply: Reply | Exception
+            try:
+                if isinstance(rows, Exception):
+                    reply = rows
+                else:
+                    record_times(record, submission.parts)
+                    reply = self._rows_reply(rows, request, model)
+            except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
+                reply = failure
+            on_reply(reply)
 
-        on_logits = reply_with(replied, on_reply)
-        batcher = model.batcher_of(request.outputs)
+        batcher = model.batcher_of(request.further)
         submission = batcher.enqueue(request.images, on_logits, priority=request.priority, deadline=deadline)
         return submission.cancel
 
-    async def _read_beside(
-        self, decode: Callable[[], tuple[ServedModel, InferRequest, float | None]], record: RequestRecord, hold: Hold
-    ) -> Reply:
+    async def _read_beside(self, decode: Callable[[], Decoded], record: RequestRecord, hold: Hold) -> Reply:
         """The reply to a request that is read on a thread."""
         CURRENT_RECORD.set(record)  # of this task alone
         model, request, deadline = await beside(hold, decode)
-        batcher = model.batcher_of(request.outputs)
+        batcher = model.batcher_of(request.further)
         rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
         return self._rows_reply(rows, request, model)
-
-    def _start_task(self, work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
-        """Call back with the reply or the exception of `work`, unless it is cancelled."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-
-        def on_done(task: "asyncio.Task[Reply]") -> None:
-            self._tasks.discard(task)
-            if not task.cancelled():
-                failure = task.exception()
-                on_reply(failure if isinstance(failure, Exception) else task.result())
-
-        task.add_done_callback(on_done)
-        return task
-
-    def _cache(self, route: str, scope: Scope, start: StartRequest) -> None:
-        """Answer later requests with the same head by `start`."""
-        cache_head(scope, partial(self._run_cached, _Head.of(route, scope), start))
 
     def _run_cached(
         self, head: "_Head", start: StartRequest, connection: HeadCacheProtocol, body: bytes
     ) -> Callable[[], None] | None:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
         started, accepted = time.monotonic(), head.accepted
-        record = head.record(connection.client, with_id=bool(self._observers))
-        generation = self._enter()
+        client = connection.client[0] if connection.client else ""
+        id = request_id(head.id) if self._observers else ""  # it takes a microsecond
+        record = RequestRecord(id, head.traceparent, head.tracestate, client)
+        generation = self._models.enter()
 
         def on_reply(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception) or accepted is None or len(reply.body) < WORTH_ENCODING:
                 finish(reply)
                 return
             connection.on_lost = None  # too late to cancel
-            self._start_task(compressed(reply, accepted), finish)
+            start_task(compressed(reply, accepted), finish)
 
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
                 reply = self._error_reply(reply, head.path, record)
             self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
-            self._leave(generation)
             record.sent = len(reply.body)
-            observe(reply.status)
+            end(reply.status)
 
         def cancel() -> None:
             cancel_work()
             self._metrics.reject("disconnected", record.model or "")
-            self._leave(generation)
-            observe(CLIENT_GONE)
+            end(CLIENT_GONE)
 
-        def observe(status: int) -> None:
+        def end(status: int) -> None:
+            generation.leave()
             for observer in self._observers:
                 observer.write(record, "POST", head.path, status, time.monotonic() - started)
 
@@ -238,41 +218,32 @@ class App:
             return None
         return cancel
 
-    async def _run(self, route: str, handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.perf_counter()
-        generation = self._enter()
+    async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
+        started = time.monotonic()
+        generation = self._models.enter()
         record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
         token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
-            answer = await self._reply(handler, scope, receive, record)
-            reply = await compressed(answer, header(scope, ACCEPT_ENCODING))
-            self._metrics.answer(route, reply.status, time.perf_counter() - started, record.model or "")
+            try:
+                start, cacheable = prepare(scope)
+                body = await read_body(scope, receive, self._limits.body_bytes)
+                reply = await answered(scope, start, body, record, started)
+                if cacheable:
+                    of_head = (header(scope, name) for name in _OF_HEAD)
+                    cache_head(scope, partial(self._run_cached, _Head(route, scope["path"], *of_head), start))
+            except ClientGone:
+                raise
+            except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
+                reply = self._error_reply(error, scope["path"], record)
+            reply = await compressed(reply, header(scope, ACCEPT_ENCODING))
+            self._metrics.answer(route, reply.status, time.monotonic() - started, record.model or "")
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:
             if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
                 self._metrics.reject("disconnected", record.model or "")
         finally:
             CURRENT_RECORD.reset(token)
-            self._leave(generation)
-
-    def _enter(self) -> Generation:
-        self.active += 1
-        self._idle.clear()
-        return self._models.enter()
-
-    def _leave(self, generation: Generation) -> None:
-        generation.leave()
-        self.active -= 1
-        if not self.active:
-            self._idle.set()
-
-    async def _reply(self, handler: Handler, scope: Scope, receive: Receive, record: RequestRecord) -> Reply:
-        try:
-            return await handler(scope, receive)
-        except ClientGone:
-            raise
-        except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
-            return self._error_reply(error, scope["path"], record)
+            generation.leave()
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
@@ -296,26 +267,12 @@ class App:
         return counting
 
 
-def _is_large_json(length: int | None, body: bytes) -> bool:
-    """Whether reading the body takes so long that the event loop must go on beside it."""
-    return (len(body) if length is None else min(length, len(body))) > SMALL_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
+class _Head(NamedTuple):
     """What is needed of a known head; texts are those of the headers, None for one that it does not have."""
 
     route: str
     path: str
     accepted: str | None
     id: str | None
-    parents: tuple[str | None, str | None]
-
-    @classmethod
-    def of(cls, route: str, scope: Scope) -> "_Head":
-        accepted, given, *parents = (header(scope, name) for name in (ACCEPT_ENCODING, *_RECORDED))
-        return cls(route, scope["path"], accepted, given, (parents[0], parents[1]))
-
-    def record(self, client: tuple[str, int] | None, *, with_id: bool) -> RequestRecord:
-        """The record of one request; its id is "" without `with_id`, which takes a microsecond."""
-        return RequestRecord(request_id(self.id) if with_id else "", *self.parents, client[0] if client else "")
+    traceparent: str | None
+    tracestate: str | None

@@ -11,9 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.futures import settle
-from vitx.serve.http.encoding import WORTH_ENCODING, decoded, encoded
+from vitx.serve.http.encoding import WORTH_ENCODING, accepted_encoding, decoded, deflated
 from vitx.serve.limits import UNCOUNTED_BYTES
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.observe.request_record import RequestRecord
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
@@ -27,8 +27,6 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole response."""
-
     body: bytes
     status: int = 200
     content_type: bytes = JSON
@@ -44,25 +42,8 @@ Hold = Callable[["asyncio.Future[Any]"], None]
 StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
 
 
-def reply_with(make: Callable[[T], Reply], on_reply: OnReply) -> Callable[[T | Exception], None]:
-    """Return a callback for a value or an exception; it calls `on_reply` with `make(value)` or with the exception."""
-
-    def on_value(value: T | Exception) -> None:
-        reply: Reply | Exception
-        if isinstance(value, Exception):
-            reply = value
-        else:
-            try:
-                reply = make(value)
-            except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
-                reply = failure
-        on_reply(reply)
-
-    return on_value
-
-
-def json_reply(value: Any, status: int = 200) -> Reply:
-    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode(), status)
+def json_reply(value: Any) -> Reply:
+    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
 
 
 def error_reply(error: RequestError) -> Reply:
@@ -88,11 +69,10 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
 
 async def compressed(reply: Reply, accepted: str | None) -> Reply:
     """Return the reply in an encoding that Accept-Encoding names, or as it is when it is small."""
-    if accepted is None or len(reply.body) < WORTH_ENCODING:
+    worth = accepted is not None and len(reply.body) >= WORTH_ENCODING
+    if not worth or (encoding := accepted_encoding(str(accepted))) is None:
         return reply
-    body, encoding = await encoded(reply.body, accepted)
-    if encoding is None:
-        return reply
+    body = await asyncio.to_thread(deflated, reply.body, encoding)
     return replace(reply, body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
 
 
@@ -119,7 +99,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """
     declared, reserve = header(scope, b"content-length"), scope[CONNECTION].reserve
     if declared is not None and int(declared) > limit:  # the HTTP parser has checked the number
-        raise _body_too_large(limit)
+        raise too_large(f"request body of more than {limit} bytes")
     if declared is not None and int(declared) > UNCOUNTED_BYTES:
         reserve(int(declared))
     chunks: list[bytes] = []
@@ -132,7 +112,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         chunk: bytes = message.get("body", b"")
         size += len(chunk)
         if size > limit:
-            raise _body_too_large(limit)
+            raise too_large(f"request body of more than {limit} bytes")
         if declared is None:
             reserve(len(chunk))
         chunks.append(chunk)
@@ -153,49 +133,44 @@ async def beside(hold: Hold, work: Callable[[], T]) -> T:
     return await asyncio.shield(reading)
 
 
-def _body_too_large(limit: int) -> RequestError:
-    return too_large(f"request body of more than {limit} bytes")
-
-
-async def answered(scope: Scope, start: StartRequest, body: bytes, started: float) -> Reply:
+async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord, started: float) -> Reply:
     """The reply that `start` calls back with. Call after the request was read; raises ClientGone, and cancels it then.
 
     started: time.monotonic() of the request's arrival.
     """
-    connection, record = scope[CONNECTION], CURRENT_RECORD.get()
-    assert record is not None
+    connection = scope[CONNECTION]
     if connection.lost:
         raise ClientGone
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
     cancel = start(body, record, started, partial(settle, reply), connection.hold)
-
-    async def reached() -> Reply:
-        return await reply
-
+    connection.on_lost = reply.cancel
     try:
-        return await await_unless_gone(scope, reached())
+        return await reply
+    except asyncio.CancelledError:
+        if connection.lost:
+            raise ClientGone from None
+        raise
     finally:
+        connection.on_lost = None
         if reply.cancelled():
             cancel()
         else:
             reply.exception()  # marks it as retrieved; asyncio would log it otherwise
 
 
-async def await_unless_gone(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`; when the client hangs up, cancel it and raise ClientGone. Call after the request was read."""
-    connection = scope[CONNECTION]
-    task = asyncio.current_task()
-    assert task is not None
-    if connection.lost:
-        work.close()
-        raise ClientGone
-    connection.on_lost = task.cancel
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not connection.lost:
-            raise
-        task.uncancel()
-        raise ClientGone from None
-    finally:
-        connection.on_lost = None
+def start_task(work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":
+    """Call back with the reply or the exception of `work`, unless it is cancelled."""
+    task = asyncio.create_task(work)
+    _TASKS.add(task)
+
+    def on_done(task: "asyncio.Task[Reply]") -> None:
+        _TASKS.discard(task)
+        if not task.cancelled():
+            failure = task.exception()
+            on_reply(failure if isinstance(failure, Exception) else task.result())
+
+    task.add_done_callback(on_done)
+    return task
+
+
+_TASKS: set[asyncio.Task[Reply]] = set()  # the event loop holds tasks weakly

@@ -8,29 +8,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 import numpy as np
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
-from vitx.core.preprocess import ImageError, UInt8Array
+from vitx.core.preprocess import ImageError
 from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
-from vitx.serve.batching.batcher import Submission, record_times
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import (
-    CONNECTION,
-    Hold,
-    OnReply,
-    Reply,
-    StartRequest,
-    answered,
-    await_unless_gone,
-    beside,
-    client_of,
-    header,
-    json_reply,
-    read_body,
-    reply_with,
-)
+from vitx.serve.http.asgi import Hold, OnReply, Reply, StartRequest, beside, header, json_reply, start_task
 from vitx.serve.http.decode import Decoder
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.limits import Limits
@@ -43,10 +28,11 @@ from vitx.serve.protocol.parameters import quoted
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
-_TIMEOUT_HEADER = b"timeout-ms"
 _LONGEST_TIMEOUT_MS = 3_600_000
 # `curl --data-binary @image.png` sends the second one, whatever the bytes are.
 _IMAGE_TYPES = ("application/octet-stream", "application/x-www-form-urlencoded")
+# Reads a body of several images: their file names, if they have some, and each image or what is wrong with it.
+ReadImages = Callable[[bytes], tuple[list[str] | None, Sequence[bytes | RequestError]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +60,59 @@ class _Options:
 class Classifier:
     """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        decoder: Decoder,
-        limits: Limits,
-        metrics: Metrics,
-        cache_head: Callable[[Scope, StartRequest], None],
-    ) -> None:
-        """`cache_head(scope, start)` lets `start` answer later requests with the same head."""
+    def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
         self._models = models
-        self._cache_head = cache_head
         self._decoder = decoder
         self._limits = limits
         self._metrics = metrics
 
-    async def __call__(self, scope: Scope, receive: Receive) -> Reply:
-        """Answer a request or raise RequestError. Of several images, an unreadable one has an `error` in its entry."""
-        started, query, timeout = time.monotonic(), _query(scope), header(scope, _TIMEOUT_HEADER)
-        options = self._options(query, timeout, started)
+    def prepare(self, scope: Scope) -> tuple[StartRequest, bool]:
+        """What starts the requests of this head, and whether others may have the same. Raises RequestError."""
+        options = partial(self._options, _query(scope), header(scope, b"timeout-ms"))
+        options(time.monotonic())
         content_type = header(scope, b"content-type") or "application/octet-stream"
-        kind = _kind(content_type)
-        body = await read_body(scope, receive, self._limits.body_bytes)
-        if kind == "image":
-            start = partial(self._start_single, query, timeout)
-            self._cache_head(scope, start)
-            return await answered(scope, start, body, started)
-        read = partial(self._images, kind, content_type, body)
-        names, images = await beside(scope[CONNECTION].hold, read) if len(body) > SMALL_BYTES else read()
-        results = await await_unless_gone(scope, self._classify(options, images, client_of(scope)))
+        kind = content_type.partition(";")[0].strip().lower()
+        several: ReadImages | None = None
+        if kind == "multipart/form-data":
+            several = partial(self._form_images, content_type)
+        elif kind == "application/json":
+            several = self._json_images
+        elif not kind.startswith("image/") and kind not in _IMAGE_TYPES:
+            raise RequestError(
+                f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, "
+                "multipart/form-data or application/json",
+                status=415,
+                reason="unsupported_media",
+            )
+        return partial(self._start, options, several), several is None
+
+    def _start(
+        self,
+        options: Callable[[float], _Options],
+        several: ReadImages | None,
+        body: bytes,
+        record: RequestRecord,
+        started: float,
+        on_reply: OnReply,
+        hold: Hold,
+    ) -> Callable[[], object]:
+        """See `StartRequest`. `several`: reads a body of several images."""
+        asked = options(started)
+        record.model = asked.model.name
+        return start_task(self._reply(asked, several, body, record, hold), on_reply).cancel
+
+    async def _reply(
+        self, options: _Options, several: ReadImages | None, body: bytes, record: RequestRecord, hold: Hold
+    ) -> Reply:
+        CURRENT_RECORD.set(record)  # of this task alone
+        if several is None:
+            (result,) = await self._classify(options, [body], record)
+            if "error" in result:
+                raise RequestError(result["error"], reason="bad_image")
+            return json_reply({"model": options.model.name, **result})
+        read = partial(several, body)
+        names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
+        results = await self._classify(options, images, record)
         for result in results:
             if "error" in result:
                 self._metrics.reject("bad_image", options.model.name)
@@ -110,74 +120,21 @@ class Classifier:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
 
-    def _start_single(
-        self,
-        query: Mapping[str, str],
-        timeout: str | None,
-        body: bytes,
-        record: RequestRecord,
-        started: float,
-        on_reply: OnReply,
-        _: Hold,
-    ) -> Callable[[], object]:
-        """Classify one image, the body; see `StartRequest`."""
-        options = self._options(query, timeout, started)
-        manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
-        record.model, record.decode_started = options.model.name, time.monotonic()
-        submission: Submission | None = None
-        cancelled = False
-
-        def on_pixels(pixels: UInt8Array | Exception) -> None:
-            nonlocal submission
-            if cancelled:
-                return
-            record.decode = time.monotonic() - (record.decode_started or 0.0)
-            if isinstance(pixels, Exception):
-                on_reply(RequestError(str(pixels), reason="bad_image") if isinstance(pixels, ImageError) else pixels)
-                return
-            try:
-                submission = batcher.enqueue(
-                    pixels[None], on_logits, priority=options.priority, deadline=options.deadline
-                )
-            except RequestError as refusal:
-                on_reply(refusal)
-
-        def labelled(logits: Float32Array) -> Reply:
-            assert submission is not None
-            record_times(record, submission.parts)
-            return json_reply({"model": options.model.name, **options.answer(logits[0])})
-
-        def cancel() -> None:
-            nonlocal cancelled
-            cancelled = True
-            cancel_decoding()
-            if submission is not None:
-                submission.cancel()
-
-        on_logits = reply_with(labelled, on_reply)
-        cancel_decoding = self._decoder.enqueue(
-            body, manifest.preprocessing, on_pixels, client=record.client or "", deadline=options.deadline
-        )
-        return cancel
-
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._models.get(query.get("model"), query.get("version"))
-        top_k = _top_k(query.get("top_k"), len(model.bundle.manifest.labels))
+        classes = len(model.bundle.manifest.labels)
+        top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
-        milliseconds = _timeout_ms(query.get("timeout_ms"), timeout)
-        seconds = model.batcher.batching.timeout if milliseconds is None else milliseconds / 1e3
+        seconds, given = model.batcher.batching.timeout, query.get("timeout_ms", timeout)
+        if timeout is not None and "timeout_ms" in query:
+            both = "the query parameter timeout_ms and the header Timeout-Ms"
+            raise RequestError(f"the timeout is given twice: as {both}")
+        if given is not None:
+            seconds = _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS) / 1e3
         outputs = _outputs(query.get("outputs"), model)
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
-    def _images(
-        self, kind: str, content_type: str, body: bytes
-    ) -> tuple[list[str] | None, Sequence[bytes | RequestError]]:
-        """The file names of a form, and the encoded images; of one that is not base64 its error."""
-        if kind == "form":
-            return self._form_images(content_type, body)
-        return None, base64_images(body, self._limits)
-
-    def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], list[bytes]]:
+    def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
         parts = parse_multipart(content_type, body, self._limits.images)
         for part in parts:
             if part.filename is None:
@@ -186,18 +143,23 @@ class Classifier:
             raise RequestError("the form has no image")
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
+    def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
+        return None, base64_images(body, self._limits)
+
     async def _classify(
-        self, options: _Options, images: Sequence[bytes | RequestError], client: str
+        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
-        started = time.monotonic()
+        record.decode_started, client = time.monotonic(), record.client or ""
         decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
         decoded = iter(await decoding)
-        if (record := CURRENT_RECORD.get()) is not None:
-            record.decode_started, record.decode = started, time.monotonic() - started
+        record.decode = time.monotonic() - record.decode_started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]
+        for image in pixels:
+            if isinstance(image, Exception) and not isinstance(image, ImageError | RequestError):
+                raise image
         readable = [image for image in pixels if not isinstance(image, Exception)]
         logits: Float32Array = np.empty((0, 0), np.float32)
         if readable:
@@ -205,8 +167,7 @@ class Classifier:
             logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
         answers = iter(logits)
         return [
-            {"error": _error_text(image)} if isinstance(image, Exception) else options.answer(next(answers))
-            for image in pixels
+            {"error": str(image)} if isinstance(image, Exception) else options.answer(next(answers)) for image in pixels
         ]
 
 
@@ -219,13 +180,6 @@ def top_predictions(logits: Float32Array, labels: Sequence[str], count: int) -> 
     return [{"label": labels[index], "score": float(scores[0, index]), "index": int(index)} for index in best]
 
 
-def _error_text(error: Exception) -> str:
-    """The text of a client's error; raise any other."""
-    if isinstance(error, ImageError | RequestError):
-        return str(error)
-    raise error
-
-
 def _query(scope: Scope) -> dict[str, str]:
     """The query's parameters; raise RequestError for one that is unknown or given twice."""
     given = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=None)
@@ -235,12 +189,6 @@ def _query(scope: Scope) -> dict[str, str]:
         if len(values) > 1:
             raise RequestError(f"query parameter '{name}' is given {len(values)} times")
     return {name: values[0] for name, values in given.items()}
-
-
-def _top_k(given: str | None, classes: int) -> int:
-    if given is None:
-        return min(_TOP_K, classes)
-    return _number("top_k", given, 1, classes, ", the number of classes")
 
 
 def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:
@@ -255,31 +203,7 @@ def _outputs(given: str | None, model: ServedModel) -> tuple[str, ...]:
     return names
 
 
-def _timeout_ms(query: str | None, header: str | None) -> int | None:
-    if query is not None and header is not None:
-        raise RequestError("the timeout is given twice: as the query parameter timeout_ms and the header Timeout-Ms")
-    given = header if query is None else query
-    return None if given is None else _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS)
-
-
 def _number(name: str, given: str, least: int, most: int, why: str = "") -> int:
     if not (given.isascii() and given.isdigit() and len(given) < 10 and least <= int(given) <= most):
         raise RequestError(f"{name} is '{given[:40]}': expected {least} to {most}{why}")
     return int(given)
-
-
-def _kind(content_type: str) -> str:
-    """ "image", "form" or "json"; raise RequestError 415 for any other type."""
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
-        return "form"
-    if kind == "application/json":
-        return "json"
-    if kind.startswith("image/") or kind in _IMAGE_TYPES:
-        return "image"
-    raise RequestError(
-        f"Content-Type '{kind[:80]}' is not offered: expected image/*, application/octet-stream, multipart/form-data "
-        "or application/json",
-        status=415,
-        reason="unsupported_media",
-    )

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from statistics import median_low
+from typing import Any
 
 from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
 from vitx.serve.errors import DeadlineMissed, QueueFull
@@ -24,10 +24,8 @@ _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
 # Pillow copies a WebP's, four bytes each, while no other thread runs: 0.1 s for twice as many.
 _WEBP_PIXELS = 25_000_000
-_MOST_SCANS = 100  # of a JPEG: progressive ones have about ten
+_MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
 _CLIENTS = 4096  # remembered at most, and one more
-
-OnPixels = Callable[[UInt8Array | Exception], None]
 
 
 @dataclass(eq=False, slots=True)
@@ -36,11 +34,9 @@ class _Job:
 
     data: bytes
     preprocessing: Preprocessing
-    on_pixels: OnPixels
     client: str
     large: bool
-    loop: asyncio.AbstractEventLoop
-    timer: asyncio.TimerHandle | None = None
+    pixels: "asyncio.Future[Any]"
     done: bool = False
 
 
@@ -78,38 +74,23 @@ class Decoder:
 
         Raises QueueFull, and DeadlineMissed when the deadline (time.monotonic() seconds) passes before all are decoded.
         """
-        self._admit(len(images))
-        futures = [asyncio.get_running_loop().create_future() for _ in images]
-        jobs = [
-            self._push(data, preprocessing, partial(_set, future), client, deadline)
-            for data, future in zip(images, futures, strict=True)
-        ]
-        try:
-            results = await asyncio.gather(*futures)
-        finally:
+        if self._waiting + len(images) > self._capacity:
+            raise QueueFull(self._waiting, self._capacity, retry_after=1)
+        self._waiting += len(images)
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        jobs = [_Job(data, preprocessing, client, len(data) > _SMALL_BYTES, loop.create_future()) for data in images]
+        with self._changed:
             for job in jobs:
-                self._end(job)
-        for result in results:
-            if isinstance(result, DeadlineMissed):
-                raise result
-        return results
-
-    def enqueue(
-        self,
-        data: bytes,
-        preprocessing: Preprocessing,
-        on_pixels: OnPixels,
-        *,
-        client: str = "",
-        deadline: float | None = None,
-    ) -> Callable[[], object]:
-        """`decode` of one image with a callback, which runs on the event loop. Raises QueueFull.
-
-        Returns a function that cancels the decoding if it has not started; `on_pixels` is then not called.
-        """
-        self._admit(1)
-        job = self._push(data, preprocessing, on_pixels, client, deadline)
-        return lambda: self._end(job)
+                self._queue(job, len(job.data))
+                self._changed.notify()
+        try:
+            async with asyncio.timeout(None if deadline is None else deadline - now):
+                return [await job.pixels for job in jobs]
+        except TimeoutError:
+            raise DeadlineMissed(time.monotonic() - now, None, 1) from None
+        finally:  # what is not being decoded never is
+            for job in jobs:
+                self._end(job, None)
 
     def close(self) -> None:
         """End the threads; images that wait are not decoded."""
@@ -117,40 +98,13 @@ class Decoder:
             self._closed = True
             self._changed.notify_all()
 
-    def _admit(self, images: int) -> None:
-        if self._waiting + images > self._capacity:
-            raise QueueFull(self._waiting, self._capacity, retry_after=1)
-        self._waiting += images
-
-    def _push(
-        self, data: bytes, preprocessing: Preprocessing, on_pixels: OnPixels, client: str, deadline: float | None
-    ) -> _Job:
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        job = _Job(data, preprocessing, on_pixels, client, len(data) > _SMALL_BYTES, loop)
-        if deadline is not None:
-            job.timer = loop.call_later(max(0.0, deadline - now), self._miss, job, now)
-        with self._changed:
-            self._queue(job, len(data))
-            self._changed.notify()
-        return job
-
-    def _miss(self, job: _Job, arrived: float) -> None:
-        """Answer a job whose deadline has passed; if it is not being decoded, it never is."""
-        self._settle(job, DeadlineMissed(time.monotonic() - arrived, None, 1))
-
-    def _settle(self, job: _Job, pixels: UInt8Array | Exception) -> None:
-        if self._end(job):
-            job.on_pixels(pixels)
-
-    def _end(self, job: _Job) -> bool:
-        """Note that a job is done; return False if it was before."""
-        if job.done:
-            return False
-        job.done, job.data = True, b""
-        self._waiting -= 1
-        if job.timer is not None:
-            job.timer.cancel()
-        return True
+    def _end(self, job: _Job, result: UInt8Array | Exception | None) -> None:
+        """Give a job its result, unless it is done."""
+        if not job.done:
+            job.done, job.data = True, b""
+            self._waiting -= 1
+            if not job.pixels.done():
+                job.pixels.set_result(result)
 
     def _queue(self, job: _Job, cost: float) -> None:
         """Put a job into its queue, behind what its client has asked for already."""
@@ -164,7 +118,12 @@ class Decoder:
 
     def _work(self) -> None:
         """A thread: decode until closed."""
-        while (taken := self._wait()) is not None:
+        while True:
+            with self._changed:
+                while (taken := None if self._closed else self._take()) is None:
+                    if self._closed:
+                        return
+                    self._changed.wait()
             job, data = taken
             result = self._result(job, data)
             with self._changed:
@@ -174,16 +133,7 @@ class Decoder:
                     self._queue(job, result.pixels)
                     continue
             with suppress(RuntimeError):  # the loop was closed by a second signal
-                job.loop.call_soon_threadsafe(self._settle, job, result)
-
-    def _wait(self) -> tuple[_Job, bytes] | None:
-        """The next job, with its data; None once closed."""
-        with self._changed:
-            while not self._closed:
-                if (taken := self._take()) is not None:
-                    return taken
-                self._changed.wait()
-            return None
+                job.pixels.get_loop().call_soon_threadsafe(self._end, job, result)
 
     def _take(self) -> tuple[_Job, bytes] | None:
         small, large = (self._queues[kind] for kind in (False, True))
@@ -208,7 +158,8 @@ class Decoder:
         most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
         limit = most if job.large else min(most, _SMALL_PIXELS)
         try:
-            _check_scans(data)
+            if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
+                raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")
             check_size = job.preprocessing.check_size
             image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
@@ -218,14 +169,3 @@ class Decoder:
         if self._on_decode is not None:
             self._on_decode(time.perf_counter() - started)
         return image
-
-
-def _check_scans(data: bytes) -> None:
-    """Raise ImageError for a JPEG of too many scans: each goes over the whole image, in a few bytes."""
-    if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
-        raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")
-
-
-def _set(future: "asyncio.Future[UInt8Array | Exception]", result: UInt8Array | Exception) -> None:
-    if not future.cancelled():  # with its task, which has not run since
-        future.set_result(result)

@@ -47,23 +47,13 @@ async def decoded(body: bytes, encoding: str, limit: int, reserve: Callable[[int
     return await asyncio.to_thread(b"".join, pieces)
 
 
-async def encoded(body: bytes, accepted: str) -> tuple[bytes, str | None]:
-    """Compress by what an Accept-Encoding header names; return the body and its Content-Encoding, None if unchanged."""
-    for encoding in _WINDOW:
-        if _accepts(accepted, encoding):
-            return await asyncio.to_thread(_deflate, body, encoding), encoding
-    return body, None
-
-
-def _deflate(body: bytes, encoding: str) -> bytes:
+def deflated(body: bytes, encoding: str) -> bytes:
     stream = zlib.compressobj(_LEVEL, wbits=_WINDOW[encoding])
     return stream.compress(body) + stream.flush()
 
 
-def _accepts(accepted: str, encoding: str) -> bool:
-    """Whether an Accept-Encoding header names this encoding with a quality above 0."""
-    for entry in accepted.lower().split(","):
-        name, _, quality = entry.partition(";")
-        if name.strip() == encoding:
-            return quality.strip().removeprefix("q=").rstrip("0") not in ("", "0.") or not quality
-    return False
+def accepted_encoding(accepted: str) -> str | None:
+    """The first of our encodings that an Accept-Encoding header names with a quality above 0."""
+    entries = [entry.partition(";") for entry in reversed(accepted.lower().split(","))]
+    qualities = {name.strip(): quality.strip().removeprefix("q=") or "1" for name, _, quality in entries}
+    return next((name for name in _WINDOW if qualities.get(name, "0").rstrip("0") not in ("", "0.")), None)

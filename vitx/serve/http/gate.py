@@ -60,26 +60,19 @@ class Gate:
         if path.startswith(_NOT_FOR_BROWSERS) and (origin or header(scope, b"sec-fetch-site")):
             raise RequestError(f"{path[:80]} is not for browsers", status=403, reason="origin")
         if scope["method"] == "POST" and path != _TAKES_FORMS:
-            _check_type(header(scope, b"content-type"), curl=path.startswith(_NOT_FOR_BROWSERS))
+            content_type = header(scope, b"content-type") or ""
+            kind = content_type.partition(";")[0].strip().lower()
+            # Where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other.
+            if kind in _FORM_TYPES and not (kind == _URL_ENCODED and path.startswith(_NOT_FOR_BROWSERS)):
+                raise RequestError(
+                    f"Content-Type '{content_type[:80]}' is not offered here: expected application/json or "
+                    "application/octet-stream",
+                    status=415,
+                    reason="unsupported_media",
+                )
         if path == _METRICS and not self._metrics:
             raise RequestError("the metrics are off", status=404, reason="not_offered")
         if path not in _WITHOUT_TOKEN:
-            self._tokens.check(_kind(path), header(scope, b"authorization"))
-
-
-def _kind(path: str) -> Kind:
-    if path.startswith(_REPOSITORY):
-        return "management"
-    return "metrics" if path == _METRICS else "inference"
-
-
-def _check_type(content_type: str | None, *, curl: bool) -> None:
-    """curl: where no browser may ask, libcurl's name for any body is taken: Triton's C++ client has no other."""
-    kind = content_type.partition(";")[0].strip().lower() if content_type else None
-    if kind in _FORM_TYPES and not (curl and kind == _URL_ENCODED):
-        raise RequestError(
-            f"Content-Type '{str(content_type)[:80]}' is not offered here: expected application/json or "
-            "application/octet-stream",
-            status=415,
-            reason="unsupported_media",
-        )
+            asked: Kind = "metrics" if path == _METRICS else "inference"
+            asked = "management" if path.startswith(_REPOSITORY) else asked
+            self._tokens.check(asked, header(scope, b"authorization"))

@@ -9,7 +9,7 @@ or the connection is read (encoding, Expect, upgrade, chunks, `Connection: close
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
@@ -30,13 +30,6 @@ _LENGTH = re.compile(rb"\r\ncontent-length: ?(\d{1,12})\r\n", re.IGNORECASE)
 _UNCACHEABLE = {b"content-encoding", b"transfer-encoding", b"expect", b"upgrade"}
 
 
-class CachedHead(NamedTuple):
-    """A cached head as received: the length of the body behind it, and the handler that answers it."""
-
-    body_length: int
-    handler: CachedHandler
-
-
 class HeadCacheProtocol(HttpProtocol):
     """One connection. A request with a cached head is `_incoming` until its body is complete, then `_replying`."""
 
@@ -46,7 +39,7 @@ class HeadCacheProtocol(HttpProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head: bytes | None = None  # of the request that is being parsed
-        self._incoming: CachedHead | None = None
+        self._incoming: tuple[int, CachedHandler] | None = None  # the length of the body, and what answers it
         self._pieces: list[bytes] = []
         self._replying = False
         self._pipelined: list[bytes] = []  # received while replying
@@ -57,40 +50,36 @@ class HeadCacheProtocol(HttpProtocol):
             self._pipelined.append(data)
             self.flow.pause_reading()
         elif self._incoming is not None:
-            self._collect_body(self._incoming, data)
+            self._collect_body(*self._incoming, data)
         elif (found := self._find(data)) is None:
             super().data_received(data)
         else:
             self._stop_timer()
             self._collect_body(*found)
 
-    def _find(self, data: bytes) -> tuple[CachedHead, bytes] | None:
-        """Return the cached head that `data` begins with, and the data behind it."""
+    def _find(self, data: bytes) -> tuple[int, CachedHandler, bytes] | None:
+        """Of the cached head that `data` begins with the length of the body, its handler, and the data behind it."""
         self._head = None
         if self._in_head and not self._surplus and self.is_idle() and not self.flow.write_paused:
             end = data.find(_END, 0, _MAX_HEAD_BYTES) + len(_END)
             if end >= len(_END):
                 head = data[:end]
-                if (split := _split(head)) is not None and split[1] <= self.limits.body_bytes:
-                    handler = self.handlers.get(split[0])
-                    if handler is not None and self._reserve_whole(split[1]):
-                        return CachedHead(split[1], handler), data[end:]
+                key, size = _split(head) or (b"", 0)
+                # A body that is too large, or does not fit, is refused by the application.
+                if (handler := self.handlers.get(key)) is not None and size <= self.limits.body_bytes:
+                    if size <= UNCOUNTED_BYTES:
+                        return size, handler, data[end:]
+                    if self.memory.fits(size):
+                        self.reserve(size)
+                        return size, handler, data[end:]
                 self._head = head
         return None
 
-    def _reserve_whole(self, size: int) -> bool:
-        """Reserve a body; False if it does not fit, which is then said by the application."""
-        if size > UNCOUNTED_BYTES:
-            if not self.memory.fits(size):
-                return False
-            self.reserve(size)
-        return True
-
-    def _collect_body(self, cached: CachedHead, data: bytes) -> None:
+    def _collect_body(self, length: int, handler: CachedHandler, data: bytes) -> None:
         """Collect the body; once it is complete, call the handler."""
-        missing = cached.body_length - self._received
+        missing = length - self._received
         if len(data) < missing:
-            self._incoming = cached
+            self._incoming = length, handler
             self._pieces.append(data)
             self._in_head, self._in_body = False, True
             self._received += len(data)
@@ -107,7 +96,7 @@ class HeadCacheProtocol(HttpProtocol):
         if self._pieces:
             data, self._pieces = b"".join((*self._pieces, data)), []
         self._replying = True
-        cancel = cached.handler(self, data)
+        cancel = handler(self, data)
         if self._replying:  # the handler has not replied yet
             self.on_lost = cancel
 
@@ -163,15 +152,13 @@ def cache_head(scope: Scope, handler: CachedHandler) -> None:
     connection, head = scope.get(CONNECTION), scope.get(_HEAD)
     if head is None or not isinstance(connection, HeadCacheProtocol) or scope["http_version"] != "1.1":
         return
-    headers = scope["headers"]
-    if head.count(b"\n") != len(headers) + 2:  # the parser joined or dropped a line
+    headers, split = scope["headers"], _split(head)
+    names = [name for name, _ in headers]
+    # The parser joined or dropped a line, or there is not one length.
+    if split is None or head.count(b"\n") != len(headers) + 2 or names.count(b"content-length") != 1:
         return
-    lengths = [name for name, _ in headers if name == b"content-length"]
-    uncacheable = any(
-        name in _UNCACHEABLE or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
-    )
-    split = _split(head)
-    if uncacheable or len(lengths) != 1 or split is None:
+    connections = {value.lower() for name, value in headers if name == b"connection"}
+    if _UNCACHEABLE & {*names} or connections - {b"keep-alive"}:
         return
     handlers = connection.handlers
     if len(handlers) >= _MAX_HEADS:

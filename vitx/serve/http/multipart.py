@@ -24,7 +24,10 @@ class Part:
 
 def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[Part]:
     """Return the parts in order; raise RequestError 400 for a malformed body, 413 for more than `max_parts`."""
-    delimiter = b"--" + _boundary(content_type)
+    boundary = _parameters(content_type).get("boundary", "")
+    if not 1 <= len(boundary) <= 70 or not boundary.isascii():
+        raise RequestError("multipart/form-data has no valid boundary (1 to 70 ASCII characters)")
+    delimiter = b"--" + boundary.encode()
     if not body.startswith(delimiter):
         raise RequestError("multipart body does not begin with its boundary")
     parts: list[Part] = []
@@ -42,18 +45,13 @@ def parse_multipart(content_type: str, body: bytes, max_parts: int) -> list[Part
     return parts
 
 
-def _boundary(content_type: str) -> bytes:
-    boundary = _parameters(content_type).get("boundary", "")
-    if not boundary or len(boundary) > 70 or not boundary.isascii():
-        raise RequestError("multipart/form-data has no valid boundary (1 to 70 ASCII characters)")
-    return boundary.encode("ascii")
-
-
 def _parse_part(body: bytes, start: int, end: int) -> Part:
     headers_end = body.find(b"\r\n\r\n", start, min(end, start + _MAX_HEADER_BYTES))
     if headers_end < 0:
         raise RequestError("a multipart part has no headers, or more than 8192 bytes of them")
-    disposition = _header(body[start:headers_end], b"content-disposition")
+    lines = (line.partition(b":") for line in body[start:headers_end].split(b"\r\n"))
+    found = (value for name, _, value in lines if name.strip().lower() == b"content-disposition")
+    disposition = next(found, b"").strip().decode("utf-8", errors="replace")
     given = _parameters(disposition)
     if disposition.partition(";")[0].strip().lower() != "form-data" or "name" not in given:
         raise RequestError("a multipart part has no Content-Disposition: form-data with a name")
@@ -77,11 +75,3 @@ def _parameters(header: str) -> dict[str, str]:
         found.setdefault(name, value)
         place = _PARAMETER.match(header, place.end())
     return found
-
-
-def _header(block: bytes, wanted: bytes) -> str:
-    for line in block.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name.strip().lower() == wanted:
-            return value.strip().decode("utf-8", errors="replace")
-    return ""

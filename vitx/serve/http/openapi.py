@@ -1,6 +1,7 @@
 """The OpenAPI 3.1 description at /openapi.json: the routes, and the JSON they take and return."""
 
 import re
+from functools import partial
 from typing import Any
 
 Json = dict[str, Any]
@@ -77,31 +78,28 @@ _IMAGES = {
 }
 
 
-class _Paths(dict[str, Json]):
-    """The operations by path; the parameters in a path are read from it."""
-
-    def add(
-        self,
-        operation: str,
-        summary: str,
-        *,
-        reply: Json | None = None,
-        body: Json | None = None,
-        optional: bool = False,
-        errors: tuple[int, ...] = (),
-        parameters: tuple[Json, ...] = (),
-    ) -> None:
-        """operation: method and path. reply, body: schemas by media type. optional: the body is."""
-        method, path = operation.split()
-        refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
-        answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
-        made: Json = {"summary": summary, "responses": {"200": answer, **{str(status): refused for status in errors}}}
-        if body is not None:
-            made["requestBody"] = {"required": not optional, "content": _content(body)}
-        if parameters:
-            made["parameters"] = list(parameters)
-        named = [_parameter(name, "path", {**_TEXT, "minLength": 1}) for name in re.findall(r"{(\w+)}", path)]
-        self.setdefault(path, {"parameters": named} if named else {})[method] = made
+def _add(
+    paths: Json,
+    operation: str,
+    summary: str,
+    *,
+    reply: Json | None = None,
+    body: Json | None = None,
+    optional: bool = False,
+    errors: tuple[int, ...] = (),
+    parameters: tuple[Json, ...] = (),
+) -> None:
+    """operation: method and path, whose parameters are read from it. reply, body: schemas by media type."""
+    method, path = operation.split()
+    refused = {"description": "Refused; the text says why", "content": _content({_JSON: _ref("Error")})}
+    answer = {"description": summary, **({"content": _content(reply)} if reply else {})}
+    made: Json = {"summary": summary, "responses": {"200": answer, **{str(status): refused for status in errors}}}
+    if body is not None:
+        made["requestBody"] = {"required": not optional, "content": _content(body)}
+    if parameters:
+        made["parameters"] = list(parameters)
+    named = [_parameter(name, "path", {**_TEXT, "minLength": 1}) for name in re.findall(r"{(\w+)}", path)]
+    paths.setdefault(path, {"parameters": named} if named else {})[method] = made
 
 
 def _content(schemas: Json) -> Json:
@@ -114,34 +112,52 @@ def _parameter(name: str, where: str, schema: Json) -> Json:
 
 def describe_api(version: str) -> Json:
     """The OpenAPI document."""
-    paths = _Paths()
-    paths.add("get /", "The page: drop images, watch the server", reply={"text/html": _ANY})
-    paths.add("get /docs", "This description, to read and to try", reply={"text/html": _ANY})
-    paths.add("get /openapi.json", "This description", reply={_JSON: _OBJECT})
-    paths.add("get /metrics", "Prometheus metrics", reply={"text/plain": _ANY})
-    paths.add("get /v1/stats", "Counters and recent percentiles", reply={_JSON: _OBJECT})
-    _add_classify(paths)
-    paths.add("get /v2", "The server's name, version and extensions", reply={_JSON: _OBJECT})
-    paths.add("get /v2/health/live", "Whether the process answers")
-    paths.add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
-    paths.add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
+    paths: Json = {}
+    add = partial(_add, paths)
+    add("get /", "The page: drop images, watch the server", reply={"text/html": _ANY})
+    add("get /docs", "This description, to read and to try", reply={"text/html": _ANY})
+    add("get /openapi.json", "This description", reply={_JSON: _OBJECT})
+    add("get /metrics", "Prometheus metrics", reply={"text/plain": _ANY})
+    add("get /v1/stats", "Counters and recent percentiles", reply={_JSON: _OBJECT})
+    asked = {"model": _TEXT, "version": _TEXT, "top_k": _POSITIVE, "priority": {**_COUNT, "maximum": 3}}
+    asked |= {"timeout_ms": _POSITIVE, "outputs": _TEXT}
+    query = [_parameter(name, "query", schema) for name, schema in asked.items()]
+    add(
+        "post /v1/classify",
+        "Image bytes in, labels out",
+        parameters=(*query, _parameter("Timeout-Ms", "header", _POSITIVE)),
+        body=_IMAGES,
+        reply={_JSON: _ref("Classified")},
+        errors=_RUNS,
+    )
+    add("get /v2", "The server's name, version and extensions", reply={_JSON: _OBJECT})
+    add("get /v2/health/live", "Whether the process answers")
+    add("get /v2/health/ready", "Whether every model is warm", errors=(503,))
+    add("get /v2/models/stats", "Statistics of every model", reply={_JSON: _STATISTICS})
     for root in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        _add_model(paths, root)
+        add(f"get {root}", "Its tensors, certificate and provenance", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+        add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
+        add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
+        add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
+        add(
+            f"post {root}/infer",
+            "Tensors in, logits, classes and further outputs out",
+            parameters=(_parameter("Inference-Header-Content-Length", "header", _COUNT),),
+            body={_JSON: _ref("InferRequest"), _BYTES: _ANY},
+            reply={_JSON: _ref("InferResponse"), _BYTES: _ANY},
+            errors=_RUNS,
+        )
     for root in ("/v2/systemsharedmemory", "/v2/cudasharedmemory"):
         region = root + "/region/{region}"
         for path in (root, region):
-            regions = {_JSON: _list(_OBJECT)}
-            paths.add(f"get {path}/status", "Registered regions", reply=regions, errors=_MEMORY)
-            paths.add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
-        body = {_JSON: _ref("Region")}
-        paths.add(f"post {region}/register", "Name a region of shared memory", body=body, errors=_MEMORY)
-    managed = {_JSON: _object(closed=True, parameters=_OBJECT)}
-    for operation, summary, body in (
-        ("index", "Every model there is, and its state", {_JSON: _object(closed=True, ready={"type": "boolean"})}),
-        ("models/{model}/load", "Load a model, or load it again", managed),
-        ("models/{model}/unload", "Serve a model no longer", managed),
-    ):
-        paths.add(f"post /v2/repository/{operation}", summary, body=body, optional=True, errors=_MANAGE)
+            add(f"get {path}/status", "Registered regions", reply={_JSON: _list(_OBJECT)}, errors=_MEMORY)
+            add(f"post {path}/unregister", "Forget a region, or all of them", errors=_MEMORY)
+        add(f"post {region}/register", "Name shared memory", body={_JSON: _ref("Region")}, errors=_MEMORY)
+    managed: Json = {"optional": True, "errors": _MANAGE, "body": {_JSON: _object(closed=True, parameters=_OBJECT)}}
+    index = {**managed, "body": {_JSON: _object(closed=True, ready={"type": "boolean"})}}
+    add("post /v2/repository/index", "Every model there is, and its state", **index)
+    add("post /v2/repository/models/{model}/load", "Load a model, or load it again", **managed)
+    add("post /v2/repository/models/{model}/unload", "Serve a model no longer", **managed)
     about = (
         "Image classification: the Open Inference Protocol v2 with Triton's extensions, and image bytes in, labels "
         "out. Tensors may follow the JSON as bytes: see Inference-Header-Content-Length."
@@ -152,33 +168,3 @@ def describe_api(version: str) -> Json:
         "paths": paths,
         "components": {"schemas": _SCHEMAS},
     }
-
-
-def _add_model(paths: _Paths, root: str) -> None:
-    about = "A model's tensors, certificate and provenance"
-    paths.add(f"get {root}", about, reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
-    paths.add(f"get {root}/ready", "Whether a model takes requests", errors=_UNAVAILABLE)
-    paths.add(f"get {root}/config", "A model's configuration", reply={_JSON: _OBJECT}, errors=_UNAVAILABLE)
-    paths.add(f"get {root}/stats", "A model's statistics", reply={_JSON: _STATISTICS}, errors=_UNAVAILABLE)
-    paths.add(
-        f"post {root}/infer",
-        "Tensors in, logits, classes and further outputs out",
-        parameters=(_parameter("Inference-Header-Content-Length", "header", _COUNT),),
-        body={_JSON: _ref("InferRequest"), _BYTES: _ANY},
-        reply={_JSON: _ref("InferResponse"), _BYTES: _ANY},
-        errors=_RUNS,
-    )
-
-
-def _add_classify(paths: _Paths) -> None:
-    asked = {"model": _TEXT, "version": _TEXT, "top_k": _POSITIVE, "priority": {**_COUNT, "maximum": 3}}
-    asked |= {"timeout_ms": _POSITIVE, "outputs": _TEXT}
-    query = [_parameter(name, "query", schema) for name, schema in asked.items()]
-    paths.add(
-        "post /v1/classify",
-        "Image bytes in, labels out",
-        parameters=(*query, _parameter("Timeout-Ms", "header", _POSITIVE)),
-        body=_IMAGES,
-        reply={_JSON: _ref("Classified")},
-        errors=_RUNS,
-    )

@@ -1,6 +1,10 @@
-"""The routes that do not run a model: health, metadata, statistics, shared memory, metrics, and the pages."""
+"""The routes that do not run a model: health, metadata, statistics, shared memory, repository, metrics, and the pages.
 
-from collections.abc import Awaitable, Callable
+Sources: Triton's docs/protocol/extension_{model_configuration,model_repository,shared_memory,statistics}.md.
+"""
+
+from collections.abc import Callable, Mapping
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +15,20 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from vitx import __version__
-from vitx.serve.errors import RequestError
+from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.http.asgi import ClientGone, error_reply, read_body
 from vitx.serve.http.openapi import describe_api
-from vitx.serve.http.repository_routes import repository_routes
 from vitx.serve.limits import Limits
-from vitx.serve.models.repository import Repository
+from vitx.serve.models.repository import Repository, managed
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.protocol.infer import EXTENSIONS
+from vitx.serve.protocol.infer import extensions
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json_object
 from vitx.serve.protocol.shared_memory import SharedMemory
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+# What a route answers, or what is awaited for it: a response, None for an empty one, whether it is ready, or JSON.
+Answer = Callable[[Request], Any]
 
 # The pages load nothing from other servers, and stand in no page of theirs.
 _PAGE_POLICY = (
@@ -32,7 +36,8 @@ _PAGE_POLICY = (
     "frame-ancestors 'none'"
 )
 _PAGE_PARTS = ("page.css", "page.js")
-_CUDA = "CUDA shared memory is not offered: use system shared memory"
+_MODEL = "/v2/models/{model}"
+_REPOSITORY = "/v2/repository"
 
 
 def other_routes(
@@ -41,10 +46,9 @@ def other_routes(
     """The Starlette application with every route except `infer` and `classify`."""
     routes = [
         *_page_routes(models, metrics),
-        *_server_routes(models, memory, repository),
-        *_model_routes(models),
+        *_model_routes(models, extensions(memory=memory.enabled, repository=repository is not None)),
         *_memory_routes(limits, memory),
-        *repository_routes(limits, repository),
+        *_repository_routes(limits, repository),
     ]
     handlers: dict[Any, Any] = {RequestError: _refused, HTTPException: _http_error, ClientGone: _client_gone}
     application = Starlette(routes=routes, exception_handlers=handlers)
@@ -52,134 +56,137 @@ def other_routes(
     return application
 
 
+def _routes(name: str, answer: Answer, *paths: str, method: str = "GET") -> list[Route]:
+    """The routes of some paths; `name`: their label in the metrics."""
+
+    async def endpoint(request: Request) -> Response:
+        found = answer(request)
+        found = await found if isawaitable(found) else found
+        if isinstance(found, Response):
+            return found
+        if found is None or isinstance(found, bool):
+            return Response(status_code=503 if found is False else 200)
+        return JSONResponse(found)
+
+    endpoint.__name__ = name
+    return [Route(path, endpoint, methods=[method]) for path in paths]
+
+
 def _page_routes(models: ModelSet, metrics: Metrics) -> list[Route]:
     async def prometheus(request: Request) -> Response:
         body = metrics.exposition() if metrics.gather is None else await metrics.gather()
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def stats(request: Request) -> Response:
-        loaded = [model.stats() for model in models]
-        return JSONResponse({**metrics.summary(), "ready": models.ready, "models": loaded})
-
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(describe_api(__version__))
+    def stats(request: Request) -> dict[str, Any]:
+        return {**metrics.summary(), "ready": models.ready, "models": [model.stats() for model in models]}
 
     return [
-        Route("/", _page("page.html")),
-        Route("/docs", _page("docs.html")),
-        Route("/openapi.json", openapi),
-        Route("/metrics", prometheus),
-        Route("/v1/stats", stats),
+        *_routes("web_page", _page("page.html"), "/"),
+        *_routes("web_page", _page("docs.html"), "/docs"),
+        *_routes("openapi", lambda request: describe_api(__version__), "/openapi.json"),
+        *_routes("prometheus", prometheus, "/metrics"),
+        *_routes("stats", stats, "/v1/stats"),
     ]
 
 
-def _page(name: str) -> Endpoint:
+def _page(name: str) -> Answer:
     """A page of this folder, with its style and script in it: one answer, which a browser may keep or not."""
     folder = Path(__file__).parent
     page = (folder / name).read_text(encoding="utf-8")
     for part in _PAGE_PARTS:
         page = page.replace(f"/* {part} */\n", (folder / part).read_text(encoding="utf-8"))
-
-    async def web_page(request: Request) -> Response:
-        return HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
-
-    return web_page
+    return lambda request: HTMLResponse(page, headers={"content-security-policy": _PAGE_POLICY})
 
 
-def _server_routes(models: ModelSet, memory: SharedMemory, repository: Repository | None) -> list[Route]:
-    extensions = [*EXTENSIONS, *(["system_shared_memory"] if memory.enabled else [])]
-    if repository is not None:
-        extensions.append("model_repository")
+def _model_routes(models: ModelSet, offered: list[str]) -> list[Route]:
+    def of_model(name: str, path: str, answer: Callable[[ServedModel], Any]) -> list[Route]:
+        def of_one(request: Request) -> Any:
+            return answer(models.get(request.path_params["model"], request.path_params.get("version")))
 
-    async def server_metadata(request: Request) -> Response:
-        return JSONResponse({"name": models.server_id, "version": __version__, "extensions": extensions})
+        return _routes(name, of_one, _MODEL + path, _MODEL + "/versions/{version}" + path)
 
-    async def server_live(request: Request) -> Response:
-        return Response()
+    def every_statistics(request: Request) -> dict[str, Any]:
+        return {"model_stats": [model.statistics() for model in models]}
 
-    async def server_ready(request: Request) -> Response:
-        return Response(status_code=200 if models.ready else 503)
-
+    about = {"name": models.server_id, "version": __version__, "extensions": offered}
     return [
-        Route("/v2", server_metadata),
-        Route("/v2/health/live", server_live),
-        Route("/v2/health/ready", server_ready),
-    ]
-
-
-def _model_routes(models: ModelSet) -> list[Route]:
-    def named(request: Request) -> ServedModel:
-        return models.get(request.path_params["model"], request.path_params.get("version"))
-
-    async def model_metadata(request: Request) -> Response:
-        model = named(request)
-        return JSONResponse(model.metadata(models.versions(model.name)))
-
-    async def model_ready(request: Request) -> Response:
-        return Response(status_code=200 if named(request).fault is None else 503)
-
-    async def model_config(request: Request) -> Response:
-        model = named(request)
-        return JSONResponse(model.config())
-
-    async def model_statistics(request: Request) -> Response:
-        return JSONResponse({"model_stats": [named(request).statistics()]})
-
-    async def every_statistics(request: Request) -> Response:
-        return JSONResponse({"model_stats": [model.statistics() for model in models]})
-
-    model = "/v2/models/{model}"
-    endpoints = {"": model_metadata, "/ready": model_ready, "/config": model_config, "/stats": model_statistics}
-    return [
-        Route("/v2/models/stats", every_statistics),
-        *(
-            Route(root + path, endpoint)
-            for root in (model, model + "/versions/{version}")
-            for path, endpoint in endpoints.items()
-        ),
+        *_routes("server_metadata", lambda request: about, "/v2"),
+        *_routes("server_live", lambda request: None, "/v2/health/live"),
+        *_routes("server_ready", lambda request: models.ready, "/v2/health/ready"),
+        *_routes("every_statistics", every_statistics, "/v2/models/stats"),
+        *of_model("model_metadata", "", lambda model: model.metadata(models.versions(model.name))),
+        *of_model("model_ready", "/ready", lambda model: model.fault is None),
+        *of_model("model_config", "/config", ServedModel.config),
+        *of_model("model_statistics", "/stats", lambda model: {"model_stats": [model.statistics()]}),
     ]
 
 
 def _memory_routes(limits: Limits, memory: SharedMemory) -> list[Route]:
-    async def memory_status(request: Request) -> Response:
-        return JSONResponse(memory.status(request.path_params.get("region")))
-
-    async def memory_register(request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, min(SMALL_BYTES, limits.body_bytes))
-        given = parse_json_object(body, limits.json_depth)
+    async def memory_register(request: Request) -> None:
+        given = await _json_body(request, limits)
         if unknown := sorted(given.keys() - {"key", "offset", "byte_size"}):
             raise RequestError(f"unknown field '{unknown[0][:80]}': expected key, offset and byte_size")
         for name in ("key", "byte_size"):
             if name not in given:
                 raise RequestError(f"'{name}' is missing: expected key, offset and byte_size")
-        region = request.path_params["region"]
-        memory.register(region, given["key"], given.get("offset", 0), given["byte_size"])
-        return Response()
+        memory.register(request.path_params["region"], given["key"], given.get("offset", 0), given["byte_size"])
 
-    async def memory_unregister(request: Request) -> Response:
-        memory.unregister(request.path_params.get("region"))
-        return Response()
+    def region(request: Request) -> str | None:
+        return request.path_params.get("region")
 
-    async def no_regions(request: Request) -> Response:
-        return JSONResponse([])
+    def places(kind: str, what: str) -> list[str]:
+        return [f"/v2/{kind}sharedmemory{path}/{what}" for path in ("", "/region/{region}")]
 
-    async def nothing(request: Request) -> Response:
-        return Response()
+    def unregister(request: Request) -> None:
+        memory.unregister(region(request))
 
-    async def cuda_register(request: Request) -> Response:
-        raise RequestError(_CUDA, status=501, reason="not_offered")
+    return [
+        *_routes("memory_status", lambda request: memory.status(region(request)), *places("system", "status")),
+        *_routes("memory_unregister", unregister, *places("system", "unregister"), method="POST"),
+        *_routes("memory_register", memory_register, places("system", "register")[1], method="POST"),
+        # Clients unregister all CUDA regions when they start.
+        *_routes("no_regions", lambda request: [], *places("cuda", "status")),
+        *_routes("nothing", lambda request: None, *places("cuda", "unregister"), method="POST"),
+        *_routes("cuda_register", lambda request: not_offered(NO_CUDA), places("cuda", "register")[1], method="POST"),
+    ]
 
-    routes = []
-    for kind, status, register, unregister in (
-        ("system", memory_status, memory_register, memory_unregister),
-        ("cuda", no_regions, cuda_register, nothing),  # clients unregister all CUDA regions when they start
-    ):
-        root = f"/v2/{kind}sharedmemory"
-        region = root + "/region/{region}"
-        routes += [Route(path + "/status", status) for path in (root, region)]
-        routes += [Route(path + "/unregister", unregister, methods=["POST"]) for path in (root, region)]
-        routes.append(Route(region + "/register", register, methods=["POST"]))
-    return routes
+
+def _repository_routes(limits: Limits, repository: Repository | None) -> list[Route]:
+    async def repository_index(request: Request) -> list[dict[str, str]]:
+        models, body = managed(repository), await _json_body(request, limits, optional=True)
+        ready = body.get("ready", False)
+        if body.keys() - {"ready"} or not isinstance(ready, bool):
+            raise RequestError('the body of an index request is {} or {"ready": true}')
+        return models.index(ready=ready)
+
+    async def asked(request: Request) -> tuple[Repository, str]:
+        """For a load or unload: the repository, and the name of the model."""
+        managed(repository)
+        body = await _json_body(request, limits, optional=True)
+        parameters = body.get("parameters", {})
+        if body.keys() - {"parameters"} or not isinstance(parameters, dict):
+            raise RequestError('the body is {} or {"parameters": {…}}')
+        return managed(repository, parameters), request.path_params["model"]
+
+    async def model_load(request: Request) -> None:
+        models, name = await asked(request)
+        await models.load(name)
+
+    async def model_unload(request: Request) -> None:
+        models, name = await asked(request)
+        await models.unload(name)
+
+    return [
+        *_routes("repository_index", repository_index, _REPOSITORY + "/index", method="POST"),
+        *_routes("model_load", model_load, _REPOSITORY + "/models/{model}/load", method="POST"),
+        *_routes("model_unload", model_unload, _REPOSITORY + "/models/{model}/unload", method="POST"),
+    ]
+
+
+async def _json_body(request: Request, limits: Limits, *, optional: bool = False) -> Mapping[str, Any]:
+    """The JSON object that a request brings; {} where there may be none."""
+    body = await read_body(request.scope, request.receive, min(SMALL_BYTES, limits.body_bytes))
+    return {} if optional and not body else parse_json_object(body, limits.json_depth)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -81,19 +81,8 @@ class Canary:
         return None
 
 
-class ModelWithCanary(Protocol):
-    """A model with a canary; `fault` is None while it passes."""
-
-    @property
-    def key(self) -> tuple[str, str]: ...
-    @property
-    def canary(self) -> Canary: ...
-
-    fault: str | None
-
-
-async def replay_once(models: Iterable[ModelWithCanary], metrics: Metrics) -> None:
-    """Run the canary of every model, one after another; set its `fault`, count and log changes."""
+async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
+    """Run the canary of every ServedModel, one after another; set its `fault`, count and log changes."""
     for model in list(models):
         fault = await asyncio.to_thread(model.canary.fault)
         metrics.canaries.labels(*model.key, "pass" if fault is None else "fail").inc()

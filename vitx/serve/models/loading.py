@@ -1,10 +1,11 @@
 """Loads a bundle from disk to a warm model: hashes, certificate, session, warm-up, canary, latency curve."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Verdict
@@ -24,6 +25,8 @@ from vitx.serve.models.served_model import RowsSession, load_warm
 from vitx.serve.models.warm_up import measure_curve, starting_curve
 from vitx.serve.options import ServeOptions
 from vitx.serve.protocol.infer import FIRST_VERSION
+
+Judgement = TypeVar("Judgement", Certificate, Verdict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Loader:
         name = bundle.manifest.name
         if key is not None and key[0] != name:
             raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
-        certificate = _certificate(bundle, allow_uncertified=self.allow_uncertified)
+        certificate = self._passing(bundle.require_certificate)
         return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1])
 
     def warm(self, offer: Offer) -> WarmModel:
@@ -92,13 +95,18 @@ class Loader:
         """The verdict on what was loaded; with --allow-uncertified a model without a passing one is shown as such."""
         if offer.certificate is None:
             return offer, None
+        verdict: Verdict | None = self._passing(partial(require_verdict, offer.bundle, session))
+        return offer if verdict else replace(offer, certificate=None), verdict
+
+    def _passing(self, judge: Callable[[], Judgement]) -> Judgement | None:
+        """What `judge` finds, None for what it refuses where --allow-uncertified was given."""
         try:
-            return offer, require_verdict(offer.bundle, session)
+            return judge()
         except CheckFailed as refusal:
             if not self.allow_uncertified:
                 raise
             log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
-            return replace(offer, certificate=None), None
+            return None
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
         """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
@@ -129,13 +137,3 @@ def open_offers(
             raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
         offers[offer.key] = offer
     return list(offers.values())
-
-
-def _certificate(bundle: Bundle, *, allow_uncertified: bool) -> Certificate | None:
-    try:
-        return bundle.require_certificate()
-    except CheckFailed as refusal:
-        if not allow_uncertified:
-            raise
-        log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
-        return None

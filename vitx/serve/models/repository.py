@@ -11,7 +11,7 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
-from vitx.serve.errors import RequestError, unavailable
+from vitx.serve.errors import RequestError, not_offered, unavailable
 from vitx.serve.models.loading import Loader
 from vitx.serve.models.offer import ModelKey, WarmModel, key_text
 from vitx.serve.models.served_model import ModelSet, ServedModel
@@ -44,7 +44,7 @@ def bundles_in(folder: Path) -> dict[ModelKey, Path]:
         if key in bundles:
             raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
         bundles[key] = path
-    return {key: bundles[key] for key in sorted(bundles, key=_by_version)}
+    return dict(sorted(bundles.items(), key=lambda bundle: _by_version(bundle[0])))
 
 
 def _by_version(key: ModelKey) -> tuple[str, int]:
@@ -77,12 +77,11 @@ class Repository:
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """Triton's repository index: name, version, state, reason; with `ready` only loaded models."""
         entries = []
-        for key in sorted({*self._seen(), *(model.key for model in self._models)}, key=_by_version):
-            served = key in self._models
-            reason = self._refusals.get(key, "" if served else "unloaded")
-            state = "READY" if served else "UNAVAILABLE"
+        for key in sorted({*(() if ready else self._seen()), *(model.key for model in self._models)}, key=_by_version):
+            state, reason = ("READY", "") if self._models.loaded(key) else ("UNAVAILABLE", "unloaded")
+            reason = self._refusals.get(key, reason)
             entries.append({"name": key[0], "version": key[1], "state": state, "reason": reason})
-        return [entry for entry in entries if entry["state"] == "READY" or not ready]
+        return entries
 
     async def load(self, name: str) -> None:
         """Load every version of a model and switch to it, then unload versions that are no longer on disk.
@@ -152,13 +151,10 @@ class Repository:
             before = now
             loaded |= {key: now[key] for key in changed}
             for key in changed:
-                await self._load_changed(key)
-
-    async def _load_changed(self, key: ModelKey) -> None:
-        async with self._busy:
-            if (path := self._seen().get(key)) is not None:
-                with suppress(RequestError):
-                    await self._load_one(key, path)
+                async with self._busy:
+                    if (path := self._seen().get(key)) is not None:
+                        with suppress(RequestError):
+                            await self._load_one(key, path)
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
@@ -178,12 +174,12 @@ class Repository:
             _log.exception("loading %s failed", key_text(key))
         self._refusals[key] = text = str(error) or type(error).__name__
         self._metrics.loads.labels(*key, "refused").inc()
-        stays = "; the model that runs stays" if key in self._models else ""
+        stays = "; the model that runs stays" if self._models.loaded(key) else ""
         log(f"vitx: model {key_text(key)} was not loaded: {text}{stays}")
         return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
 
     def _bundles(self) -> dict[ModelKey, Path]:
-        return {**({} if self._folder is None else bundles_in(self._folder)), **self._given}
+        return self._given if self._folder is None else {**bundles_in(self._folder), **self._given}
 
     def _seen(self) -> dict[ModelKey, Path]:
         """As `_bundles`; while the folder is missing, which may be temporary, only the given bundles."""
@@ -193,7 +189,6 @@ class Repository:
             return self._given
 
     def _signatures(self) -> dict[ModelKey, Signature]:
-        """The signature of every bundle that has a manifest or a certificate."""
         return {key: state for key, path in self._seen().items() if (state := _signature(path)) is not None}
 
 
@@ -212,10 +207,7 @@ def _signature(path: Path) -> Signature | None:
 def check_contract(old: Bundle, new: Bundle) -> None:
     """Raise CheckFailed if clients of the old bundle would be refused or misled by the new one."""
     was, now = Contract.of(old.manifest), Contract.of(new.manifest)
-    for what, before, after in (
-        ("tensors", was, now),
-        ("labels", old.manifest.labels, new.manifest.labels),
-    ):
+    for what, before, after in (("tensors", was, now), ("labels", old.manifest.labels, new.manifest.labels)):
         if before != after:
             raise CheckFailed(
                 f"the {what} of {new.path} are not those of the model that runs: unload that one first, or give this "
@@ -227,10 +219,13 @@ def _unknown(name: str) -> RequestError:
     return RequestError(f"model '{name[:80]}' is not in the repository", status=404, reason="unknown_model")
 
 
-def repository_parameters(given: Mapping[str, Any]) -> None:
-    """Raise RequestError 400 for any parameter of a load or unload but the one that Triton's clients always send."""
-    if unknown := sorted(given.keys() - {"unload_dependents"}):
+def managed(repository: Repository | None, parameters: Mapping[str, Any] | None = None) -> Repository:
+    """The repository that clients may manage; raise RequestError 501 where there is none.
+
+    parameters: of a load or unload; any but the one that Triton's clients always send is refused with 400.
+    """
+    if unknown := sorted((parameters or {}).keys() - {"unload_dependents"}):
         raise RequestError(f"parameter '{unknown[0][:80]}' is not offered: a bundle is loaded as it is on disk")
-
-
-NOT_OFFERED = "the model repository is not offered: start the server with --management"
+    if repository is None:
+        not_offered("the model repository is not offered: start the server with --management")
+    return repository

@@ -42,11 +42,14 @@ class ServedModel:
         self.canary = warm.canary
         self.fault: str | None = None
         names = warm.outputs.names if warm.outputs else ()
-        self.contract = Contract.of(self.bundle.manifest, warm.offer.version, names)
+        self.key = self.name, self.version = warm.offer.key
+        self.contract = Contract.of(self.bundle.manifest, self.version, names)
         self._outputs = warm.outputs
         self.runtime = warm.session.describe()
-        self._sessions = [warm.session, *([warm.outputs.session] if warm.outputs else [])]
-        curves = [warm.curve, *([warm.outputs.curve] if warm.outputs else [])]
+        loaded = [(warm.session, warm.curve)]
+        if warm.outputs:
+            loaded.append((warm.outputs.session, warm.outputs.curve))
+        self._sessions = [session for session, _ in loaded]
         self._batchers = [
             Batcher(
                 session.infer,
@@ -55,13 +58,13 @@ class ServedModel:
                 on_batch=lambda times: self.metrics.batch(times),
                 under_load=session.under_load.infer,
             )
-            for session, curve in zip(self._sessions, curves, strict=True)
+            for session, curve in loaded
         ]
         self.batcher = self._batchers[0]
         self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
         self.metrics = metrics.add_model(
             self.key,
-            self._info(),
+            self._about(),
             lambda: self.queued,
             lambda: self.running,
             lambda: sum(batcher.replaced_instances for batcher in self._batchers),
@@ -73,12 +76,12 @@ class ServedModel:
             await batcher.close()
             await asyncio.to_thread(session.close)
 
-    def batcher_of(self, outputs: Sequence[object]) -> Batcher:
-        """The batcher of requests for the logits alone, or of those that ask for further `outputs` too.
+    def batcher_of(self, further: object) -> Batcher:
+        """The batcher of requests for the logits alone, or of those that ask for `further` outputs too.
 
         They are grouped apart: a batch with an image of which an output is asked would compute it of every other.
         """
-        return self._batchers[-1] if outputs else self.batcher
+        return self._batchers[-1] if further else self.batcher
 
     @property
     def queued(self) -> int:
@@ -88,31 +91,18 @@ class ServedModel:
     def running(self) -> int:
         return sum(batcher.running for batcher in self._batchers)
 
-    @property
-    def name(self) -> str:
-        return self.bundle.manifest.name
-
-    @property
-    def version(self) -> str:
-        return self.contract.version
-
-    @property
-    def key(self) -> ModelKey:
-        return self.name, self.version
-
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """`GET /v2/models/NAME`: the protocol's fields, and vitx's own under `vitx`. `versions`: those loaded.
 
         Of the paths of the machines where the model was trained, exported and certified only the last part is shown.
         """
-        manifest = self.bundle.manifest
+        manifest, verdicts = self.bundle.manifest, (self.verdict, self._outputs and self._outputs.verdict)
+        executables = [verdict and verdict.model_dump(mode="json") for verdict in verdicts]
         made = {
             "certificate": self.certificate and _summary(self.certificate),
-            "executable": self.verdict and self.verdict.model_dump(mode="json"),
+            "executable": executables[0],
             "runtime": self.runtime,
-            "outputs_executable": self._outputs
-            and self._outputs.verdict
-            and self._outputs.verdict.model_dump(mode="json"),
+            "outputs_executable": executables[1],
             "data": manifest.data,
             "provenance": manifest.provenance.model_dump(mode="json"),
         }
@@ -151,13 +141,11 @@ class ServedModel:
             "running": self.running,
         }
 
-    def _info(self) -> dict[str, str]:
-        return {
-            "certificate": self.certificate.verdict if self.certificate else "uncertified",
-            "runtime": str(self.runtime["runtime"]),
-            "provider": str(self.runtime["provider"]),
-            "precision": str(self.runtime.get("precision", self.bundle.manifest.precision)),
-        }
+    def _about(self) -> tuple[str, ...]:
+        """Certificate, runtime, provider and precision, for the metrics."""
+        verdict = self.certificate.verdict if self.certificate else "uncertified"
+        precision = self.runtime.get("precision", self.bundle.manifest.precision)
+        return verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)
 
 
 class RowsSession(Session):
@@ -221,24 +209,25 @@ def load_warm(
     return session
 
 
-class Generation:
-    """The requests that began between two model switches. A model they may use is closed only after they ended."""
+class InFlight:
+    """Counts requests in flight."""
 
     def __init__(self) -> None:
-        self._requests = 0
+        self.count = 0
         self._ended = asyncio.Event()
         self._ended.set()
 
     def enter(self) -> None:
-        self._requests += 1
+        self.count += 1
         self._ended.clear()
 
     def leave(self) -> None:
-        self._requests -= 1
-        if not self._requests:
+        self.count -= 1
+        if not self.count:
             self._ended.set()
 
     async def end(self) -> None:
+        """Return when there is none."""
         await self._ended.wait()
 
 
@@ -266,15 +255,12 @@ class ModelSet:
         self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
-        self._generation = Generation()
+        self._generation = InFlight()  # begun since the last switch: a model they may use is closed after they ended
         self._retiring: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
         """Every loaded version of every model."""
         return iter([*self._models.values()])
-
-    def __contains__(self, key: ModelKey) -> bool:
-        return key in self._models
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -298,7 +284,16 @@ class ModelSet:
         model = self._newest.get(name) if version is None else self._models.get((name, version))
         return model is not None and model.fault is None and not self.draining
 
-    def enter(self) -> Generation:
+    @property
+    def active(self) -> int:
+        """How many requests are in flight, without those that began before the last switch."""
+        return self._generation.count
+
+    async def idle(self) -> None:
+        """Return when none is."""
+        await self._generation.end()
+
+    def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
         self._generation.enter()
         return self._generation
@@ -338,11 +333,10 @@ class ModelSet:
         return model
 
     def _only_name(self) -> str:
-        names = self.names
+        if len(names := self.names) > 1:
+            raise RequestError(f"several models are served, choose one with ?model=: {', '.join(names)}")
         if not names:
             raise RequestError("no model is loaded", status=404, reason="unknown_model")
-        if len(names) > 1:
-            raise RequestError(f"several models are served, choose one with ?model=: {', '.join(names)}")
         return names[0]
 
     def _missing(self, name: str, version: str | None) -> RequestError:
@@ -362,12 +356,12 @@ class ModelSet:
         await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
-        ended, self._generation = self._generation, Generation()
+        ended, self._generation = self._generation, InFlight()
         task = asyncio.create_task(self._close_after(ended, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
-    async def _close_after(self, requests: Generation, model: ServedModel, seconds: float) -> None:
+    async def _close_after(self, requests: InFlight, model: ServedModel, seconds: float) -> None:
         """Close a model when the requests that may use it have ended; a client slower than `seconds` gets 503."""
         with suppress(TimeoutError):
             await asyncio.wait_for(requests.end(), seconds)

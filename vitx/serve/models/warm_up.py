@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from vitx.serve.limits import Batching
 _SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
 _CALLS = 12  # of each size at most
 _LONE_CALLS = 2  # of one image on all cores
+_SETTING = ("runtime", "version", "provider", "threads")
 
 
 def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
@@ -24,9 +26,9 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
     It holds for the same runtime and machine with one instance: several instances slow each other down. In both cases a
     batch of the size that the batcher will aim at has run.
     """
-    known = bundle.latency()
-    measured = known is not None and known.points and batching.instances == 1
-    if known and measured and _same_setting(known.runtime, session.describe()):
+    known, running = bundle.latency(), session.describe()
+    same = known is not None and all(known.runtime.get(key) == running.get(key) for key in _SETTING)
+    if known and known.points and same and batching.instances == 1:
         curve = LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
         full = curve.best_size(batching.max_batch, batching.preferred)
         session.infer(np.zeros((full, *image_shape(bundle)), dtype=np.uint8))
@@ -49,10 +51,11 @@ def measure_curve(
 
         def measured(rows: int) -> list[float]:
             """Seconds of one batch on each instance."""
-            jobs = [callers.submit(_seconds_of, several, images[:rows]) for _ in range(batching.instances)]
-            return [job.result() for job in jobs]
+            return list(callers.map(_seconds_of, [several] * batching.instances, repeat(images[:rows])))
 
-        for rows in _sizes(batching):
+        powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
+        preferred = {size for size in batching.preferred if size < batching.max_batch}
+        for rows in sorted({*powers, *preferred, batching.max_batch}):
             if taken and time.perf_counter() + 2 * min(taken[max(taken)]) * rows / max(taken) > end:
                 break
             measured(rows)
@@ -71,12 +74,3 @@ def _seconds_of(session: Session, images: "np.ndarray[Any, np.dtype[np.uint8]]")
     start = time.perf_counter()
     session.infer(images)
     return time.perf_counter() - start
-
-
-def _sizes(batching: Batching) -> list[int]:
-    powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
-    return sorted(size for size in {*powers, *batching.preferred, batching.max_batch} if size <= batching.max_batch)
-
-
-def _same_setting(measured: dict[str, Any], running: dict[str, Any]) -> bool:
-    return all(measured.get(key) == running.get(key) for key in ("runtime", "version", "provider", "threads"))

@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -25,10 +26,8 @@ class ModelMetrics:
         self._batch_size = metrics.batch_size.labels(model, version)
         self._compute = metrics.compute_seconds.labels(model, version)
         self._queue = metrics.queue_seconds.labels(model, version)
-        self._latencies = metrics.latencies
 
     def batch(self, times: BatchTimes) -> None:
-        """Record one batch that ran."""
         self.batches += 1
         self.images += times.rows
         self._images_total.inc(times.rows)
@@ -42,77 +41,49 @@ class Metrics:
     """All series of one server, in its own registry."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self.requests = Counter("vitx_requests", "Requests answered.", ("route", "status", "model"), registry=registry)
-        self.request_seconds = Histogram(
-            "vitx_request_seconds",
-            "Whole time of an inference request.",
-            ("route",),
-            buckets=_SECONDS,
-            registry=registry,
+        self._registry = registry = CollectorRegistry()
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        seconds = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self.requests = counter("vitx_requests", "Requests answered.", ("route", "status", "model"))
+        self.request_seconds = seconds("vitx_request_seconds", "Whole time of an inference request.", ("route",))
+        self.rejections = counter("vitx_rejections", "Requests and images refused.", ("reason", "model"))
+        self.images = counter("vitx_images", "Images that went through the model.", _MODEL)
+        self.batch_size = Histogram("vitx_batch_size", "Images in a batch.", _MODEL, registry=registry, buckets=_ROWS)
+        self.compute_seconds = seconds("vitx_compute_seconds", "Time of one batch in the runtime.", _MODEL)
+        self.queue_seconds = seconds("vitx_queue_seconds", "Time of a request in the queue.", _MODEL)
+        self.decode_seconds = seconds("vitx_decode_seconds", "Time to decode and resize one image.")
+        self._gauges = (
+            gauge("vitx_queue_depth", "Images waiting for a batch.", _MODEL),
+            gauge("vitx_running_images", "Images in batches that run.", _MODEL),
+            gauge("vitx_replaced_instances", "Instances that died and were replaced.", _MODEL),
         )
-        self.rejections = Counter(
-            "vitx_rejections", "Requests and images refused.", ("reason", "model"), registry=registry
-        )
-        self.images = Counter("vitx_images", "Images that went through the model.", _MODEL, registry=registry)
-        self.batch_size = Histogram("vitx_batch_size", "Images in a batch.", _MODEL, buckets=_ROWS, registry=registry)
-        self.compute_seconds = _seconds("vitx_compute_seconds", "Time of one batch in the runtime.", registry)
-        self.queue_seconds = _seconds("vitx_queue_seconds", "Time of a request in the queue.", registry)
-        self.decode_seconds = Histogram(
-            "vitx_decode_seconds", "Time to decode and resize one image.", buckets=_SECONDS, registry=registry
-        )
-        self._replaced = Gauge(
-            "vitx_replaced_instances",
-            "Instances that died and were replaced.",
-            _MODEL,
-            registry=registry,
-        )
-        self._queue_depth = Gauge("vitx_queue_depth", "Images waiting for a batch.", _MODEL, registry=registry)
-        self._running = Gauge("vitx_running_images", "Images in batches that run.", _MODEL, registry=registry)
-        self._model_info = Gauge(
-            "vitx_model_info",
-            "1 for each model served: what it is, where it runs, and what its certificate says.",
-            (*_MODEL, "certificate", "runtime", "provider", "precision"),
-            registry=registry,
-        )
-        self.loads = Counter(
-            "vitx_model_loads", "Loads of a running server: loaded or refused.", (*_MODEL, "result"), registry=registry
-        )
-        self.canaries = Counter(
-            "vitx_canaries", "Replays of the canary batch: pass or fail.", (*_MODEL, "result"), registry=registry
-        )
+        about = "1 for each model served: what it is, where it runs, and what its certificate says."
+        self._model_info = gauge("vitx_model_info", about, (*_MODEL, "certificate", "runtime", "provider", "precision"))
+        result = (*_MODEL, "result")
+        self.loads = counter("vitx_model_loads", "Loads of a running server: loaded or refused.", result)
+        self.canaries = counter("vitx_canaries", "Replays of the canary batch: pass or fail.", result)
         ProcessCollector(registry=registry)
         self._models: dict[tuple[str, str], tuple[ModelMetrics, tuple[str, ...]]] = {}
         self.gather: Callable[[], Awaitable[bytes]] | None = None  # /metrics of all workers or replicas together
-        self._counters: dict[tuple[str, int, str], Counter] = {}  # by labels: `Counter.labels` takes longer than `inc`
-        self._histograms: dict[str, Histogram] = {}
+        self._requests_of, self._seconds_of = cache(self.requests.labels), cache(self.request_seconds.labels)
         self.latencies: deque[float] = deque(maxlen=_RECENT)
         self.answered = 0
         self.rejected = 0
         self._started = time.monotonic()
 
-    def add_model(
-        self,
-        key: tuple[str, str],
-        info: dict[str, str],
-        queued: Callable[[], float],
-        running: Callable[[], float],
-        replaced: Callable[[], float],
-    ) -> ModelMetrics:
+    def add_model(self, key: tuple[str, str], about: Sequence[str], *reads: Callable[[], float]) -> ModelMetrics:
         """Return the series of a model; a model that replaces another of the same key continues its series.
 
-        `key`: name and version. `info`: the labels certificate, runtime, provider, precision, in this order. The
-        callbacks are read when the metrics are scraped.
+        `key`: name and version. about: certificate, runtime, provider, precision. reads: of the images queued, those
+        running and the replaced instances; called when the metrics are scraped.
         """
-        known, labels = self._models.get(key), (*key, *info.values())
-        if known is not None and known[1] != labels:
-            self._model_info.remove(*known[1])
+        series, before = self._models.get(key) or (ModelMetrics(self, *key), None)
+        if before is not None:
+            self._model_info.remove(*before)
+        labels = (*key, *about)
         self._model_info.labels(*labels).set(1)
-        self._queue_depth.labels(*key).set_function(queued)
-        self._running.labels(*key).set_function(running)
-        self._replaced.labels(*key).set_function(replaced)
-        series = known[0] if known is not None else ModelMetrics(self, *key)
+        for gauge, read in zip(self._gauges, reads, strict=True):
+            gauge.labels(*key).set_function(read)
         self._models[key] = (series, labels)
         return series
 
@@ -120,7 +91,7 @@ class Metrics:
         """Remove the gauges of a model; its counters stay."""
         _, labels = self._models.pop(key)
         self._model_info.remove(*labels)
-        for gauge in (self._queue_depth, self._running, self._replaced):
+        for gauge in self._gauges:
             gauge.remove(*key)
 
     def reject(self, reason: str, model: str = "") -> None:
@@ -130,16 +101,10 @@ class Metrics:
 
     def answer(self, route: str, status: int, seconds: float | None = None, model: str = "") -> None:
         """Record one reply; `seconds` only for `infer` and `classify`, `model` as in `reject`."""
-        counter = self._counters.get((route, status, model))
-        if counter is None:
-            counter = self._counters[route, status, model] = self.requests.labels(route, str(status), model)
-        counter.inc()
+        self._requests_of(route, status, model).inc()
         if seconds is not None:
             self.answered += 1
-            histogram = self._histograms.get(route)
-            if histogram is None:
-                histogram = self._histograms[route] = self.request_seconds.labels(route)
-            histogram.observe(seconds)
+            self._seconds_of(route).observe(seconds)
             if status < 400:  # refusals are fast and would make the percentiles look better
                 self.latencies.append(seconds)
 
@@ -149,19 +114,11 @@ class Metrics:
 
     def summary(self) -> dict[str, Any]:
         """Counters since the start, of which the page takes differences, and percentiles of the latest requests."""
-        recent = sorted(self.latencies)
+        recent, last = sorted(self.latencies), len(self.latencies) - 1
+        p50, p99 = (round(1e3 * recent[int(share * last)], 3) if recent else None for share in (0.5, 0.99))
         return {
             "uptime_seconds": round(time.monotonic() - self._started, 3),
             "requests": self.answered,
             "rejected": self.rejected,
-            "latency_ms": {name: _percentile(recent, share) for name, share in (("p50", 0.5), ("p99", 0.99))},
+            "latency_ms": {"p50": p50, "p99": p99},
         }
-
-
-def _seconds(name: str, text: str, registry: CollectorRegistry) -> Histogram:
-    return Histogram(name, text, _MODEL, buckets=_SECONDS, registry=registry)
-
-
-def _percentile(ascending: list[float], share: float) -> float | None:
-    """In milliseconds; None before the first request."""
-    return round(1000 * ascending[int(share * (len(ascending) - 1))], 3) if ascending else None

@@ -5,8 +5,11 @@ for each of its requests, `batch_stats` once.
 """
 
 import time
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
+
+_COMPUTE = {"compute_input": "gather", "compute_infer": "compute", "compute_output": "output"}  # fields of BatchTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,66 +32,48 @@ class _Duration:
         self.count += count
         self.seconds += seconds
 
-    def as_json(self) -> dict[str, int]:
-        return {"count": self.count, "ns": round(1e9 * self.seconds)}
-
-
-@dataclass(slots=True)
-class _Compute:
-    input: _Duration = field(default_factory=_Duration)
-    infer: _Duration = field(default_factory=_Duration)
-    output: _Duration = field(default_factory=_Duration)
-
-    def add(self, times: BatchTimes, count: int) -> None:
-        self.input.add(times.gather * count, count)
-        self.infer.add(times.compute * count, count)
-        self.output.add(times.output * count, count)
-
-    def as_json(self) -> dict[str, Any]:
-        return {f"compute_{part}": getattr(self, part).as_json() for part in ("input", "infer", "output")}
-
 
 class ModelStatistics:
     """Counts and times of one model."""
 
     def __init__(self) -> None:
-        self._success, self._fail, self._queue = _Duration(), _Duration(), _Duration()
-        self._compute = _Compute()
-        self._by_size: dict[int, _Compute] = {}
+        names = ("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss")
+        self._times = {name: _Duration() for name in names}
+        self._by_size: dict[int, dict[str, _Duration]] = defaultdict(lambda: {name: _Duration() for name in _COMPUTE})
         self._images = 0
         self._last_inference = 0.0
 
     def add_success(self, seconds: float) -> None:
         """Count a request that was answered `seconds` after its arrival."""
-        self._success.add(seconds)
+        self._times["success"].add(seconds)
 
     def add_failure(self, seconds: float) -> None:
         """Count a request that was refused, failed or was cancelled."""
-        self._fail.add(seconds)
+        self._times["fail"].add(seconds)
 
     def add_batch(self, times: BatchTimes) -> None:
-        """Count a batch that ran."""
         self._last_inference = time.time()
         self._images += times.rows
-        self._queue.add(sum(times.queue), len(times.queue))
-        self._compute.add(times, len(times.queue))
-        self._by_size.setdefault(times.rows, _Compute()).add(times, 1)
+        requests, of_size = len(times.queue), self._by_size[times.rows]
+        self._times["queue"].add(sum(times.queue), requests)
+        for name, field in _COMPUTE.items():
+            seconds = getattr(times, field)
+            self._times[name].add(seconds * requests, requests)
+            of_size[name].add(seconds)
 
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`; whole numbers, times in nanoseconds."""
+        sizes = sorted(self._by_size.items())
         return {
             "name": name,
             "version": version,
             "last_inference": round(1e3 * self._last_inference),
             "inference_count": self._images,
-            "execution_count": sum(compute.infer.count for compute in self._by_size.values()),
-            "inference_stats": {
-                "success": self._success.as_json(),
-                "fail": self._fail.as_json(),
-                "queue": self._queue.as_json(),
-                **self._compute.as_json(),
-                "cache_hit": _Duration().as_json(),
-                "cache_miss": _Duration().as_json(),
-            },
-            "batch_stats": [{"batch_size": size, **self._by_size[size].as_json()} for size in sorted(self._by_size)],
+            "execution_count": sum(durations["compute_infer"].count for _, durations in sizes),
+            "inference_stats": _as_json(self._times),
+            "batch_stats": [{"batch_size": size, **_as_json(durations)} for size, durations in sizes],
         }
+
+
+def _as_json(durations: dict[str, _Duration]) -> dict[str, Any]:
+    return {name: {"count": each.count, "ns": round(1e9 * each.seconds)} for name, each in durations.items()}

@@ -12,7 +12,7 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from vitx import __version__
@@ -20,7 +20,6 @@ from vitx.core.errors import InputError
 from vitx.serve.observe.request_record import RequestRecord
 
 _EXPORT_SECONDS = 5.0  # for one batch of spans: when the collector is gone, spans are lost and the server still ends
-_PATH = "/v1/traces"
 
 
 class Tracing:
@@ -31,7 +30,7 @@ class Tracing:
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError(f"'{endpoint}' is not an OTLP endpoint: expected a URL such as http://127.0.0.1:4318")
-        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + _PATH
+        url = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
         resource = Resource.create({SERVICE_NAME: "vitx", SERVICE_VERSION: __version__})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url, timeout=_EXPORT_SECONDS)))
@@ -55,7 +54,15 @@ class Tracing:
             start_time=at(now - seconds),
         )
         if span.is_recording():
-            _describe(span, record, method, path, status)
+            if method == "gRPC":
+                span.set_attributes({"rpc.system": "grpc", "rpc.method": path.removeprefix("grpc.")})
+            else:
+                span.set_attributes({"http.request.method": method, "url.path": path[:200]})
+            span.set_attributes({"http.response.status_code": status, "vitx.request_id": record.id})
+            if record.model is not None:
+                span.set_attributes({"vitx.model": record.model, "vitx.images": record.images})
+            if status >= 500:
+                span.set_status(Status(StatusCode.ERROR))
             inside = set_span_in_context(span)
             for name, started, ended in record.phases():
                 self._tracer.start_span(name, inside, start_time=at(started)).end(at(ended))
@@ -64,15 +71,3 @@ class Tracing:
     def close(self) -> None:
         """Send the queued spans."""
         self._provider.shutdown()
-
-
-def _describe(span: Span, record: RequestRecord, method: str, path: str, status: int) -> None:
-    if method == "gRPC":
-        span.set_attributes({"rpc.system": "grpc", "rpc.method": path.removeprefix("grpc.")})
-    else:
-        span.set_attributes({"http.request.method": method, "url.path": path[:200]})
-    span.set_attributes({"http.response.status_code": status, "vitx.request_id": record.id})
-    if record.model is not None:
-        span.set_attributes({"vitx.model": record.model, "vitx.images": record.images})
-    if status >= 500:
-        span.set_status(Status(StatusCode.ERROR))

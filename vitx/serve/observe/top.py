@@ -77,8 +77,7 @@ class ServerClient:
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS, context=self._tls) as reply:
-                data: bytes = reply.read()
-                return data
+                return bytes(reply.read())
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 401:
@@ -105,10 +104,11 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     Rates are per second, times in milliseconds, memory in MiB; None where nothing happened.
     """
     uptime = float(now.stats["uptime_seconds"])
-    if before is not None and before.stats["uptime_seconds"] >= uptime:
-        before = None  # another server, or it was restarted
-    seconds = uptime - (float(before.stats["uptime_seconds"]) if before else 0.0)
+    if before is None or before.stats["uptime_seconds"] >= uptime:  # another server, or it was restarted
+        before = Reading(now.url, {"uptime_seconds": 0.0}, {})
+    seconds = uptime - float(before.stats["uptime_seconds"])
     cpu = _gained("process_cpu_seconds_total", now, before)
+    rejections = sorted(now.by_label("vitx_rejections_total", "reason").items())
     return {
         "url": now.url,
         "ready": now.stats["ready"],
@@ -116,9 +116,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
         "interval_seconds": round(seconds, 3),
         "requests_per_second": _rate(_gained("vitx_request_seconds_count", now, before), seconds),
         "latency_ms": now.stats["latency_ms"],
-        "rejections": {
-            reason: int(value) for reason, value in sorted(now.by_label("vitx_rejections_total", "reason").items())
-        },
+        "rejections": {reason: int(value) for reason, value in rejections},
         "cpu_percent": _rate(100 * cpu, seconds),
         "rss_mib": round(now.total("process_resident_memory_bytes") / 2**20, 1),
         "open_files": int(now.total("process_open_fds")),
@@ -126,7 +124,7 @@ def snapshot(now: Reading, before: Reading | None) -> dict[str, Any]:
     }
 
 
-def _model(stats: Mapping[str, Any], now: Reading, before: Reading | None, seconds: float) -> dict[str, Any]:
+def _model(stats: Mapping[str, Any], now: Reading, before: Reading, seconds: float) -> dict[str, Any]:
     model = {"model": str(stats["name"]), "version": str(stats["version"])}
     images = _gained("vitx_images_total", now, before, **model)
     batches = _gained("vitx_batch_size_count", now, before, **model)
@@ -150,14 +148,14 @@ def _rate(gained: float, seconds: float) -> float:
     return round(gained / seconds, 2) if seconds > 0 else 0.0
 
 
-def _gained(name: str, now: Reading, before: Reading | None, **labels: str) -> float:
+def _gained(name: str, now: Reading, before: Reading, **labels: str) -> float:
     """How much a counter has grown."""
-    return now.total(name, **labels) - (before.total(name, **labels) if before else 0.0)
+    return now.total(name, **labels) - before.total(name, **labels)
 
 
-def _percentiles(name: str, now: Reading, before: Reading | None, model: Mapping[str, str]) -> dict[str, float | None]:
+def _percentiles(name: str, now: Reading, before: Reading, model: Mapping[str, str]) -> dict[str, float | None]:
     """p50 and p99 of a histogram of seconds, in milliseconds."""
-    past = before.by_label(name, "le", **model) if before else {}
+    past = before.by_label(name, "le", **model)
     buckets = {float(le): value - past.get(le, 0.0) for le, value in now.by_label(name, "le", **model).items()}
     found = {"p50": quantile(buckets, 0.5), "p99": quantile(buckets, 0.99)}
     return {name: None if seconds is None else round(1e3 * seconds, 3) for name, seconds in found.items()}

@@ -20,18 +20,18 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
 from vitx.serve.protocol.classification import bytes_tensor, classification_texts
-from vitx.serve.protocol.json_pixels import SMALL_BYTES, cut_out_data, pixels_of
+from vitx.serve.protocol.json_pixels import cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
     Region,
     RequestedOutput,
-    RequestParameters,
+    count,
     expected_bytes,
+    flag,
     known_parameters,
     parse_json_object,
     quoted,
     request_parameters,
-    requested_outputs,
 )
 from vitx.serve.protocol.shared_memory import SharedMemory
 
@@ -41,10 +41,14 @@ FIRST_VERSION = "1"  # of a bundle that is not in a version folder
 # A client sends the same JSON header with every request; only the pixels behind it change. So up to 256 parsed headers
 # of at most 512 bytes are cached.
 _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
-# Headers with these are not cached: shared-memory regions come and go, and an escape can hide their name.
-_NOT_CACHED = (b"shared_memory", b"\\")
+# Headers with these are not cached: shared-memory regions come and go, pixels are cut out, an escape can hide both.
+_NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
 
-EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics")
+
+def extensions(*, memory: bool, repository: bool) -> list[str]:
+    """The extensions of the protocol that a server with or without these two offers."""
+    always = ["binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics"]
+    return [*always, *["system_shared_memory"] * memory, *["model_repository"] * repository]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +128,16 @@ class Contract:
 class InferRequest:
     """A valid request; `images` is uint8 (N, S, S, 3), N ≥ 1.
 
-    priority: Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds. top_k: classes to return for each image,
-    0 for the logits. region: the shared memory to write the output to, instead of the body. outputs: where not the
-    logits alone were asked for, how each output is wanted; the three fields above say nothing then.
+    outputs: how each is wanted, in the order of the reply. further: whether not the logits alone are. priority:
+    Triton's, 1 (highest) to 3, 0 for the default. timeout: seconds.
     """
 
     images: UInt8Array
+    outputs: tuple[RequestedOutput, ...]
     id: str | None = None
-    binary_output: bool = False
+    further: bool = False
     priority: int = 0
     timeout: float | None = None
-    top_k: int = 0
-    region: Region | None = None
-    outputs: tuple[RequestedOutput, ...] = ()
-
-    def wanted(self, contract: Contract) -> tuple[RequestedOutput, ...]:
-        """How each output is wanted, in the order of the reply."""
-        alone = RequestedOutput(contract.output_name, self.binary_output, self.top_k, self.region)
-        return self.outputs or (alone,)
 
 
 def header_length(value: str | None) -> int | None:
@@ -169,61 +165,52 @@ def decode_infer_request(
         row = math.prod(contract.image_shape)
         shape = (max(1, len(body) // row), *contract.image_shape)
         _check_count(shape[0], limits.images)
-        return InferRequest(_from_bytes(memoryview(body), shape, contract), binary_output=True)
+        output = RequestedOutput(contract.output_name, binary=True)
+        return InferRequest(_from_bytes(memoryview(body), shape, contract), (output,))
     text, data = body if length is None else body[:length], memoryview(b"")
-    if len(text) > SMALL_BYTES:
-        text, data = cut_out_data(text)
     small = length is not None and length <= _CACHED_HEADER_BYTES
     parsed = _cached_header(text, contract, limits.images, limits.json_depth) if small else None
     if parsed is None:
-        parsed = _ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
+        text, data = cut_out_data(text)
+        parsed = ParsedHeader.of(parse_json_object(text, limits.json_depth), contract, limits.images, memory)
     rest = memoryview(body)[length:] if length is not None else memoryview(b"")
     return parsed.request(rest, contract, memory, data)
 
 
-def read_infer_request(
-    header: Mapping[str, Any], rest: memoryview, contract: Contract, limits: Limits, memory: SharedMemory
-) -> InferRequest:
-    """Read a request from its parsed JSON header and the bytes behind it; raises what `decode_infer_request` does."""
-    return _ParsedHeader.of(header, contract, limits.images, memory).request(rest, contract, memory)
-
-
 @dataclass(frozen=True, slots=True)
-class _ParsedHeader:
-    """The checked JSON of a request. Pixels sent as JSON are still in `tensor`."""
+class ParsedHeader:
+    """The checked JSON of a request, without pixels."""
 
     tensor: Mapping[str, Any]
     shape: tuple[int, ...]
     size: object  # the input's binary_data_size, unchecked
     region: Region | None
     id: str | None
-    parameters: RequestParameters
+    priority: int
+    timeout: float | None
     outputs: tuple[RequestedOutput, ...]
+    further: bool
 
     @classmethod
-    def of(
-        cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory
-    ) -> "_ParsedHeader":
+    def of(cls, header: Mapping[str, Any], contract: Contract, max_images: int, memory: SharedMemory) -> "ParsedHeader":
         tensor = _only_input(header, contract)
         shape = _image_shape(tensor, contract)
         _check_count(shape[0], max_images)
         places = known_parameters(tensor, "input", ("binary_data_size", *REGION_PARAMETERS))
-        parameters = request_parameters(header)
-        outputs = requested_outputs(header, contract, parameters.binary_output, shape[0], memory)
-        size, region = places.get("binary_data_size"), Region.of(places)
-        return cls(tensor, shape, size, region, _request_id(header), parameters, outputs)
+        binary, priority, timeout = request_parameters(header)
+        outputs = _requested_outputs(header, contract, binary, shape[0], memory)
+        further = any(output.name != contract.output_name for output in outputs)
+        size, region, request_id = places.get("binary_data_size"), Region.of(places), header.get("id")
+        if not isinstance(request_id, str | None):
+            raise RequestError("'id' is not a string")
+        return cls(tensor, shape, size, region, request_id, priority, timeout, outputs, further)
 
     def request(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview = b""
     ) -> InferRequest:
         """Return the request whose JSON is followed by the bytes `rest`; `data` was cut out of it."""
-        parameters, output = self.parameters, self.outputs[0]
-        outputs = () if len(self.outputs) == 1 and output.name == contract.output_name else self.outputs
         images = self._images(rest, contract, memory, data)
-        return InferRequest(
-            *(images, self.id, output.binary, parameters.priority, parameters.timeout, output.top_k, output.region),
-            outputs=outputs,
-        )
+        return InferRequest(images, self.outputs, self.id, self.further, self.priority, self.timeout)
 
     def _images(
         self, rest: memoryview, contract: Contract, memory: SharedMemory, data: bytes | memoryview
@@ -236,31 +223,73 @@ class _ParsedHeader:
             pixels = memory.read(region.name, region.offset, region.byte_size)
             return _from_bytes(pixels, self.shape, contract)
         if self.size is not None:
-            _check_binary(self.tensor, self.size, rest)
+            if type(self.size) is not int or self.size < 0:
+                raise RequestError(f"'binary_data_size' is {quoted(self.size)}: expected a number of bytes")
+            if "data" in self.tensor:
+                raise RequestError("the input has both 'data' and 'binary_data_size'")
+            if self.size != len(rest):
+                raise RequestError(f"'binary_data_size' is {self.size}, but {len(rest)} bytes follow the JSON header")
             return _from_bytes(rest, self.shape, contract)
         if rest:
             raise RequestError(f"{len(rest)} bytes follow the JSON header, but no input has 'binary_data_size'")
-        if data and self.tensor.get("data", 0) is None:  # it was the input's, and is cut out
-            return pixels_of(data, self.shape, contract.input_name)
-        return _from_json(self.tensor, self.shape, contract)
+        if "data" not in self.tensor:
+            raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
+        cut_out = self.tensor["data"] is None  # else another's was, or it is no array
+        return pixels_of(data if cut_out else b"", self.shape, contract.input_name)
+
+
+def _requested_outputs(
+    header: Mapping[str, Any], contract: Contract, binary: bool, rows: int, memory: SharedMemory
+) -> tuple[RequestedOutput, ...]:
+    """How the client wants which outputs: without a list the logits alone. `binary`: the request's default."""
+    outputs = header.get("outputs", [])
+    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
+        raise RequestError("'outputs' is not a list of objects")
+    if not outputs:
+        return (RequestedOutput(contract.output_name, binary),)
+    widths = contract.widths()
+    names = [output.get("name") for output in outputs]
+    for name in names:
+        if not isinstance(name, str) or name not in widths:
+            present = f"its output is '{contract.output_name}'"
+            if len(widths) > 1:
+                present = f"its outputs are {', '.join(repr(known) for known in widths)}"
+            raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
+        if names.count(name) > 1:
+            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
+    return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
+
+
+def _requested_output(
+    output: Mapping[str, Any], contract: Contract, binary: bool, rows: int, memory: SharedMemory
+) -> RequestedOutput:
+    name = output["name"]
+    parameters = known_parameters(output, "output", ("binary_data", "classification", *REGION_PARAMETERS))
+    top_k = min(count(parameters, "classification"), contract.classes)
+    if top_k and name != contract.output_name:
+        raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
+    region = Region.of(parameters)
+    if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
+        region.check(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
+    return RequestedOutput(name, flag(parameters, "binary_data", binary), top_k, region)
 
 
 _NO_MEMORY = SharedMemory(enabled=False)
 
 
 @lru_cache(_CACHED_HEADERS)
-def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> _ParsedHeader | None:
+def _cached_header(text: bytes, contract: Contract, max_images: int, max_depth: int) -> ParsedHeader | None:
     """Parse a JSON header; None for one that may name shared memory."""
     if any(word in text for word in _NOT_CACHED):
         return None
-    return _ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
+    return ParsedHeader.of(parse_json_object(text, max_depth), contract, max_images, _NO_MEMORY)
 
 
 def output_tensors(
     rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str]
 ) -> Iterator[tuple[RequestedOutput, str, tuple[int, ...], Float32Array | list[str]]]:
     """Each output that was asked for, its datatype, shape and values, from `rows` (see `Contract`)."""
-    for wanted in request.wanted(contract):
+    for wanted in request.outputs:
         values = rows[:, contract.columns(wanted.name)]
         if wanted.top_k:
             yield wanted, "BYTES", (len(rows), wanted.top_k), classification_texts(values, labels, wanted.top_k)
@@ -277,7 +306,8 @@ def encode_infer_response(
     rows: Float32Array, request: InferRequest, contract: Contract, labels: Sequence[str], memory: SharedMemory
 ) -> tuple[bytes, int | None]:
     """Return the body and the length of its JSON header; None when the whole body is JSON. `rows`: see `Contract`."""
-    if request.binary_output and request.id is None and not (request.top_k or request.region or request.outputs):
+    output = request.outputs[0]
+    if output.binary and request.id is None and not (output.top_k or output.region or request.further):
         header = _binary_header(contract, len(rows))
         return header + rows.astype("<f4", copy=False).tobytes(), len(header)
     reply: dict[str, Any] = {"model_name": contract.model, "model_version": contract.version, "outputs": []}
@@ -285,18 +315,17 @@ def encode_infer_response(
         reply["id"] = request.id
     behind: list[bytes] = []
     for wanted, datatype, shape, values in output_tensors(rows, request, contract, labels):
-        output: dict[str, Any] = {"name": wanted.name, "datatype": datatype, "shape": shape}
-        reply["outputs"].append(output)
-        if not wanted.binary and wanted.region is None:
-            output["data"] = values if isinstance(values, list) else values.ravel().tolist()
-            continue
-        data = tensor_bytes(values)
+        tensor: dict[str, Any] = {"name": wanted.name, "datatype": datatype, "shape": shape}
+        reply["outputs"].append(tensor)
         if wanted.region is not None:
             # Triton's C++ client refuses an output with parameters that do not say how much of it is behind the JSON.
-            output["parameters"] = {**wanted.region.write(data, wanted.name, memory), "binary_data_size": 0}
-            continue
-        output["parameters"] = {"binary_data_size": len(data)}
-        behind.append(data)
+            placed = wanted.region.write(tensor_bytes(values), wanted.name, memory)
+            tensor["parameters"] = {**placed, "binary_data_size": 0}
+        elif wanted.binary:
+            behind.append(tensor_bytes(values))
+            tensor["parameters"] = {"binary_data_size": len(behind[-1])}
+        else:
+            tensor["data"] = values if isinstance(values, list) else values.ravel().tolist()
     header = _to_json(reply)
     return header + b"".join(behind), len(header) if behind else None
 
@@ -350,45 +379,11 @@ def _image_shape(tensor: Mapping[str, Any], contract: Contract) -> tuple[int, ..
     return tuple(shape)
 
 
-def _check_binary(tensor: Mapping[str, Any], size: object, rest: memoryview) -> None:
-    if type(size) is not int or size < 0:
-        raise RequestError(f"'binary_data_size' is {quoted(size)}: expected a number of bytes")
-    if "data" in tensor:
-        raise RequestError("the input has both 'data' and 'binary_data_size'")
-    if size != len(rest):
-        raise RequestError(f"'binary_data_size' is {size}, but {len(rest)} bytes follow the JSON header")
-
-
 def _from_bytes(data: memoryview, shape: tuple[int, ...], contract: Contract) -> UInt8Array:
     expected_bytes(contract.input_name, len(data), shape)
     return np.frombuffer(data, dtype=np.uint8).reshape(shape)
 
 
-def _from_json(tensor: Mapping[str, Any], shape: tuple[int, ...], contract: Contract) -> UInt8Array:
-    data = tensor.get("data")
-    if not isinstance(data, list):
-        raise RequestError(f"input '{contract.input_name}' has neither 'data' nor 'binary_data_size'")
-    try:
-        values = np.array(data, dtype=object)  # any other dtype would turn a list of strings into one huge text array
-        if values.shape != shape and values.shape != (math.prod(shape),):
-            raise RequestError(
-                f"the data of input '{contract.input_name}' has shape {list(values.shape)}: "
-                f"expected {list(shape)} or flat"
-            )
-        if set(map(type, values.flat)) != {int} or min(values.flat) < 0 or max(values.flat) > 255:
-            raise RequestError(f"the data of input '{contract.input_name}' is not all integers from 0 to 255")
-    except ValueError:
-        raise RequestError(f"the data of input '{contract.input_name}' is ragged") from None
-    return values.astype(np.uint8).reshape(shape)
-
-
 def _check_count(images: int, max_images: int) -> None:
     if images > max_images:
         raise too_large(f"{images} images in one request: at most {max_images}")
-
-
-def _request_id(header: Mapping[str, Any]) -> str | None:
-    request_id = header.get("id")
-    if request_id is not None and not isinstance(request_id, str):
-        raise RequestError("'id' is not a string")
-    return request_id

@@ -1,29 +1,28 @@
-"""Pixels that a request brings as JSON, read without building Python objects, a piece at a time.
+"""Pixels that a request brings as JSON, read a piece at a time.
 
 `json.loads` holds the interpreter for as long as it parses, 0.1 s and more for a few megabytes, and nested lists of
-nothing cost a hundred times their text. So the array is cut out of a large body unparsed; only what stands around it
+nothing cost a hundred times their text. So the array is cut out of the body unparsed; only what stands around it
 is parsed. Once that has told the shape, the array is compared with what the shape can need, and read in pieces.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from vitx.core.preprocess import UInt8Array
 from vitx.serve.errors import RequestError, too_large
 
-# JSON of up to this many bytes is parsed as it is; of a larger body, as much around the array.
+# So much JSON is parsed at once, and around the array.
 SMALL_BYTES = 16 * 2**10
 # Text of one number: three digits, a comma, and white space. Brackets come on top, one pair for each row of pixels.
 _BYTES_OF_A_NUMBER = 16
 _PIECE_BYTES = 64 * 2**10
-_SPACE = b" \t\r\n"
-_DIGITS = b"0123456789"
+_DIGITS_ALIKE = bytes.maketrans(b"123456789", b"000000000")
+_WITHOUT_BRACKETS = bytes.maketrans(b"[]", b"  ")
 _DATA = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[)')
-_LAST_SPACE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = b" ,09[]"
 
 
 def cut_out_data(body: bytes) -> tuple[bytes, memoryview]:
@@ -53,20 +52,20 @@ def pixels_of(given: bytes | memoryview, shape: Sequence[int], name: str) -> UIn
     wrong = RequestError(
         f"the data of input '{name}' is not {count} integers from 0 to 255, flat or nested as {list(shape)}"
     )
-    if len(given) > _BYTES_OF_A_NUMBER * (count + 1):
+    if len(given) > max(SMALL_BYTES, _BYTES_OF_A_NUMBER * (count + 1)):
         raise wrong
-    text = bytes(given)
-    values, brackets, read = np.empty(count, np.uint8), bytearray(), 0
-    for piece in _pieces(text):
-        brackets += piece.translate(None, _DIGITS + _SPACE)
-        numbers = _numbers(piece)
-        if numbers is None or read + len(numbers) > count or (len(numbers) and numbers.max() > 255):
+    values, brackets = bytearray(), bytearray()
+    for piece in _pieces(bytes(given)):
+        order = piece.translate(_DIGITS_ALIKE, b" \t\r\n")
+        brackets += order.translate(None, b"0")
+        # A number has brackets outside of it alone.
+        numbers = None if b"0[" in order or b"]0" in order else _numbers(piece)
+        if numbers is None or len(values) + len(numbers) > count:
             raise wrong
-        values[read : read + len(numbers)] = numbers
-        read += len(numbers)
-    if read < count or brackets not in (_brackets([count]), _brackets(shape)):
+        values += numbers
+    if len(values) < count or brackets not in (_brackets([count]), _brackets(shape)):
         raise wrong
-    return values.reshape(shape)
+    return np.frombuffer(values, np.uint8).reshape(shape)
 
 
 def _pieces(text: bytes) -> Iterator[bytes]:
@@ -79,31 +78,11 @@ def _pieces(text: bytes) -> Iterator[bytes]:
         start = stop
 
 
-def _numbers(piece: bytes) -> npt.NDArray[np.uint16] | None:
-    """The numbers of a piece; None if they are none. What else is in it its brackets tell."""
-    text = np.frombuffer(piece.removesuffix(b",") + b",", np.uint8)
-    places = np.flatnonzero(text > _LAST_SPACE)  # of all but white space
-    text = text[places]
-    digit, bracket = (text >= _ZERO) & (text <= _NINE), text > _NINE
-    # A number goes on without a space, and has brackets outside of it alone.
-    after = digit[1:] & digit[:-1] & (np.diff(places) > 1)
-    opened, closed = digit[:-1] & (text[1:] == _OPEN), digit[1:] & (text[:-1] == _CLOSE)
-    if after.any() or opened.any() or closed.any():
+def _numbers(piece: bytes) -> bytes | None:
+    try:
+        return bytes(json.loads(b"[%b]" % piece.removesuffix(b",").translate(_WITHOUT_BRACKETS)))
+    except (ValueError, TypeError):  # no JSON, or not integers from 0 to 255; not raised on: it refers to the frames
         return None
-    text = text[~bracket]
-    ends = np.flatnonzero(text == _COMMA)
-    lengths = np.diff(ends, prepend=-1) - 1
-    if lengths.min() < 1 or lengths.max() > 3:
-        return None
-    digits = text.astype(np.uint16) - _ZERO
-    numbers = digits[ends - 1]
-    for power in (1, 2):
-        longer = lengths > power
-        more = digits[ends[longer] - 1 - power]
-        if (more[lengths[longer] == power + 1] == 0).any():  # a leading zero
-            return None
-        numbers[longer] += more * 10**power
-    return numbers
 
 
 def _brackets(shape: Sequence[int]) -> bytes:

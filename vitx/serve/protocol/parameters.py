@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +20,7 @@ REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_mem
 
 _TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_FLOAT32_BYTES = 4
 _MAX_VALUES = 16_384
-
-
-class Output(Protocol):
-    """The outputs of a model: the part of `Contract` that is used here."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def output_name(self) -> str: ...
-    @property
-    def classes(self) -> int: ...
-    def widths(self) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +60,8 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestParameters:
-    """Parameters of the request as a whole; `timeout` in seconds."""
-
-    binary_output: bool = False
-    priority: int = 0
-    timeout: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RequestedOutput:
-    """How the client wants an output; see InferRequest."""
+    """How the client wants an output. top_k: the classes of each image, 0 for the values. region: not in the body."""
 
     name: str
     binary: bool
@@ -114,9 +92,7 @@ def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
 
 def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) -> Mapping[str, Any]:
     """The `parameters` of a request, input or output (`kind`); raise RequestError for an unknown name."""
-    if "parameters" not in owner:
-        return {}
-    parameters = owner["parameters"]
+    parameters = owner.get("parameters", {})
     if not isinstance(parameters, dict):
         raise RequestError(f"the 'parameters' of the {kind} are not an object")
     for name in parameters:
@@ -127,52 +103,12 @@ def known_parameters(owner: Mapping[str, Any], kind: str, known: Sequence[str]) 
     return parameters
 
 
-def request_parameters(header: Mapping[str, Any]) -> RequestParameters:
-    """The request's own parameters. Triton's `timeout` is in microseconds; 0 means no timeout."""
-    if "parameters" not in header:
-        return _NO_PARAMETERS
+def request_parameters(header: Mapping[str, Any]) -> tuple[bool, int, float | None]:
+    """Whether outputs are binary by default, the priority, and the timeout in seconds (Triton's: µs, 0 is none)."""
     parameters = known_parameters(header, "request", ("binary_data_output", "priority", "timeout"))
-    timeout, priority = _count(parameters, "timeout"), _count(parameters, "priority")
+    timeout, priority = count(parameters, "timeout"), count(parameters, "priority")
     priority_level(priority)  # refuses an unknown priority before the pixels are read
-    return RequestParameters(
-        _flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
-    )
-
-
-def requested_outputs(
-    header: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
-) -> tuple[RequestedOutput, ...]:
-    """How the client wants which outputs: without a list the logits alone. `binary`: the request's default."""
-    outputs = header.get("outputs", [])
-    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
-        raise RequestError("'outputs' is not a list of objects")
-    if not outputs:
-        return (RequestedOutput(contract.output_name, binary),)
-    widths = contract.widths()
-    names = [output.get("name") for output in outputs]
-    for name in names:
-        if not isinstance(name, str) or name not in widths:
-            present = f"its output is '{contract.output_name}'"
-            if len(widths) > 1:
-                present = f"its outputs are {', '.join(repr(known) for known in widths)}"
-            raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
-        if names.count(name) > 1:
-            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
-    return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
-
-
-def _requested_output(
-    output: Mapping[str, Any], contract: Output, binary: bool, rows: int, memory: SharedMemory
-) -> RequestedOutput:
-    name = output["name"]
-    parameters = known_parameters(output, "output", ("binary_data", "classification", *REGION_PARAMETERS))
-    top_k = min(_count(parameters, "classification"), contract.classes)
-    if top_k and name != contract.output_name:
-        raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
-    region = Region.of(parameters)
-    if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
-        region.check(0 if top_k else rows * contract.widths()[name] * _FLOAT32_BYTES, name, memory)
-    return RequestedOutput(name, _flag(parameters, "binary_data", binary), top_k, region)
+    return flag(parameters, "binary_data_output", False), priority, timeout / 1e6 if timeout else None
 
 
 def expected_bytes(name: str, given: object, shape: Sequence[int]) -> None:
@@ -192,7 +128,18 @@ def quoted(value: object) -> str:
     return text if len(text) <= 82 else f"{text[:80]}…"
 
 
-_NO_PARAMETERS = RequestParameters()
+def count(parameters: Mapping[str, Any], name: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise RequestError(f"'{name}' is {quoted(value)}: expected a whole number of 0 or more")
+    return value
+
+
+def flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = parameters.get(name, default)
+    if not isinstance(value, bool):
+        raise RequestError(f"'{name}' is {quoted(value)}: expected true or false")
+    return value
 
 
 def _depth(text: bytes) -> int:
@@ -200,17 +147,3 @@ def _depth(text: bytes) -> int:
     brackets = np.frombuffer(_TEXTS.sub(b"", text).translate(None, _NO_BRACKETS), dtype=np.uint8)
     opens = (brackets == ord("[")) | (brackets == ord("{"))
     return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
-
-
-def _count(parameters: Mapping[str, Any], name: str) -> int:
-    value = parameters.get(name, 0)
-    if type(value) is not int or not 0 <= value < 2**63:
-        raise RequestError(f"'{name}' is {quoted(value)}: expected a whole number of 0 or more")
-    return value
-
-
-def _flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = parameters.get(name, default)
-    if not isinstance(value, bool):
-        raise RequestError(f"'{name}' is {quoted(value)}: expected true or false")
-    return value

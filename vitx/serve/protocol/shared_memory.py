@@ -8,7 +8,7 @@ region costs one file descriptor and no memory. Source: Triton's docs/protocol/e
 import os
 import stat
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from vitx.core.errors import EnvironmentMissing
@@ -69,19 +69,18 @@ class SharedMemory:
     def unregister(self, name: str | None = None) -> None:
         """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
         self._check_enabled()
-        names = list(self._regions) if name is None else [name]
-        for region in [self._regions.pop(name) for name in names if name in self._regions]:
-            os.close(region.file)
+        for known in [*self._regions] if name is None else self._regions.keys() & {name}:
+            os.close(self._regions.pop(known).file)
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
         """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None."""
         self._check_enabled()
         regions = list(self._regions.values()) if name is None else [self._find(name)]
-        return [{field: value for field, value in asdict(region).items() if field != "file"} for region in regions]
+        return [{name: getattr(region, name) for name in ("name", "key", "offset", "byte_size")} for region in regions]
 
     def read(self, name: str, offset: int, byte_size: int) -> memoryview:
         """Return a copy of `byte_size` bytes from `offset` in a region."""
-        region = self._range(name, offset, byte_size)
+        region = self.check(name, offset, byte_size)
         data = memoryview(bytearray(byte_size))
         try:
             count = os.preadv(region.file, [data], region.offset + offset)
@@ -93,7 +92,7 @@ class SharedMemory:
 
     def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
         """Copy bytes to `offset` in a region."""
-        region = self._range(name, offset, len(data))
+        region = self.check(name, offset, len(data))
         begin = region.offset + offset
         try:
             if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
@@ -103,10 +102,6 @@ class SharedMemory:
             raise _failed("write", region, error) from None
         if count != len(data):
             raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
-
-    def check(self, name: str, offset: int, byte_size: int) -> None:
-        """Raise what `write` would raise for this range."""
-        self._range(name, offset, byte_size)
 
     def close(self) -> None:
         """Unregister every region."""
@@ -123,7 +118,8 @@ class SharedMemory:
             raise _refused(f"unable to find system shared memory region '{name[:_LONGEST_NAME]}'", status=404)
         return region
 
-    def _range(self, name: str, offset: int, byte_size: int) -> _Region:
+    def check(self, name: str, offset: int, byte_size: int) -> _Region:
+        """The region; raise what `write` would raise for this range."""
         self._check_enabled()
         region = self._find(name)
         _check_range(name, offset, byte_size)
