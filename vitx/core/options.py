@@ -79,10 +79,10 @@ def comma_separated(given: Any) -> Any:
 
 
 def number_range(given: Any) -> Any:
-    """4, '4' → (4, 4), '2:8' → (2, 8), anything else as it is; raise ValueError unless 1 ≤ least ≤ most."""
-    if not isinstance(given, str | int):
+    """'4' → (4, 4), '2:8' → (2, 8), anything but a text as it is; raise ValueError unless 1 ≤ least ≤ most."""
+    if not isinstance(given, str):
         return given
-    least, _, most = str(given).partition(":")
+    least, _, most = given.partition(":")
     numbers = least, most or least
     if not all(number.isascii() and number.isdigit() for number in numbers) or not 1 <= int(least) <= int(numbers[1]):
         raise ValueError("expected a number such as 4, or a least and a most such as 2:8")

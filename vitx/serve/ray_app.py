@@ -84,6 +84,7 @@ def application(args: ServeOptions, *, may_grow: bool = True) -> serve.Applicati
         max_ongoing_requests=2 * args.queue + 2 * instances * args.max_batch,
         max_queued_requests=args.queue,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
+        max_constructor_retry_count=1,  # a bundle that is refused would be refused again
         health_check_period_s=2,  # a replica is replaced after three that fail
         graceful_shutdown_timeout_s=args.limits.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,  # between two looks at whether a replica that ends still has requests

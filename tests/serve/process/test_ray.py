@@ -12,6 +12,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,13 +169,12 @@ def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix
     cluster: str, certified_original: Bundle, tmp_path: Path
 ) -> None:
     """The one that cannot start passes the checks of the machine that deploys it."""
-    serve.run(
-        ray_app.build(ServeOptions(bundles=(certified_original.path,), threads=1)),
-        name="digits",
-        route_prefix="/digits",
-    )
     broken = write_bundle(tmp_path / "broken.vitx", fault="nan").path
-    ended = run_serve(broken, "--ray", cluster, "--allow-uncertified", "--threads", "1")
+    serves = ray_app.build(ServeOptions(bundles=(certified_original.path,), threads=1))
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(run_serve, broken, "--ray", cluster, "--allow-uncertified", "--threads", "1")
+        serve.run(serves, name="digits", route_prefix="/digits")
+        ended = command.result()
     reason = f"CheckFailed: the canary batch of {broken} has logits that are not finite"
     assert ended.stderr.splitlines()[-1] == f"error: a replica does not start: {reason}"
     assert ended.returncode == 1
@@ -251,7 +251,7 @@ def test_without_ray_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
         ({}, [{"CPU": 16.0}], (16, 0, 16)),
         ({"replicas": (1, 4)}, [{"CPU": 16.0}], (4, 0, 4)),
         ({"replicas": (1, 4)}, [{"CPU": 16.0}, {"CPU": 16.0}, {"memory": 1.0}], (8, 0, 8)),
-        ({"replicas": 2}, [{"CPU": 8.0}] * 8, (8, 0, 8)),
+        ({"replicas": (2, 2)}, [{"CPU": 8.0}] * 8, (8, 0, 8)),
         ({"instances": 4}, [{"CPU": 16.0}], (16, 0, 4)),
         ({"instances": 2, "threads": 3}, [{"CPU": 16.0}], (6, 0, 3)),
         ({"replicas": (1, 64)}, [{"CPU": 2.0}], (1, 0, 1)),
@@ -275,7 +275,7 @@ def test_a_replica_takes_its_share_of_the_cores_or_a_gpu(
     ("options", "what"),
     [
         ({"threads": 5}, "1 replicas of 5 CPUs each"),
-        ({"replicas": 3, "threads": 2}, "3 replicas of 2 CPUs each"),
+        ({"replicas": (3, 3), "threads": 2}, "3 replicas of 2 CPUs each"),
         ({"device": "cuda"}, "1 replicas of 1 CPUs and a GPU each"),
     ],
 )
@@ -307,8 +307,10 @@ def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, mon
     assert [one.name for one in given.deployments] == [deployment.name]
     with pytest.raises(ValidationError, match="max_replica\n"):
         call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "max_replica": 4})
-    with pytest.raises(InputError, match="^--port is not offered with --ray: it is a matter of the cluster"):
+    with pytest.raises(InputError, match=r"^--port is not offered with --ray: it is a matter of the cluster"):
         call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "port": 9000})
+    with pytest.raises(ValidationError, match=r"replicas\n.*tuple"):  # 1:4 without quotes is 64 in YAML
+        call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "replicas": yaml.safe_load("1:4")})
 
 
 @pytest.mark.parametrize("there", ["nothing", "another bundle"])
@@ -320,10 +322,9 @@ def test_every_node_needs_the_bundle_that_was_deployed(
     if there == "another bundle":
         write_bundle(path, fault="bgr")
     digest = sha256_file(tiny_bundle.path / MANIFEST)
-    with pytest.raises(
-        InputError, match=rf"^'{path}' on node .* is not the bundle that was deployed: every node needs"
-    ):
-        asyncio.run(ray_app.Replica.__init__(SimpleNamespace(), ServeOptions(bundles=(path,)), [digest]))
+    replica: Any = SimpleNamespace()
+    with pytest.raises(InputError, match=rf"^'{path}' on node .* is not the bundle that was deployed: every node"):
+        asyncio.run(ray_app.Replica.__init__(replica, ServeOptions(bundles=(path,)), [digest]))
 
 
 class Held(Session):
