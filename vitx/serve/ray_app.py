@@ -88,6 +88,7 @@ def application(args: ServeOptions, *, may_grow: bool = True) -> serve.Applicati
         health_check_period_s=2,  # a replica is replaced after three that fail
         graceful_shutdown_timeout_s=args.limits.drain_seconds,
         graceful_shutdown_wait_loop_s=0.2,  # between two looks at whether a replica that ends still has requests
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
     return deployed(Replica).bind(settled, [sha256_file(path / MANIFEST) for path in settled.bundles])
 
