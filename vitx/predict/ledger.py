@@ -102,7 +102,7 @@ class Ledger:
         # Without a flush at each commit, a power cut may lose the last commits, but not the file's consistency: those
         # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
-        if self._format() != FORMAT:
+        if self._one("PRAGMA user_version") != (FORMAT,):
             self._write(self._create_tables)
 
     def close(self) -> None:
@@ -245,7 +245,10 @@ class Ledger:
     def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            ((number, one.kind, _encoded(one.location), one.start, one.count) for number, one in shards),
+            (
+                (number, one.kind, one.location.encode("utf-8", "surrogateescape"), one.start, one.count)
+                for number, one in shards
+            ),
         )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
@@ -259,11 +262,8 @@ class Ledger:
         """Run an UPDATE of the shards; return how many rows it changed."""
         return self._write(lambda: self._connection.execute(f"UPDATE shard {change}", values).rowcount)
 
-    def _format(self) -> int:
-        return int(self._one("PRAGMA user_version")[0])
-
     def _create_tables(self) -> None:
-        if self._format() or self._rows("SELECT 1 FROM sqlite_master"):
+        if self._rows("SELECT 1 FROM sqlite_master"):
             raise InputError(
                 f"the ledger {self.path} was written by another version of vitx: finish the run with that one, choose "
                 "another folder, or pass --overwrite"
@@ -273,25 +273,17 @@ class Ledger:
 
     def _write(self, work: Callable[[], T]) -> T:
         """Run `work` in a transaction, which is rolled back when it raises."""
-        with self._lock:
-            try:
+        try:
+            with self._lock, self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
-                result = work()
-                self._connection.execute("COMMIT")
-            except BaseException as error:
-                if self._connection.in_transaction:  # SQLite has rolled back by itself if the disk is full
-                    self._connection.execute("ROLLBACK")
-                if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                    raise EnvironmentMissing(
-                        f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; "
-                        "if there is none, choose a local folder, for SQLite's locks fail on some network file systems"
-                    ) from None
+                return work()
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
-            return result
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+            raise EnvironmentMissing(
+                f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; if "
+                "there is none, choose a local folder, for SQLite's locks fail on some network file systems"
+            ) from None
 
 
 def _shard(row: Sequence[Any]) -> Shard:

@@ -258,16 +258,13 @@ class Worker:
             self._dropped = None if outputs is None else claim  # at its end: it comes again
             return
         with self.timer.busy("write"):
-            self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
-
-    def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
-        try:
-            self._put(claim, rows)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            self._drop(claim, complete=rows is None)
-            self.backoff.wait(error)
+            try:
+                self._put(claim, None if outputs is None else self._rows(outputs))
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._drop(claim, complete=outputs is None)
+                self.backoff.wait(error)
 
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._writer is None:

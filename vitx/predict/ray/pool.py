@@ -239,14 +239,10 @@ def _connected(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            _wait_for_data_threads()
-
-
-def _wait_for_data_threads() -> None:
-    """A thread of Ray Data that outlives the connection would end the process with exit code 1."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(DATA_THREADS):
-            thread.join(DATA_THREAD_SECONDS)
+            # A thread of Ray Data that outlives the connection would end the process with exit code 1.
+            for thread in threading.enumerate():
+                if thread.name.startswith(DATA_THREADS):
+                    thread.join(DATA_THREAD_SECONDS)
 
 
 def _sample_path(job: Job, claim: Claim) -> str | None:
