@@ -175,13 +175,12 @@ def test_overwriting_removes_the_summary_before_the_rest(tmp_path: Path, monkeyp
     """A crash in between must not leave it beside the predictions of another run."""
     (tmp_path / SUMMARY).touch()
     (tmp_path / STATE / "shard-1").mkdir(parents=True)
-    there: list[bool] = []
-    monkeypatch.setattr(
-        "vitx.predict.state.shutil.rmtree", lambda *_, **__: there.append((tmp_path / SUMMARY).exists())
-    )
-    with opened(tmp_path, overwrite=True):
+    removed: list[str] = []
+    monkeypatch.setattr("vitx.predict.state.shutil.rmtree", lambda path, **_: removed.append(path.name))
+    with pytest.raises(InputError, match="cannot write to the folder"), opened(tmp_path, overwrite=True):
         pass
-    assert there == [False, False]
+    assert removed == [SUMMARY, "shard-1"]
+    assert not (tmp_path / SUMMARY).exists()
 
 
 def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:

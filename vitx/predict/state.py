@@ -54,27 +54,14 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
                 yield ledger
         except BaseException:
             if state in made_here and not any(state.glob("images-*")):
-                _remove_folders(state, made_here)
+                for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
+                    path.unlink(missing_ok=True)
+                for folder in reversed(made_here):
+                    with suppress(OSError):  # not empty
+                        folder.rmdir()
             raise
         finally:
             remove_leftovers(out, share)
-
-
-def _remove_folders(state: Path, made_here: list[Path]) -> None:
-    _clear(state)
-    (state / LOCK).unlink(missing_ok=True)  # the last: until then nobody makes the other files anew
-    for folder in reversed(made_here):
-        with suppress(OSError):  # not empty if another process has locked it meanwhile
-            folder.rmdir()
-
-
-def _clear(state: Path) -> None:
-    """Remove everything but the lock: where that is removed, two processes may have one each."""
-    for path in state.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != LOCK:
-            path.unlink(missing_ok=True)
 
 
 def _refuse_others(out: Path, share: Share) -> None:
@@ -93,14 +80,14 @@ def _refuse_others(out: Path, share: Share) -> None:
 
 
 def _remove(out: Path, held: ExitStack) -> None:
-    for job in (out / STATE).glob("shard-*/"):
+    """Remove everything but the lock: if that were removed, two processes might have one each."""
+    state = [path for path in (out / STATE).iterdir() if path.name != LOCK]
+    for job in filter(Path.is_dir, state):
         held.enter_context(locked(job, out))
-    # The summary first: a crash in between must not leave it beside predictions of another run.
-    for path in (out / SUMMARY, *out.glob("summary-*-of-*.json")):
+    # The summaries first: a crash in between must not leave them beside predictions of another run.
+    for path in (out / SUMMARY, *out.glob("summary-*-of-*.json"), *state, out / PREDICTIONS):
+        shutil.rmtree(path, ignore_errors=True)
         path.unlink(missing_ok=True)
-    _clear(out / STATE)
-    shutil.rmtree(out / PREDICTIONS, ignore_errors=True)
-    (out / PREDICTIONS).unlink(missing_ok=True)
 
 
 class Run(NamedTuple):

@@ -47,8 +47,8 @@ def locked(folder: Path, out: Path) -> Iterator[None]:
             # If a process that made nothing has removed its folder meanwhile, others lock a new file.
             if not _is_at(file, path):
                 continue
-            file.truncate(0)
             with suppress(OSError):  # a full disk: this only says who it is
+                file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
             yield
             return
