@@ -25,7 +25,7 @@ from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.stores import version_of
 from vitx.predict.ledger import Claim, Ledger, ShardRecord
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import part_path
+from vitx.predict.outputs.parts import Part, part_path
 
 PIXELS = [colour_image(index % 4, np.random.default_rng(index)) for index in range(16)]
 IMAGES = [png(pixels) for pixels in PIXELS]
@@ -342,6 +342,29 @@ def test_nobody_else_adds_anything_meanwhile(
     monkeypatch.setattr(Ledger, "extend", slow)
     summary, _ = run(tiny_bundle, folder, out)
     assert (counts(summary), len(rows(out))) == ((1, 1, 9, 0), 11)
+
+
+def test_rows_of_images_that_are_gone_outlive_a_kill_after_a_file_was_replaced(
+    tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that was there has them, and so has the new one; the images are in none."""
+    out = tmp_path / "out"
+    run(tiny_bundle, folder, out)
+    before = rows(out)
+    write(folder / "00.png", IMAGES[1])
+    (folder / "01.png").unlink()
+    publish = Part.publish
+
+    def killed(part: Part) -> None:
+        publish(part)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Part, "publish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, out)
+    monkeypatch.undo()
+    run(tiny_bundle, folder, out)
+    assert rows(out) == before | {"00.png": before["01.png"]}
 
 
 def test_errors_are_tried_again_at_the_same_time(tiny_bundle: Bundle, tmp_path: Path) -> None:

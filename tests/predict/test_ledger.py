@@ -2,7 +2,7 @@
 
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,33 @@ def test_a_publication_that_fails_is_not_recorded(ledger: Ledger) -> None:
     assert ledger.totals().done == 0
     ledger.commit(claim, DONE, lambda: None)
     assert ledger.totals().done == 1
+
+
+def test_a_file_that_was_published_and_not_recorded_is_recorded_at_the_next_start(path: Path, tmp_path: Path) -> None:
+    """Before it was published its rows are not those of the file there."""
+
+    def output(shard: int) -> Path:
+        return tmp_path / str(shard)
+
+    def killed(*, published: bool) -> Callable[[], None]:
+        def publish() -> None:
+            if published:
+                output(1).write_bytes(b"rows")
+            raise KeyboardInterrupt
+
+        return publish
+
+    with closing(created(path)) as ledger:
+        for published, done in ((False, 0), (True, 1)):
+            with pytest.raises(KeyboardInterrupt):
+                ledger.commit(Claim(1, SHARDS[0]), DONE, killed(published=published))
+            assert ledger.totals().done == 0
+            assert ledger.verify(output) == []
+            assert ledger.totals().done == done
+        assert list(ledger.records()) == [(1, "images", DONE)]
+        assert ledger.retry_errors() == 1
+        assert ledger.verify(output) == []  # it is to be done again, though its last file is there
+        assert next(ledger.unfinished()) == Claim(1, SHARDS[0], DONE.digest)
 
 
 def test_verification_returns_what_was_changed_or_is_gone(ledger: Ledger, tmp_path: Path) -> None:
@@ -278,7 +305,7 @@ def test_every_finished_shard_is_read_however_many_there_are(path: Path) -> None
     """They are read a thousand at a time."""
     shards = tuple(Shard("tar", f"{index}.tar") for index in range(2001))
     with closing(created(path, shards)) as one:
-        one._change("SET digest = 'd', classes = '{\"' || id || '\": 1}', skipped = '{}'")
+        one._change("SET digest = 'd', made = 'd', classes = '{\"' || id || '\": 1}', skipped = '{}'")
         assert [record.classes for _, _, record in one.records()] == [{number: 1} for number in range(1, 2002)]
 
 

@@ -3,6 +3,7 @@
 A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
 nothing of that is left when the process is killed.
 
+made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
 stored: the sha256 of the file that was put into an object store last, see `Mirror`.
 """
 
@@ -32,11 +33,12 @@ CREATE TABLE run (description TEXT NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
-    kept TEXT, again TEXT, stored TEXT
+    kept TEXT, again TEXT, made TEXT, stored TEXT
 );
 PRAGMA user_version = {FORMAT}
 """
 _SHARD = "kind, location, start, count"
+_SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
 
 
 class ShardRecord(NamedTuple):
@@ -138,12 +140,12 @@ class Ledger:
             run = self._connection.execute
             for number, places in again:
                 run(
-                    "UPDATE shard SET kept = coalesce(digest, kept), again = ?, digest = NULL WHERE id = ?",
+                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} WHERE id = ?",
                     (json.dumps(places), number),
                 )
             for number, shard in replaced:
                 run(
-                    "UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, digest = NULL "
+                    f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
                     "WHERE id = ?",
                     (shard.start, shard.count, number),
                 )
@@ -169,32 +171,35 @@ class Ledger:
 
     def commit(self, claim: Claim, record: ShardRecord, publish: Callable[[], None]) -> None:
         """Publish the output and record the shard as done. publish: renames the finished file into place."""
-        # The file first, then the record: a crash between the two leaves a file that is not recorded, which is made
-        # again and replaced. The other order would leave a record without a file.
-        publish()
+        # A crash before the last step leaves the old file, or one that `verify` knows. To make that again would not do:
+        # its kept rows were of the old file, and their images may be gone.
         self._change(
-            "SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, kept = NULL, again = NULL "
-            "WHERE id = ?",
+            "SET made = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ? WHERE id = ?",
             *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
             *(json.dumps(asdict(record.skipped)), claim.id),
         )
+        publish()
+        self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
     def verify(self, output: Callable[[int], Path]) -> list[int]:
         """Compare every finished file with its digest; return the shards whose file differs or is gone, now free again.
 
-        output: the path of a shard's file.
+        A file that was published and not recorded before the last process ended is recorded now. output: the path of a
+        shard's file.
         """
         wrong = []
-        for number, digest in self._pages("id, digest", "digest IS NOT NULL"):
+        for number, digest, made in self._pages("id, digest, made", "made IS NOT NULL"):
             path = output(number)
-            if not path.is_file() or sha256_file(path) != digest:
-                self._change("SET digest = NULL WHERE id = ?", number)
+            if path.is_file() and sha256_file(path) == made:
+                self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NULL", number)
+            elif digest is not None:
+                self._change(f"SET {_SET_FREE} WHERE id = ?", number)
                 wrong.append(number)
         return wrong
 
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
-        return self._change("SET kept = digest, digest = NULL WHERE digest IS NOT NULL AND errors > 0")
+        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0")
 
     def unstored(self) -> list[tuple[int, str]]:
         """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""

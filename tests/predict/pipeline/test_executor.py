@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,18 +76,20 @@ def test_a_commit_waits_for_a_full_disk(
     shards: LedgerShards, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be full when the file has its name already: the second time it is only recorded."""
-    change, failures = Ledger._change, [OSError(errno.ENOSPC, "No space left on device")] * 2
+    change, failing, calls = Ledger._change, {1, 3}, 0
 
-    def full(self: Ledger, *given: object) -> int:
-        if failures:
-            raise failures.pop()
-        return change(self, *given)  # type: ignore[arg-type]
+    def full(self: Ledger, *given: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if calls in failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return change(self, *given)
 
     monkeypatch.setattr(Ledger, "_change", full)
     shards.commit(CLAIMS[0], part(tmp_path))
-    assert (ledger.totals().done, failures) == (1, [])
+    assert (ledger.totals().done, calls) == (1, 5)
+    failing.add(6)
     impatient = LedgerShards(ledger, DiskFullBackoff(tmp_path, 0))
-    failures += [OSError(errno.ENOSPC, "No space left on device")]
     with pytest.raises(EnvironmentMissing, match="make room"):
         impatient.commit(CLAIMS[1], part(tmp_path))
     assert ledger.totals().done == 1
