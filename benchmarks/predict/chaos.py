@@ -1,11 +1,12 @@
-"""Workers of `vitx predict` that are killed, put to sleep beyond their leases, and left without disk: every image once.
+"""`vitx predict` that is killed, stopped, left without disk, and started beside itself: every image once.
 
     python benchmarks/predict/chaos.py [--images 20000] [--seeds 0,1,2] [--json FILE]
 
-Ten processes share a folder of tiny images, one in 97 of them unreadable. At random moments one is killed (SIGKILL) and
-replaced, or stopped until another has its shard and then woken, so that two work on it; and the disk is filled twice
-for a while (a small tmpfs: needs the right to mount; said in the result). The sessions are slowed down, so that there
-are shards to be interrupted. Exit code 1 when a row is missing, double or wrong.
+A process predicts a folder of tiny images, one in 97 of them unreadable. At random moments it is killed (SIGKILL) and
+started again at once, or stopped for a while and woken; meanwhile others are started on the same output, half of them
+with --overwrite, all of which must be refused; and the disk is filled twice for a while (a small tmpfs: needs the right
+to mount; said in the result). The sessions are slowed down, so that there are shards to be interrupted. Exit code 1
+when a row is missing, double or wrong.
 """
 
 import json
@@ -13,14 +14,13 @@ import multiprocessing
 import os
 import random
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
 from support.targets import command_line, report_header, save_report
 from vitx.core.bundle import Bundle
+from vitx.core.errors import InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, SUMMARY, predict
 from vitx.predict.options import PredictOptions
@@ -41,7 +42,7 @@ from vitx.runtimes import Session, load_session
 
 # Imported once by the process that forks the workers: a new worker starts in a tenth of a second.
 warm_up()
-WORKERS, BATCH, SHARD, LEASE = 10, 16, 64, 1.0
+BATCH, SHARD = 16, 64
 UNREADABLE_EVERY = 97
 SECONDS_A_BATCH = 0.02
 DEADLINE = 240.0
@@ -62,11 +63,16 @@ class SlowSession(Session):
         return self._session.describe()
 
 
-def work(bundle: Path, folder: Path, out: Path) -> None:
+def work(bundle: Path, folder: Path, out: Path, overwrite: bool = False) -> None:
+    """With exit code 2 if it is refused."""
     opened = Bundle.open(bundle)
     options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "top_k": 2, "decode_threads": 1}
-    options |= {"lease_seconds": LEASE, "allow_uncertified": True}
-    predict(opened, SlowSession(opened), folder, out, PredictOptions(**options), quiet=True)
+    options |= {"overwrite": overwrite, "allow_uncertified": True}
+    try:
+        predict(opened, SlowSession(opened), folder, out, PredictOptions(**options), quiet=True)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2 if "is writing to" in str(error) else 1)
 
 
 def write_images(folder: Path, count: int) -> dict[str, str | None]:
@@ -98,19 +104,8 @@ def small_disk(path: Path, mebibytes: int) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def is_done(ledger: Path) -> bool:
-    if not ledger.exists():
-        return False
-    # Never waits: the worker that holds the lock may be stopped, and this process has to wake it.
-    with closing(sqlite3.connect(ledger, timeout=0)) as database, suppress(sqlite3.OperationalError):
-        # A ledger that was made a moment ago has no shards yet, and is not done.
-        shards, finished = database.execute("SELECT count(*), count(digest) FROM shard").fetchone()
-        return bool(0 < shards == finished)
-    return False
-
-
 class Chaos:
-    """Ten workers and what happens to them."""
+    """A worker and what happens to it."""
 
     def __init__(self, bundle: Path, folder: Path, out: Path, seed: int, *, full_disks: int) -> None:
         self._arguments = (bundle, folder, out)
@@ -119,67 +114,58 @@ class Chaos:
         self._context.set_forkserver_preload(["chaos", "onnxruntime"])
         # The server is begun by the first worker, and finds the module only so.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.getenv("PYTHONPATH")]))
-        self._asleep: dict[int, float] = {}
         self._ballast = out / "ballast"
         self._full_until = 0.0
         self._full_disks = full_disks
         self.events: Counter[str] = Counter()
-        self.workers = [self._start() for _ in range(WORKERS)]
+        self._worker = self._start()
 
     def run(self) -> None:
         """Until every shard is done; raise TimeoutError when that takes too long, RuntimeError if a worker fails."""
         deadline = time.monotonic() + DEADLINE
         try:
-            while self._full_until or not is_done(self._out / ".vitx" / "ledger.sqlite"):
+            while self._full_until or self._worker.exitcode != 0:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not done after {DEADLINE} s: {dict(self.events)}")
-                time.sleep(self._random.uniform(0.05, 0.25))
-                self._wake()
-                self._replace_dead()
+                self._worker.join(self._random.uniform(0.1, 1.0))
                 self._disk()
-                with suppress(ProcessLookupError):  # it ended by itself, and nobody here knows it yet
-                    self._strike()
-            self._ballast.unlink(missing_ok=True)
-            self._wake(everyone=True)
-            for worker in self.workers:
-                worker.join(30)
+                self._strike()
         finally:
             self._ballast.unlink(missing_ok=True)
-            for worker in self.workers:
-                worker.kill()
-                worker.join()
+            self._worker.kill()
+            self._worker.join()
 
-    def _start(self) -> ForkServerProcess:
-        worker = self._context.Process(target=work, args=self._arguments, daemon=True)
+    def _start(self, *, overwrite: bool = False) -> ForkServerProcess:
+        worker = self._context.Process(target=work, args=(*self._arguments, overwrite), daemon=True)
         worker.start()
         return worker
 
     def _strike(self) -> None:
-        worker = self._random.choice(self.workers)
-        if worker.pid is None or not worker.is_alive():
-            return
-        if self._random.random() < 0.75:
-            self._asleep.pop(worker.pid, None)
-            os.kill(worker.pid, signal.SIGKILL)
+        if self._worker.exitcode is not None:
+            if self._worker.exitcode not in (0, -signal.SIGKILL):
+                raise RuntimeError(f"the worker ended with {self._worker.exitcode}")
+        elif self._random.random() < 0.6:
+            self._worker.kill()
+            self._worker.join()
             self.events["killed"] += 1
-        elif worker.pid not in self._asleep:
-            os.kill(worker.pid, signal.SIGSTOP)
-            self._asleep[worker.pid] = time.monotonic() + self._random.uniform(LEASE, 2 * LEASE)
-            self.events["slept beyond the lease"] += 1
+        else:
+            assert self._worker.pid is not None
+            os.kill(self._worker.pid, signal.SIGSTOP)
+            if self._holds():
+                rival = self._start(overwrite=self._random.random() < 0.5)
+                rival.join()
+                if rival.exitcode != 2:
+                    raise RuntimeError(f"a second process was not refused: {rival.exitcode}")
+                self.events["stopped, and another refused"] += 1
+            os.kill(self._worker.pid, signal.SIGCONT)
+        if self._worker.exitcode == -signal.SIGKILL:
+            self._worker = self._start()
 
-    def _wake(self, *, everyone: bool = False) -> None:
-        for process, until in list(self._asleep.items()):
-            if everyone or time.monotonic() >= until:
-                del self._asleep[process]
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGCONT)
-
-    def _replace_dead(self) -> None:
-        for place, worker in enumerate(self.workers):
-            if not worker.is_alive():
-                if worker.exitcode not in (0, -signal.SIGKILL):
-                    raise RuntimeError(f"a worker ended with {worker.exitcode}")
-                self.workers[place] = self._start()
+    def _holds(self) -> bool:
+        """Whether the worker, which is stopped, has the lock; it may have been starting, or ending."""
+        lock = self._out / ".vitx" / "lock"
+        named = lock.exists() and lock.read_text().startswith(f"process {self._worker.pid} on ")
+        return named and not (self._out / SUMMARY).exists()
 
     def _disk(self) -> None:
         now = time.monotonic()
@@ -225,8 +211,6 @@ def chaos(images: int, seed: int, scratch: Path) -> dict[str, Any]:
         out.mkdir()
         run = Chaos(bundle.path, scratch / "images", out, seed, full_disks=2 if mounted else 0)
         run.run()
-        # The last worker may have been killed before it wrote the summary.
-        work(bundle.path, scratch / "images", out)
         wrong = check(out, expected)
     seconds = time.perf_counter() - started
     return {"images": images, "seed": seed, "seconds": seconds, "events": dict(+run.events), "wrong": wrong}

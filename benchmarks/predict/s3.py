@@ -1,10 +1,10 @@
-"""`vitx predict --incremental` from and to S3 while its processes are killed: every key once, and only whole parts.
+"""`vitx predict --incremental` from and to S3 while it is killed again and again: every key once, and only whole parts.
 
     pip install 'moto[server]' s3fs
     python benchmarks/predict/s3.py [--images 600] [--seed 0] [--json FILE]
 
-Three processes on one `--state` are killed (SIGKILL) at random moments and replaced, three times over: after each round
-objects of the input are changed, added and removed, and some objects of the output are removed. Meanwhile the output is
+The process is killed (SIGKILL) at random moments and started again at once, three times over: after each round objects
+of the input are changed, added and removed, and some objects of the output are removed. Meanwhile the output is
 listed again and again, and every part that is there is read. The server is moto's, an S3 in memory. Exit code 1 when a
 row is missing, double, old or wrong, or a part was not whole.
 """
@@ -13,6 +13,7 @@ import io
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 sys.path.insert(0, str(Path(__file__).parent))
-from chaos import SlowSession, is_done
+from chaos import SlowSession
 
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
 from support.targets import command_line, report_header, save_report
@@ -38,14 +39,14 @@ from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.options import PredictOptions
 
-WORKERS, BATCH, SHARD, LEASE, ROUNDS = 3, 16, 32, 2.0, 3
+BATCH, SHARD, ROUNDS = 16, 32, 3
 SOURCE, OUT = "s3://bucket/images", "s3://bucket/results"
 DEADLINE = 240.0
 
 
 def work(bundle: Path, state: Path) -> PredictionSummary:
     opened = Bundle.open(bundle)
-    options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "decode_threads": 1, "lease_seconds": LEASE}
+    options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "decode_threads": 1}
     options |= {"allow_uncertified": True, "incremental": True, "state": state}
     return predict(opened, SlowSession(opened), SOURCE, OUT, PredictOptions(**options), quiet=True)
 
@@ -102,29 +103,24 @@ class Watcher(threading.Thread):
                         print(f"{path}: {error}", file=sys.stderr)
 
 
-def kill_until_done(arguments: list[str], state: Path, chance: random.Random) -> int:
-    """Run workers until every shard is done; return how many were killed."""
+def kill_until_done(arguments: list[str], chance: random.Random) -> int:
+    """Run the command until every shard is done; return how often it was killed."""
     killed, deadline = 0, time.monotonic() + DEADLINE
-    workers = [subprocess.Popen(arguments) for _ in range(WORKERS)]
-    try:
-        while any(worker.poll() is None for worker in workers) or not is_done(state / ".vitx" / "ledger.sqlite"):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"not done after {DEADLINE} s")
-            time.sleep(chance.uniform(0.3, 1.5))
-            place = chance.randrange(WORKERS)
-            if killed < 8 and workers[place].poll() is None:
-                workers[place].kill()
-                killed += workers[place].wait() < 0
-            for index, worker in enumerate(workers):
-                if worker.poll() not in (None, 0, -9):
-                    raise RuntimeError(f"a worker ended with {worker.returncode}")
-                if worker.poll() == -9:
-                    workers[index] = subprocess.Popen(arguments)
-    finally:
-        for worker in workers:
+    while True:
+        worker = subprocess.Popen(arguments)
+        try:
+            worker.wait(chance.uniform(1.0, 4.0) if killed < 8 else deadline - time.monotonic())
+        except subprocess.TimeoutExpired:
+            if killed == 8:
+                raise TimeoutError(f"not done after {DEADLINE} s") from None
+        finally:
             worker.kill()
             worker.wait()
-    return killed
+        if worker.returncode not in (0, -signal.SIGKILL):
+            raise RuntimeError(f"it ended with {worker.returncode}")
+        if worker.returncode == 0:
+            return killed
+        killed += 1
 
 
 def check(store: Any, source: Input) -> dict[str, int]:
@@ -161,8 +157,8 @@ def attack(images: int, seed: int, scratch: Path) -> list[dict[str, Any]]:
                 store.rm_file(path)
         watcher = Watcher(store)
         watcher.start()
-        killed = kill_until_done(arguments, state, chance)
-        summary = work(bundle.path, state)  # the last one may have been killed before it wrote the summary
+        killed = kill_until_done(arguments, chance)
+        summary = work(bundle.path, state)
         watcher.stopped.set()
         watcher.join()
         wrong = check(store, source) | {"torn": watcher.torn}

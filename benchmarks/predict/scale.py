@@ -5,9 +5,9 @@
         --node-cores 16 --node-devices 1 --node-gbit 25 --device-images-per-second R [--node-price P]
 
 --measure   The costs of each stage alone, with one core busy and with all; then `vitx predict`'s work in 1, 2 and 4
-            processes on two inputs, one that the model binds and one that decoding binds, and beside each the seconds
-            that the model of benchmarks/support/pipeline.py expects from the costs alone. Of the ledger: shards a
-            second, and what one look at the totals costs with a billion images' shards.
+            jobs (--shard) on two inputs, one that the model binds and one that decoding binds, and beside each the
+            seconds that the model of benchmarks/support/pipeline.py expects from the costs alone. Of the ledger: shards
+            a second of a billion images'.
 --plan      Nodes for a rate, what binds them, the ledger's load, and the price of an image where one is given. What a
             device does is an input unless --device-images-per-second is left out: then it is one measured core.
 """
@@ -36,10 +36,10 @@ from support.server_peers import export_deit_tiny
 from support.targets import report_header, save_report
 from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, predict
-from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import sort_paths, write_list
 from vitx.predict.ledger import Ledger, ShardRecord
-from vitx.predict.options import PredictOptions
+from vitx.predict.options import PredictOptions, Share
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import load_session
 
@@ -90,18 +90,16 @@ def stage_seconds(core: int, bundle: Path, folder: Path, ready: Any) -> dict[str
     return {"read": read, "decode": decode, "batch": model, "bytes": sum(map(len, contents)) / len(contents)}
 
 
-def predict_seconds(number: int, bundle: Path, folder: Path, out: Path, ready: Any) -> dict[str, float]:
-    """In a process of its own: take part in the prediction; when it ended, and what its stages took."""
+def predict_seconds(number: int, jobs: int, bundle: Path, folder: Path, out: Path, ready: Any) -> dict[str, float]:
+    """In a process of its own: one job of the prediction; when it ended, and what its stages took."""
     opened = Bundle.open(bundle)
     session = load_session(opened, device="cpu", threads=1)
     warm_up()
     ready.wait()
     start = time.monotonic()
-    summary = predict(
-        *(opened, session, folder, out),
-        PredictOptions(batch_size=BATCH, shard_size=SHARD, decode_threads=1, allow_uncertified=True),
-        quiet=True,
-    )
+    sizes: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "decode_threads": 1, "allow_uncertified": True}
+    options = PredictOptions(shard=Share(number + 1, jobs), **sizes)
+    summary = predict(opened, session, folder, out, options, quiet=True)
     write = summary.stages["write"] * summary.seconds / max(1, summary.images_here)
     return {"start": start, "end": time.monotonic(), "write": write}
 
@@ -109,9 +107,8 @@ def predict_seconds(number: int, bundle: Path, folder: Path, out: Path, ready: A
 def measured(count: int, bundle: Path, folder: Path, out: Path) -> tuple[float, float]:
     """Seconds from the common start until all is done, and seconds to write an image."""
     out.mkdir()
-    ends = together(predict_seconds, count, bundle, folder, out)
-    # None ends before all is done; who waits for the last one looks twice a second.
-    return min(end["end"] for end in ends) - min(end["start"] for end in ends), ends[0]["write"]
+    ends = together(predict_seconds, count, count, bundle, folder, out)
+    return max(end["end"] for end in ends) - min(end["start"] for end in ends), ends[0]["write"]
 
 
 def stages(scratch: Path, folder: Path, bundle: Path) -> dict[str, Any]:
@@ -167,35 +164,29 @@ def stages(scratch: Path, folder: Path, bundle: Path) -> dict[str, Any]:
 
 def plan_shards(where: Path, count: int) -> None:
     shards = tuple(Shard("images", "", number * 100_000, SHARD_SIZE) for number in range(count))
-    with closing(Ledger(where, lease_seconds=60)) as ledger:
-        ledger.create_or_join(lambda: ("scale", Inventory("", shards, "0")))
+    with closing(Ledger(where)) as ledger:
+        ledger.create("scale", enumerate(shards, 1))
 
 
-def take_all(number: int, where: Path, seconds: float, ready: Any) -> int:
-    """In a process of its own: claim and finish shards, which cost nothing, for a while; how many."""
+def take_all(where: Path, seconds: float) -> int:
+    """Read and finish shards, which cost nothing, for a while; how many."""
     done = 0
-    with closing(Ledger(where, lease_seconds=60)) as ledger:
-        ready.wait()
+    with closing(Ledger(where)) as ledger:
         end = time.monotonic() + seconds
-        while time.monotonic() < end and (claim := ledger.claim()) is not None:
-            ledger.commit(claim, ShardRecord("0" * 64, SHARD_SIZE, 0, {number: SHARD_SIZE}), lambda: None)
+        for claim in ledger.unfinished():
+            if time.monotonic() > end:
+                break
+            ledger.commit(claim, ShardRecord("0" * 64, SHARD_SIZE, 0, {0: SHARD_SIZE}), lambda: None)
             done += 1
     return done
 
 
 def ledger_rates(where: Path, seconds: float = 4.0) -> dict[str, Any]:
-    """Shards a second that 1 and 8 processes claim and finish, and one look at the totals, of a billion images."""
+    """Shards a second that a process reads and finishes, of a billion images."""
     start = time.perf_counter()
     plan_shards(where, MANY_SHARDS)
     found: dict[str, Any] = {"shards": MANY_SHARDS, "plan_seconds": time.perf_counter() - start}
-    found["shards_per_second"] = {count: sum(together(take_all, count, where, seconds)) / seconds for count in (1, 8)}
-    with closing(Ledger(where, lease_seconds=60)) as ledger:
-        looks = []
-        for _ in range(5):
-            start = time.perf_counter()
-            ledger.totals()
-            looks.append(time.perf_counter() - start)
-    return found | {"totals_seconds": statistics.median(looks)}
+    return found | {"shards_per_second": take_all(where, seconds) / seconds}
 
 
 def listing(scratch: Path, count: int = 300_000) -> dict[str, float]:
@@ -297,7 +288,9 @@ def plan(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     shard_seconds = options.shard_size * workers / (node * nodes)
     again = shard_seconds / 2 + found[options.images]["begin_seconds"]
     lost = min(1.0, options.preemptions_per_hour * again / 3600)
-    ledger = found["ledger"]["sqlite"]
+    measured = found["ledger"]["sqlite"]["shards_per_second"]
+    if isinstance(measured, dict):  # of the earlier ledger: by the number of processes
+        measured = measured["1"]
     output = rate * 86_400 * found["output"]["bytes_per_image"]
     price = options.node_price and options.node_price * nodes / (rate * 3600) / (1 - lost) * 1e6
     return {
@@ -317,15 +310,12 @@ def plan(found: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
         # Each job of a --shard has its own.
         "ledger": {
             "shards_per_second": rate / options.shard_size / workers,
-            "share_of_measured_rate": rate / options.shard_size / workers / max(ledger["shards_per_second"].values()),
-            "renewals_per_second": 4 / options.lease,
-            # ProgressReporter.update: twice a second, and no more than a fiftieth of the time.
-            "looks_at_totals_cores": min(0.02, 2 * ledger["totals_seconds"]),
+            "share_of_measured_rate": rate / options.shard_size / workers / measured,
         },
         "preemption": {
             "seconds_done_again": again,
             "share_of_capacity_lost": lost,
-            "last_shard_late_by_seconds": options.lease + shard_seconds,
+            "last_shard_late_by_seconds": shard_seconds,
             "verification_seconds_to_join": output / found["verification"]["bytes_per_second"],
         },
         "listing_hours_of_single_files": options.images_per_day / found["listing"]["paths_per_second"] / 3600,
@@ -352,7 +342,6 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--shard-size", type=int, default=SHARD_SIZE)
-    parser.add_argument("--lease", type=float, default=60.0)
     parser.add_argument("--preemptions-per-hour", type=float, default=0.0, help="of a node")
     parser.add_argument("--node-price", type=float, help="of an hour, in any currency")
     options = parser.parse_args()

@@ -112,18 +112,7 @@ def attacked(nodes: tuple[str, str], states: Path, out: str) -> dict[str, Any]:
     def job(number: int) -> subprocess.Popen[bytes]:
         more = ("--state", str(states / str(number))) if out == RESULTS else ()
         given = (str(states.parent / "tiny.vitx"), SOURCE, "--out", out, "--shard", f"{number}/{JOBS}", *more)
-        sizes = (
-            "--shard-size",
-            str(SHARD),
-            "--lease",
-            "2",
-            "--decode-threads",
-            "1",
-            "--threads",
-            "1",
-            "--device",
-            "cpu",
-        )
+        sizes = ("--shard-size", str(SHARD), "--decode-threads", "1", "--threads", "1", "--device", "cpu")
         return start(nodes[number - 1], "vitx", "predict", *given, *sizes, "--allow-uncertified", "--quiet")
 
     began = time.monotonic()

@@ -98,7 +98,7 @@ def test_a_checkpoint_within_an_epoch_is_the_old_one_or_the_new_one(tmp_path: Pa
 
 def write_part(folder: Path, first: int) -> None:
     """A part of two rows; keys begin with `first`."""
-    writer = PartWriter(folder, 1, "worker", LABELS)
+    writer = PartWriter(folder, 1, LABELS)
     ranks = np.array([[3, 1], [2, 0]], np.int32)
     writer.add(Rows([f"{first}.png", f"{first + 1}.png"], [None, None], ranks, np.full((2, 2), 0.5, np.float32)))
     writer.finish().publish()
@@ -123,7 +123,7 @@ def test_a_prediction_part_is_the_old_one_or_the_new_one(tmp_path: Path) -> None
 def test_a_part_is_published_twice_but_not_without_its_file(tmp_path: Path) -> None:
     """A second attempt, after the ledger's connection was lost, flushes the folder again: the first may not have."""
     make_folder(part_path(tmp_path, 1).parent)
-    writer = PartWriter(tmp_path, 1, "worker", LABELS)
+    writer = PartWriter(tmp_path, 1, LABELS)
     part = writer.finish()
     with faulty_disk(tmp_path, kill_after=1) as disk:
         part.publish()

@@ -21,11 +21,11 @@ from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.stores import version_of
 from vitx.predict.ledger import Claim, Ledger, ShardRecord
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import part_path
+from vitx.predict.outputs.parts import Part, part_path
 
 PIXELS = [colour_image(index % 4, np.random.default_rng(index)) for index in range(16)]
 IMAGES = [png(pixels) for pixels in PIXELS]
@@ -325,26 +325,46 @@ def test_parts_that_were_damaged_are_new(tiny_bundle: Bundle, folder: Path, tmp_
     assert (counts(summary), predicted, len(rows(tmp_path / "out"))) == ((4, 0, 6, 0), 4, 10)
 
 
-def test_another_process_that_was_faster_adds_it_once(
+def test_nobody_else_adds_anything_meanwhile(
     tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     run(tiny_bundle, folder, out)
     write(folder / "10.png", IMAGES[10])
     write(folder / "00.png", IMAGES[1])
-    extend, calls = Ledger.extend, 0
+    extend = Ledger.extend
 
-    def slow(*given: Any, **changes: Any) -> bool:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            assert counts(run(tiny_bundle, folder, out)[0]) == (1, 1, 9, 0)
-        return extend(*given, **changes)
+    def slow(*given: Any, **changes: Any) -> None:
+        with pytest.raises(InputError, match=rf"^process {os.getpid()} on .* is writing to '{out}': wait until it"):
+            run(tiny_bundle, folder, out)
+        extend(*given, **changes)
 
     monkeypatch.setattr(Ledger, "extend", slow)
-    summary, predicted = run(tiny_bundle, folder, out)
-    assert (calls, counts(summary), predicted) == (2, (0, 0, 11, 0), 0)
-    assert len(rows(out)) == 11
+    summary, _ = run(tiny_bundle, folder, out)
+    assert (counts(summary), len(rows(out))) == ((1, 1, 9, 0), 11)
+
+
+def test_rows_of_images_that_are_gone_outlive_a_kill_after_a_file_was_replaced(
+    tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that was there has them, and so has the new one; the images are in none."""
+    out = tmp_path / "out"
+    run(tiny_bundle, folder, out)
+    before = rows(out)
+    write(folder / "00.png", IMAGES[1])
+    (folder / "01.png").unlink()
+    publish = Part.publish
+
+    def killed(part: Part) -> None:
+        publish(part)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Part, "publish", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, out)
+    monkeypatch.undo()
+    run(tiny_bundle, folder, out)
+    assert rows(out) == before | {"00.png": before["01.png"]}
 
 
 def test_errors_are_tried_again_at_the_same_time(tiny_bundle: Bundle, tmp_path: Path) -> None:
@@ -440,30 +460,20 @@ def test_the_command_says_what_it_did(tiny_bundle: Bundle, folder: Path, tmp_pat
     assert json.loads(out)["increment"] == {"new": 0, "changed": 0, "unchanged": 10, "gone": 1}
 
 
-def test_an_extension_does_not_touch_what_was_made_again_meanwhile(tmp_path: Path) -> None:
-    with closing(Ledger(tmp_path / "ledger", lease_seconds=9)) as ledger:
+def test_an_extension_keeps_the_rows_of_a_finished_shard(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger")) as ledger:
         shard = Shard("images", "", 0, 3)
-        ledger.create_or_join(lambda: ("{}", Inventory("", (shard,), "")))
-        claim = ledger.claim()
-        assert claim is not None
-        ledger.commit(claim, ShardRecord("old", 3, 0, {}), lambda: None)
-        assert ledger.extend(0, "1", again=[(1, "other", [2])])
-        assert ledger.claim() is None
-        assert not ledger.extend(0, "2", again=[(1, "old", [2])], added=[shard])
-        assert (ledger.description(), ledger.totals().shards) == ("1", 1)
-        assert ledger.extend(1, "2", again=[(1, "old", [0, 2])], added=[shard])
-        first, second = ledger.claim(), ledger.claim()
-        assert first is not None
-        assert second is not None
-        assert [first, second] == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
-        # What is held is taken away: its worker has begun with what was there before.
-        assert ledger.extend(2, "3", again=[(1, "old", [1])], replaced=[(2, Shard("tar", "", 0, None))])
-        assert not ledger.commit(second, ShardRecord("new", 3, 0, {}), lambda: None)
-        third = ledger.claim()
-        assert third == Claim(1, shard, "old", frozenset({1}))
-        # Nor when the same worker has it again.
-        assert not ledger.commit(first, ShardRecord("new", 3, 0, {}), lambda: None)
-        assert ledger.commit(third, ShardRecord("new", 3, 0, {}), lambda: None)
+        ledger.create("{}", [(1, shard)])
+        ledger.commit(Claim(1, shard), ShardRecord("old", 3, 0, {}), lambda: None)
+        ledger.extend("1", again=[(1, [0, 2])], added=[shard])
+        assert list(ledger.unfinished()) == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
+        # Before it was done: it still keeps the rows of the last finished file.
+        other = Shard("tar", "", 0, None)
+        ledger.extend("2", again=[(1, [1])], replaced=[(2, other)])
+        assert [claim.again for claim in ledger.unfinished()] == [{1}, frozenset()]
+        assert ledger.totals().expected is None
+        ledger.commit(next(ledger.unfinished()), ShardRecord("new", 3, 0, {}), lambda: None)
+        assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ("2", [2])
 
 
 @pytest.mark.parametrize("most", [0, 2, 4])

@@ -125,6 +125,8 @@ def test_what_decides_about_the_rows_is_kept_with_the_run(tiny_bundle: Bundle, i
         "draft": False,
         "measured": {},
         "source": "folder",
+        "base": str(images),
+        "digest": found["digest"],
         "skipped": {"by_suffix": {}, "first": []},
         "schema": None,
     }
@@ -193,7 +195,7 @@ def test_strict_finds_the_unreadable_image_of_a_finished_shard(
     assert spy.jobs == []
 
 
-def test_strict_looks_again_at_what_other_processes_did(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+def test_strict_looks_again_at_what_was_done(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
     (images / "3.png").write_bytes(b"")
 
     class Other(Spy):
@@ -303,8 +305,8 @@ def test_what_is_tried_again_is_said_and_done(
     assert "2 unreadable images in 2 files" in capsys.readouterr().err
 
 
-def test_a_summary_of_what_another_process_did_is_left(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
-    """It tells of the process that did the work; this one did nothing, and all was done when it came."""
+def test_a_summary_of_what_an_earlier_call_did_is_left(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
+    """It tells of the call that did the work; this one did nothing, and all was done when it came."""
     out = tmp_path / "out"
     run(tiny_bundle, Spy(), images, out)
     (out / SUMMARY).write_text((out / SUMMARY).read_text().replace('"seconds": ', '"seconds": 1'))

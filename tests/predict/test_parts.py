@@ -50,14 +50,16 @@ def rows(keys: str, errors: Sequence[str | None], outputs: Sequence[Sequence[flo
 def test_a_record_counts_its_rows_and_names_its_bytes(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts over several groups: a group is written when it has ROW_GROUP rows, and the rest at the end."""
     monkeypatch.setattr(parts, "ROW_GROUP", 4)
-    writer = PartWriter(out, 7, "worker", LABELS)
+    writer = PartWriter(out, 7, LABELS)
     writer.add(rows("ab", ["bad", None], [[0, 9, 0]]))
     writer.add(rows("cd", [None, None], [[9, 0, 0], [0, 9, 1]]))
     writer.add(rows("e", ["bad"], []))
     writer.add(rows("fgh", [None, "bad", None], [[0, 9, 2], [0, 0, 9]]))
     writer.add(rows("i", [None], [[9, 0, 0]]))
     part = writer.finish()
-    assert part.temporary == out / PREDICTIONS / ".part-00000007.parquet.worker"
+    assert part.temporary.parent == out / PREDICTIONS
+    assert re.fullmatch(r"\.part-00000007\.parquet\.[0-9a-f]{32}", part.temporary.name)
+    assert part.temporary != PartWriter(out, 7, LABELS).finish().temporary
     assert part.path == part_path(out, 7) == out / PREDICTIONS / "part-00000007.parquet"
     digest = hashlib.sha256(part.temporary.read_bytes()).hexdigest()
     assert part.record == ShardRecord(digest, images=9, errors=3, classes={1: 3, 0: 2, 2: 1})
@@ -73,7 +75,7 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
     assert indices.tolist() == [[1, 2], [0, 1]]
     total = math.e + math.e**2 + math.e**3
     np.testing.assert_allclose(scores, [[math.e**3 / total, math.e**2 / total], [1 / 3, 1 / 3]], rtol=1e-6)
-    schema = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding"))._schema
+    schema = PartWriter(out, 1, LABELS, lists=("logits", "embedding"))._schema
     assert {field.name: str(field.type) for field in schema} == {
         "path": "string",
         "class": "string",
@@ -89,7 +91,7 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
 
 def test_values_of_float32_stay_what_they_are(out: Path) -> None:
     values = np.array([[1e6, -1e6, 1e-9], [65505, 0.5, -2]], dtype=np.float32)
-    writer = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding"))
+    writer = PartWriter(out, 1, LABELS, lists=("logits", "embedding"))
     writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, lists={"logits": values, "embedding": -values[:, :2]}))
     table = pq.read_table(writer.finish().temporary)
     assert table["logits"].to_pylist() == values.tolist()
@@ -97,7 +99,7 @@ def test_values_of_float32_stay_what_they_are(out: Path) -> None:
 
 
 def test_names_that_are_not_utf8_are_escaped_in_both_columns(out: Path) -> None:
-    writer = PartWriter(out, 1, "s", LABELS)
+    writer = PartWriter(out, 1, LABELS)
     writer.add(Rows(["\udcff/ö"], ["no \udce9"], np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32)))
     (row,) = pq.read_table(writer.finish().temporary).to_pylist()
     assert (row["path"], row["error"]) == ("\\xff/ö", "no \\xe9")
@@ -160,18 +162,18 @@ def test_a_part_that_is_nowhere_is_not_published(out: Path) -> None:
 
 
 def test_abandoned_files_are_removed(out: Path) -> None:
-    writer = PartWriter(out, 1, "s", LABELS)
+    writer = PartWriter(out, 1, LABELS)
     writer.add(rows("a", [None], [[1, 0, 0]]))
     writer.abandon()
     assert not any((out / PREDICTIONS).iterdir())
-    part = PartWriter(out, 1, "s", LABELS).finish()
+    part = PartWriter(out, 1, LABELS).finish()
     part.abandon()
     part.abandon()
     assert not any((out / PREDICTIONS).iterdir())
 
 
 def test_a_footer_that_finds_no_room_does_not_hide_the_error(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = PartWriter(out, 1, "s", LABELS)
+    writer = PartWriter(out, 1, LABELS)
     close = writer._writer.close
 
     def full() -> None:
@@ -188,14 +190,12 @@ def test_leftovers_are_temporary_files_alone(out: Path) -> None:
     kept = ["part-00000001.parquet", ".hidden", ".part-00000001.txt.a"]
     for name in (*kept, ".part-00000001.parquet.ray.1", ".part-00000002.parquet.other"):
         (predictions / name).touch()
-    remove_leftovers(out, "ray.*")
-    assert {path.name for path in predictions.iterdir()} == {*kept, ".part-00000002.parquet.other"}
     remove_leftovers(out)
     assert {path.name for path in predictions.iterdir()} == set(kept)
 
 
 def test_a_label_may_appear_twice(out: Path) -> None:
-    writer = PartWriter(out, 1, "s", ("same", "same", "else"))
+    writer = PartWriter(out, 1, ("same", "same", "else"))
     writer.add(rows("ab", [None, None], [[0, 9, 0], [9, 0, 0]]))
     part = writer.finish()
     assert part.record.classes == {0: 1, 1: 1}
@@ -206,18 +206,18 @@ def test_a_label_may_appear_twice(out: Path) -> None:
 
 
 def test_a_record_has_what_was_listed_and_skipped_and_the_file_its_footer(out: Path) -> None:
-    writer = PartWriter(out, 1, "s", LABELS, footer={"vitx.bundle": "b"})
+    writer = PartWriter(out, 1, LABELS, footer={"vitx.bundle": "b"})
     writer.listed = (5, SkippedNames({".txt": 4}, ["a.txt"]))
     writer.add(rows("a", [None], [[1, 0, 0]]))
     part = writer.finish()
     assert (part.record.listed, part.record.skipped.count) == (5, 4)
     assert pq.read_metadata(part.temporary).metadata[b"vitx.bundle"] == b"b"
-    assert PartWriter(out, 2, "s", LABELS).finish().record.listed == 0
+    assert PartWriter(out, 2, LABELS).finish().record.listed == 0
 
 
 def finished(out: Path, *groups: Rows, kept: KeptRows | None = None, footer: str = "") -> Part:
     """Shard 3, published."""
-    writer = PartWriter(out, 3, "s", LABELS, lists=("logits",), footer={"made": footer})
+    writer = PartWriter(out, 3, LABELS, lists=("logits",), footer={"made": footer})
     for group in groups:
         writer.add(group)
     writer.kept = kept
@@ -260,7 +260,7 @@ def test_only_the_file_that_was_recorded_is_kept(out: Path) -> None:
 def test_a_name_that_is_not_utf8_is_kept(out: Path) -> None:
     none = np.zeros((0, 2))
     one = Rows(["\udcff"], [None], np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
-    writer = PartWriter(out, 3, "s", LABELS)
+    writer = PartWriter(out, 3, LABELS)
     writer.add(one)
     writer.add(Rows(["b"], ["bad"], none.astype(np.int32), none.astype(np.float32)))
     part = writer.finish()
@@ -298,20 +298,20 @@ def test_an_ascii_name_is_left_alone_and_one_with_an_escape_is_doubled() -> None
 
 def test_a_file_is_whole_on_the_disk_before_it_has_its_name(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = Steps(monkeypatch)
-    part = PartWriter(out, 1, "s", LABELS).finish()
-    assert steps.taken == [("close", ""), ("sync", ".part-00000001.parquet.s")]
+    part = PartWriter(out, 1, LABELS).finish()
+    assert steps.taken == [("close", ""), ("sync", part.temporary.name)]
     part.publish()
     assert steps.taken[2:] == [("rename", "part-00000001.parquet")]
     assert [path.name for path in (out / PREDICTIONS).iterdir()] == ["part-00000001.parquet"]
 
 
 def test_an_abandoned_file_is_closed(out: Path) -> None:
-    writer = PartWriter(out, 1, "s", LABELS)
+    writer = PartWriter(out, 1, LABELS)
     writer.abandon()
     assert not writer._writer.is_open
 
 
 def test_names_of_files_and_columns_are_as_documented(out: Path) -> None:
     assert part_path(out, 12) == out / "predictions.parquet" / "part-00000012.parquet"
-    schema = PartWriter(out, 1, "s", LABELS, lists=("logits", "embedding", "attention"))._schema
+    schema = PartWriter(out, 1, LABELS, lists=("logits", "embedding", "attention"))._schema
     assert schema.names[7:] == ["logits", "embeddings", "attention"]

@@ -16,7 +16,7 @@ from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, ShardRecord
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part
+from vitx.predict.outputs.parts import Part, remove_leftovers
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import PredictionActor, QueuedShards
 
@@ -32,20 +32,20 @@ def part(number: int) -> Part:
 
 
 def test_each_call_gets_the_part_of_its_shard() -> None:
-    shards = QueuedShards("prefix")
+    shards = QueuedShards()
     first, second = shards.submit(FIRST), shards.submit(SECOND)
     claims = shards.claims()
     assert [next(claims), next(claims)] == [FIRST, SECOND]
-    assert shards.commit(SECOND, part(2))
+    shards.commit(SECOND, part(2))
     assert not first.done()
-    assert shards.commit(FIRST, part(1))
+    shards.commit(FIRST, part(1))
     assert (first.result(0), second.result(0)) == (part(1), part(2))
     shards.stop()
     assert next(claims, None) is None
 
 
 def test_a_call_that_is_repeated_waits_for_the_same_part() -> None:
-    shards = QueuedShards("prefix")
+    shards = QueuedShards()
     assert shards.submit(FIRST) is shards.submit(FIRST)
     shards.stop()
     assert list(shards.claims()) == [FIRST]
@@ -55,7 +55,7 @@ def test_a_call_that_is_repeated_waits_for_the_same_part() -> None:
 
 
 def test_a_released_shard_comes_again() -> None:
-    shards = QueuedShards("prefix")
+    shards = QueuedShards()
     waiting = shards.submit(FIRST)
     claims = shards.claims()
     shards.release(next(claims))
@@ -64,7 +64,7 @@ def test_a_released_shard_comes_again() -> None:
 
 
 def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
-    shards, error = QueuedShards("prefix"), CheckFailed("torn")
+    shards, error = QueuedShards(), CheckFailed("torn")
     done, waiting = shards.submit(FIRST), shards.submit(SECOND)
     shards.commit(FIRST, part(1))
     shards.fail(error)
@@ -78,21 +78,17 @@ def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
 def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
     """So that the next death of an actor is counted for one of them alone."""
     actor = object.__new__(PredictionActor)
-    actor._attempts, actor._shards, actor._started = tmp_path / "ray-1", QueuedShards("prefix"), None
+    actor._out, actor._shards, actor._started = tmp_path, QueuedShards(), None
+    (tmp_path / PREDICTIONS).mkdir()
     actor._suspects = alone = MagicMock()
     actor._shards.fail(CheckFailed("torn"))
     for number, begun in ((1, 0), (1, 1), (2, 1), (1, 2)):
         with pytest.raises(CheckFailed):
             actor._do(Claim(number, Shard("tar", "1.tar")))
         assert alone.__enter__.call_count == begun
-    assert (tmp_path / "ray-1.1").read_bytes() == b"..."
-
-
-def test_temporary_files_begin_with_the_token_and_differ() -> None:
-    shards = QueuedShards("ray-1")
-    names = {shards.temporary_suffix() for _ in range(3)}
-    assert len(names) == 3
-    assert all(name.startswith("ray-1.") for name in names)
+    assert (tmp_path / PREDICTIONS / ".part-00000001.parquet.attempts").read_bytes() == b"..."
+    remove_leftovers(tmp_path)
+    assert not any((tmp_path / PREDICTIONS).iterdir())
 
 
 Sizes = Callable[..., Any]
@@ -173,14 +169,3 @@ def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     assert [pool._sample_path(given, claim) for claim in claims] == expected
     assert pool._sample_path(given, Claim(5, Shard("tar", "c.tar"))) == f"{tmp_path}/c.tar"
     assert pool._sample_path(job(tmp_path, "s3://bucket"), claims[0]) is None
-
-
-def test_what_actors_leave_is_removed_at_the_end(tmp_path: Path) -> None:
-    (tmp_path / PREDICTIONS).mkdir()
-    with pool._cleaned_up(job(tmp_path, ""), "ray-1"):
-        mine = tmp_path / PREDICTIONS / ".part-00000001.parquet.ray-1.x"
-        others = tmp_path / PREDICTIONS / ".part-00000001.parquet.worker"
-        attempts = tmp_path / "ray-1.3"
-        for path in (mine, attempts, others, tmp_path / "list"):
-            path.touch()
-    assert [path.exists() for path in (mine, attempts, others, tmp_path / "list")] == [False, False, True, True]

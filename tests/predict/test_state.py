@@ -1,4 +1,4 @@
-"""What the processes of a run share: who creates it, who may join it, and what is removed when that fails."""
+"""What a run keeps: who creates it, who may go on with it, and what is removed when that fails."""
 
 import errno
 import json
@@ -15,7 +15,8 @@ from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.state import AGREEMENT, LEDGER, STATE, SharedRun, open_ledger, open_run
+from vitx.predict.pipeline.lock import LOCK
+from vitx.predict.state import AGREEMENT, LEDGER, STATE, Run, open_ledger, open_run
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def ledger(out: Path) -> Iterator[Ledger]:
-    with closing(Ledger(out / STATE / LEDGER, lease_seconds=10)) as opened:
+    with closing(Ledger(out / STATE / LEDGER)) as opened:
         yield opened
 
 
@@ -43,9 +44,7 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
     return {"input": str(images), "shard_size": 2, "top_k": 5} | changes
 
 
-def opened_run(
-    ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE
-) -> SharedRun:
+def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE) -> Run:
     def take(listing: Path) -> Inventory:
         return take_inventory(settings["input"], listing, settings["shard_size"], share=share)
 
@@ -57,7 +56,7 @@ def lists(out: Path) -> list[str]:
     return [path.name for path in (out / STATE).glob("images-*")]
 
 
-def test_the_first_process_creates_the_run_and_the_others_join_it(ledger: Ledger, out: Path, images: Path) -> None:
+def test_the_first_call_creates_the_run_and_the_others_go_on_with_it(ledger: Ledger, out: Path, images: Path) -> None:
     measured: list[tuple[Inventory, bytes]] = []
 
     def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
@@ -77,9 +76,7 @@ def test_the_first_process_creates_the_run_and_the_others_join_it(ledger: Ledger
 
 
 @pytest.mark.parametrize(("name", "value"), [("input", "/elsewhere"), ("shard_size", 3), ("top_k", 1), ("new", True)])
-def test_a_run_of_other_settings_is_not_joined(
-    ledger: Ledger, out: Path, images: Path, name: str, value: object
-) -> None:
+def test_a_run_of_other_settings_is_refused(ledger: Ledger, out: Path, images: Path, name: str, value: object) -> None:
     settings = settings_of(images)
     opened_run(ledger, out, settings)
     expected = (
@@ -101,11 +98,11 @@ def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, ou
     with pytest.raises(ValueError, match="classes change"):
         opened_run(ledger, out, settings_of(images), measure)
     assert lists(out) == []
-    assert not ledger._rows("SELECT 1 FROM run")
+    assert ledger.description() == ""
     assert not (out / PREDICTIONS).exists()
 
 
-def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, images: Path) -> None:
+def test_a_run_whose_list_is_elsewhere_is_refused(ledger: Ledger, out: Path, images: Path) -> None:
     run = opened_run(ledger, out, settings_of(images))
     run.listing.unlink()
     with pytest.raises(InputError, match=rf"has lost its list of images \({run.listing.name} in .* --overwrite$"):
@@ -114,18 +111,17 @@ def test_a_run_whose_list_is_elsewhere_is_not_joined(ledger: Ledger, out: Path, 
 
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
     run = opened_run(ledger, out, settings_of(images))
-    (row,) = ledger._rows("SELECT description FROM run")
     beside: dict[str, Any] = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
-    assert json.loads(row[0]) == settings_of(images) | {"listing": run.listing.name, "measured": {}} | beside
+    beside |= {"base": str(images), "digest": run.digest, "listing": run.listing.name, "measured": {}}
+    assert json.loads(ledger.description()) == settings_of(images) | beside
 
 
 def opened(out: Path, **options: Any) -> Any:
     return open_ledger(out, DiskFullBackoff(out), PredictOptions(**options))
 
 
-def test_a_ledger_is_closed_and_has_the_lease_that_was_asked_for(tmp_path: Path) -> None:
-    with opened(tmp_path / "out", lease_seconds=7) as ledger:
-        assert ledger.lease_seconds == 7
+def test_a_ledger_is_closed_at_the_end(tmp_path: Path) -> None:
+    with opened(tmp_path / "out") as ledger:
         assert (tmp_path / "out" / STATE / LEDGER).is_file()
     with pytest.raises(Exception, match="closed database"):
         ledger.totals()
@@ -134,7 +130,7 @@ def test_a_ledger_is_closed_and_has_the_lease_that_was_asked_for(tmp_path: Path)
 
 @pytest.mark.parametrize("made", ["", "out", f"out/{STATE}", f"out/{PREDICTIONS}", "out/notes.txt"])
 def test_a_failure_removes_only_what_was_made_for_it(tmp_path: Path, made: str) -> None:
-    """made: what was there before. With predictions begun, nothing is removed."""
+    """made: what was there before."""
     out = tmp_path / "out"
     if made:
         (tmp_path / made).mkdir(parents=True)
@@ -143,9 +139,7 @@ def test_a_failure_removes_only_what_was_made_for_it(tmp_path: Path, made: str) 
         raise ValueError("later")
     after = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
     if made == f"out/{STATE}":
-        before |= {f"out/{STATE}/{LEDGER}"}
-    if made == f"out/{PREDICTIONS}":
-        before |= {f"out/{STATE}", f"out/{STATE}/{LEDGER}"}
+        before |= {f"out/{STATE}/{LEDGER}", f"out/{STATE}/{LOCK}"}
     assert after == before
 
 
@@ -180,14 +174,13 @@ def test_an_empty_folder_of_predictions_is_nobodys(tmp_path: Path) -> None:
 def test_overwriting_removes_the_summary_before_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A crash in between must not leave it beside the predictions of another run."""
     (tmp_path / SUMMARY).touch()
-    (tmp_path / STATE).mkdir()
-    there: list[bool] = []
-    monkeypatch.setattr(
-        "vitx.predict.state.shutil.rmtree", lambda *_, **__: there.append((tmp_path / SUMMARY).exists())
-    )
-    with opened(tmp_path, overwrite=True):
+    (tmp_path / STATE / "shard-1").mkdir(parents=True)
+    removed: list[str] = []
+    monkeypatch.setattr("vitx.predict.state.shutil.rmtree", lambda path, **_: removed.append(path.name))
+    with pytest.raises(InputError, match="cannot write to the folder"), opened(tmp_path, overwrite=True):
         pass
-    assert there == [False, False]
+    assert removed == [SUMMARY, "shard-1"]
+    assert not (tmp_path / SUMMARY).exists()
 
 
 def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
@@ -205,7 +198,7 @@ def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int
     """One job of several: the numbers of its shards, and its list."""
     with opened(out, shard=share) as ledger:
         run = opened_run(ledger, out, settings_of(images, **changes), share=share)
-        return [claim.id for claim in iter(ledger.claim, None)], run.listing
+        return [claim.id for claim in ledger.unfinished()], run.listing
 
 
 def test_each_job_has_a_folder_and_a_list_and_all_have_one_agreement(tmp_path: Path, images: Path) -> None:
@@ -220,7 +213,7 @@ def test_each_job_has_a_folder_and_a_list_and_all_have_one_agreement(tmp_path: P
     second, listing = job(out, images, Share(2, 2))
     assert (second, listing.read_bytes()) == ([2], b"b.png\0")
     assert json.loads((out / STATE / AGREEMENT).read_text()) == agreed | {"listing": digest}
-    assert job(out, images, Share(2, 2)) == ([], listing)  # the run is joined; its shards are held
+    assert job(out, images, Share(2, 2)) == ([2], listing)
 
 
 @pytest.mark.parametrize(

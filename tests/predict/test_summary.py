@@ -3,7 +3,6 @@
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -12,7 +11,7 @@ from vitx.core.bundle import MANIFEST
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
-from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger, ShardRecord, Totals
 from vitx.predict.options import WHOLE, Share
@@ -34,11 +33,9 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "max_logit_difference": 0.5,
         "max_grey_difference": 9,
     }
-    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
-        ledger.create_or_join(lambda: ("", Inventory("", shards, "")))
-        for classes in records:
-            claim = ledger.claim()
-            assert claim is not None
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.create("", enumerate(shards, 1))
+        for claim, classes in zip(ledger.unfinished(), records, strict=True):
             images = sum(classes.values()) + 2
             ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes, images), lambda: None)
         beside = SkippedNames({".txt": 2, "(hidden)": 1}, ["a.txt", "b\udcff.txt", ".c"])
@@ -78,10 +75,9 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
 def test_classes_of_one_label_are_one_entry(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "b.vitx")
     object.__setattr__(bundle.manifest, "labels", ("same", "same", "else", "same"))
-    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
-        ledger.create_or_join(lambda: ("", Inventory("", (Shard("tar", "a"),), "")))
-        claim = ledger.claim()
-        assert claim is not None
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.create("", [(1, Shard("tar", "a"))])
+        (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("d", 9, 0, {0: 1, 1: 3, 3: 5}), lambda: None)
         performance = Performance(9, 2.0, {"read": 1.0}, {})
         assert summarize(ledger, bundle, "", performance, certified=True).classes == {"same": 9, "else": 0}
@@ -96,22 +92,19 @@ def test_a_bundle_is_known_by_its_manifest(tmp_path: Path) -> None:
     assert bundle_digest(bundle.path) != before
 
 
-class Counts:
-    """A ledger of given totals, which takes `seconds` of the clock to tell them."""
+class Bar:
+    """A progress bar, and the clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.seconds, self.calls = 100.0, 0.0, 0
-        self.given = Totals(shards=10, done=0, images=40, errors=0, expected=240)
+        self.now = 100.0
         self.shown: list[tuple[int, str]] = []
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
-    def totals(self) -> Totals:
-        self.calls += 1
-        self.now += self.seconds
-        return self.given
-
     def update(self, done: int, note: str = "") -> None:
         self.shown.append((done, note))
+
+
+BEFORE = Totals(shards=10, done=2, images=40, errors=0, expected=240)
 
 
 def shares(seconds: float) -> dict[str, float]:
@@ -119,56 +112,46 @@ def shares(seconds: float) -> dict[str, float]:
 
 
 @pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    return Counts(monkeypatch)
+def bar(monkeypatch: pytest.MonkeyPatch) -> Bar:
+    return Bar(monkeypatch)
 
 
-def reporter_of(counts: Counts) -> ProgressReporter:
-    return ProgressReporter(cast(Ledger, counts), counts)
-
-
-def test_progress_counts_all_processes_and_the_rate_what_came_since_the_start(counts: Counts) -> None:
-    reporter = reporter_of(counts)
-    counts.now += 4
-    counts.given = counts.given._replace(images=70, done=3)
-    reporter.update(10, shares)  # (70 + 10 − 40) / 4 s; 160 left
+def test_progress_counts_everything_and_the_rate_what_came_since_the_start(bar: Bar) -> None:
+    reporter = ProgressReporter(BEFORE, bar)
+    bar.now += 4
+    reporter.update(40, 3, shares)  # 40 in 4 s; 160 of 240 left
     assert reporter.seconds() == 4
-    assert counts.shown == [(80, "10 images/s, 16 s left, bound by infer")]
-    counts.given = counts.given._replace(expected=None)
-    counts.now += 1
-    reporter.update(0, lambda _: {"read": 0.9, "infer": 0.1})
-    assert counts.shown[1] == (3, "6 images/s, bound by read")
+    assert bar.shown == [(80, "10 images/s, 16 s left, bound by infer")]
 
 
-def test_without_a_rate_no_time_is_left(counts: Counts) -> None:
-    reporter = reporter_of(counts)
-    counts.now += 1
-    reporter.update(0, shares)
-    assert counts.shown == [(40, "0 images/s, bound by read")]
+def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar) -> None:
+    reporter = ProgressReporter(BEFORE._replace(expected=None), bar)
+    bar.now += 5
+    reporter.update(30, 3, lambda _: {"read": 0.9, "infer": 0.1})
+    assert bar.shown == [(5, "6 images/s, bound by read")]
 
 
-@pytest.mark.parametrize(("query", "pause"), [(0.0, 0.5), (0.002, 0.5), (0.1, 5.0)])
-def test_the_ledger_is_asked_twice_a_second_at_most_and_a_fiftieth_of_the_time(
-    counts: Counts, query: float, pause: float
-) -> None:
-    reporter = reporter_of(counts)
-    counts.seconds = query
-    counts.now += 1
-    asked = counts.now
-    reporter.update(0, shares)
-    assert counts.calls == 2
-    for now, calls in ((asked + pause - 0.01, 2), (asked + pause + 0.01, 3)):
-        counts.now = now
-        reporter.update(0, shares)
-        assert counts.calls == calls
+def test_without_a_rate_no_time_is_left(bar: Bar) -> None:
+    reporter = ProgressReporter(BEFORE, bar)
+    bar.now += 1
+    reporter.update(0, 0, shares)
+    assert bar.shown == [(40, "0 images/s, bound by read")]
+
+
+def test_the_bar_moves_twice_a_second_at_most(bar: Bar) -> None:
+    reporter = ProgressReporter(BEFORE, bar)
+    bar.now += 1
+    for seconds, shown in ((0.0, 1), (0.49, 1), (0.02, 2)):
+        bar.now += seconds
+        reporter.update(0, 0, shares)
+        assert len(bar.shown) == shown
 
 
 def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
     performance = Performance(6, 1.5, {"read": 0.2, "decode": 0.4, "infer": 0.7, "write": 0.1}, {})
-    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
-        ledger.create_or_join(lambda: ("", Inventory("", (Shard("images", "", 0, 50),), "")))
-        claim = ledger.claim()
-        assert claim is not None
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.create("", [(1, Shard("images", "", 0, 50))])
+        (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}, 50), lambda: None)
         summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), "/in", performance, certified=True)
     summary.check_errors(0.04)
@@ -186,11 +169,9 @@ def summary_of(
 ) -> PredictionSummary:
     """Of a ledger with these shards, all done; what names single images is a pattern."""
     performance = Performance(6, 1.5, {"read": 0.2}, {})
-    with closing(Ledger(tmp_path / "ledger.sqlite", lease_seconds=10)) as ledger:
-        ledger.create_or_join(lambda: ("", Inventory("", tuple(shards), "")))
-        for record in shards.values():
-            claim = ledger.claim()
-            assert claim is not None
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.create("", enumerate(shards, 1))
+        for claim, record in zip(ledger.unfinished(), shards.values(), strict=True):
             ledger.commit(claim, record, lambda: None)
         bundle = write_bundle(tmp_path / "b.vitx")
         return summarize(

@@ -24,7 +24,7 @@ def command(
 ) -> None:
     """Classify every image of an input. An unreadable image becomes a row with the reason; many are exit code 1.
 
-    Run it again to go on after a stop; run it several times at once to share the work.
+    Run it again to go on after a stop. One process at a time works on an output; with --shard several share an input.
     """
     from vitx.core.console import print_json
     from vitx.predict.launch import launch

@@ -1,4 +1,4 @@
-"""Any number of images through a bundle into Parquet: restartable, shared by several processes, each image once.
+"""Any number of images through a bundle into Parquet: restartable, shared out by --shard, each image once.
 
 Never imports torch.
 """

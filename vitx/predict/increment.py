@@ -20,7 +20,7 @@ from vitx.predict.inputs.stores import MARK, join, version_of
 from vitx.predict.inputs.tables import TableColumns, key_record, key_records, refuse_equal_keys
 from vitx.predict.ledger import Ledger
 from vitx.predict.outputs.parts import VERSION, part_path
-from vitx.predict.state import SharedRun
+from vitx.predict.state import Run
 from vitx.predict.summary import Increment
 
 # known: an image for each row; place: in its shard's finished file, NULL if there is none. present: the input as it is.
@@ -33,7 +33,7 @@ _CHANGED = "place IS NOT NULL AND known.version IS NOT present.version"
 
 
 def extend_run(
-    ledger: Ledger, run: SharedRun, source: str, columns: TableColumns, shard_size: int, summary: Path
+    ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path
 ) -> Increment:
     """Add to the run what is new or changed in `source`. summary: its file, which is removed before the run is changed.
 
@@ -47,32 +47,27 @@ def extend_run(
             else:
                 files.add(shard.location)
         return Increment(new=images + len(files))
-    while True:
-        extended = ledger.extensions()
-        contents = list_input(source, ledger.path.parent, columns, again=True)
-        comparison = _Comparison(ledger, summary.parent, run, contents)
-        with closing(comparison):
-            if columns.key is not None:
-                comparison.refuse_equal_keys(columns.key)
-            found = comparison.increment
-            if not comparison.has_work:
-                return found
+    contents = list_input(source, ledger.path.parent, columns, again=True)
+    with closing(_Comparison(ledger, summary.parent, run, contents)) as comparison:
+        if columns.key is not None:
+            comparison.refuse_equal_keys(columns.key)
+        if comparison.has_work:
             summary.unlink(missing_ok=True)
-            if comparison.extend(shard_size, extended):
-                return found
+            comparison.extend(shard_size)
+        return comparison.increment
 
 
 class _Comparison:
     """Of names, in a database of its own that is removed at the end: memory does not grow with the input."""
 
-    def __init__(self, ledger: Ledger, out: Path, run: SharedRun, contents: Contents) -> None:
+    def __init__(self, ledger: Ledger, out: Path, run: Run, contents: Contents) -> None:
         self._ledger, self._out, self._run, self._contents = ledger, out, run, contents
         self._path = ledger.path.with_name(f".increment-{uuid.uuid4().hex}")
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self.added: list[Shard] = []
         self._replaced: list[tuple[int, Shard]] = []
-        # The sha256 of the finished file of each shard, and the shards of each tar or Parquet file.
-        self._digests: dict[int, str] = {}
+        # The shards whose finished file is there, and those of each tar or Parquet file.
+        self._finished = set[int]()
         self._containers: dict[str, list[tuple[int, Shard]]] = {}
         try:
             self._read()
@@ -110,8 +105,8 @@ class _Comparison:
         """Yield the images of the run; beside that, note its finished files and its containers."""
         for number, shard, digest in self._ledger.shards():
             done = digest is not None and part_path(self._out, number).is_file()
-            if digest is not None and done:
-                self._digests[number] = digest
+            if done:
+                self._finished.add(number)
             if shard.kind != "images":
                 self._containers.setdefault(shard.location, []).append((number, shard))
                 continue
@@ -142,7 +137,7 @@ class _Comparison:
         found = dict.fromkeys(("new", "changed", "unchanged", "gone"), 0)
         for location, group in itertools.groupby(self._contents.units, lambda unit: unit.location):
             units, shards = list(group), self._containers.pop(location, [])
-            done = [number for number, _ in shards if number in self._digests]
+            done = [number for number, _ in shards if number in self._finished]
             versions = {version for number in done for version in self._versions(number)}
             # Of a file whose parts have no row nothing is known. One may have changed before it was read.
             unread = not versions and len(done) == len(shards)
@@ -169,38 +164,35 @@ class _Comparison:
             key_record(key, f"row {row} of {part_path(self._out, number).name} in the output, whose {location} is gone")
             for location, shards in self._containers.items()
             for number, _ in shards
-            if number in self._digests
+            if number in self._finished
             for row, key in enumerate(self._versions(number, "path"))
             if key is not None
         )
         present = key_records(self._run.base, self._contents.tables.readable, column)
         refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
 
-    def _again(self) -> Iterator[tuple[int, str, list[int]]]:
+    def _again(self) -> Iterator[tuple[int, list[int]]]:
         rows = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
         for shard, places in itertools.groupby(rows, lambda row: int(row[0])):
-            yield shard, self._digests[shard], [place for _, place in places]
+            yield shard, [place for _, place in places]
 
-    def extend(self, shard_size: int, extended: int) -> bool:
+    def extend(self, shard_size: int) -> None:
         listing = self._path.with_name(f"images-{uuid.uuid4().hex}")
         rows = self._database.execute(
             "SELECT name FROM present WHERE name NOT IN (SELECT name FROM known) ORDER BY present.rowid"
         )
-        added, shards = False, list[Shard]()
         try:
             ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
             shards = [Shard("images", listing.name, start, count) for start, count in ranges]
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
-            added = self._ledger.extend(
-                *(extended, json.dumps(described)),
-                again=self._again(),
-                replaced=self._replaced,
-                added=[*shards, *self.added],
+            self._ledger.extend(
+                json.dumps(described), again=self._again(), replaced=self._replaced, added=[*shards, *self.added]
             )
-        finally:
-            if not added or not shards:
-                listing.unlink(missing_ok=True)
-        return added
+        except BaseException:
+            listing.unlink(missing_ok=True)
+            raise
+        if not shards:
+            listing.unlink()
 
 
 def _rows(shards: Iterable[Shard]) -> list[tuple[int, int | None]]:

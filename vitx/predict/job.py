@@ -1,10 +1,9 @@
-"""`vitx predict`: create or join the run, verify what is done, work until all is done, summarise."""
+"""`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
 import hashlib
 import importlib.util
 import os
 import re
-import uuid
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,13 +25,13 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_columns, part_path, remove_leftovers
+from vitx.predict.outputs.parts import output_columns, part_path
 from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, LocalExecutor
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import SharedRun, open_ledger, open_run
+from vitx.predict.state import Run, open_ledger, open_run
 from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Session
@@ -56,15 +55,16 @@ def predict(
     out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`.
 
     Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
-    The first process lists the input and cuts it into shards; others with the same arguments join it, now or after all
-    have been killed, on this machine; with `shard` each of several jobs, on any machines, does its part of the input.
+    The first call lists the input and cuts it into shards; another with the same arguments goes on with them. One
+    process at a time works on a run; with `shard` each of several jobs, on any machines, does its part of the input.
     Finished shards are verified by digest and not done again. draft: decode faster, after a sample of the input has
     shown that the classes stay the same (see `check_draft`). An unreadable image is a row whose error says why.
 
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
-    unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written or has
-    the predictions of another run (`overwrite` removes them), or if the input was changed after it was finished;
-    EnvironmentMissing without pyarrow, if the ledger is lost, or if the disk stays full for `patience_seconds`.
+    unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
+    another process writes to it, if it has the predictions of another run (`overwrite` removes them), or if the input
+    was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, or if
+    the disk stays full for `patience_seconds`.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing_package("pyarrow", "serve")
@@ -74,7 +74,7 @@ def predict(
     _refuse_options(options)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
-    where = str(source) if is_url(str(source)) else os.path.abspath(source)  # processes may start in other folders
+    where = str(source) if is_url(str(source)) else os.path.abspath(source)  # the next call may be in another folder
     settings: dict[str, Any] = {
         "input": where,
         "bundle": bundle_digest(bundle.path),
@@ -107,7 +107,7 @@ def predict(
             log(f"predict: {increment}", quiet=quiet)
             run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
-            _refuse_other_listing(ledger, where, run.listing, take, backoff)
+            _refuse_other_listing(run, where, take, backoff)
         _refuse_errors(ledger, out, strict=options.strict)
         job = _job(bundle, out, run, where, copied, options)
         job = replace(job, certified=certified, has_single_files=bool(ledger.lists()))
@@ -121,8 +121,7 @@ def predict(
         with following, progress("predict", total, quiet=quiet) as bar:
             performance = executor.execute(job, ledger, backoff, bar)
         _refuse_errors(ledger, out, strict=options.strict)
-        remove_leftovers(out, share=options.share)
-        # This process did nothing: the summary that is there tells of one that did.
+        # This call did nothing: the summary that is there tells of one that did.
         if not performance.images and summary_path.exists():
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
         else:
@@ -168,7 +167,7 @@ def _write_summary(path: Path, summary: PredictionSummary) -> None:
         write_json(path, summary)
 
 
-def _job(bundle: Bundle, out: Path, run: SharedRun, source: str, columns: TableColumns, options: PredictOptions) -> Job:
+def _job(bundle: Bundle, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions) -> Job:
     return Job(
         out=out,
         listing=run.listing,
@@ -218,16 +217,14 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(
-    ledger: Ledger, source: str, listing: Path, take: Callable[[Path], Inventory], backoff: DiskFullBackoff
-) -> None:
+def _refuse_other_listing(run: Run, source: str, take: Callable[[Path], Inventory], backoff: DiskFullBackoff) -> None:
     """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
-    temporary = listing.with_name(f".again.{uuid.uuid4().hex}")  # random: several processes may check at once
+    temporary = run.listing.with_name(".again")
     try:
         digest = backoff.retry(lambda: take(temporary).digest)
     finally:
         temporary.unlink(missing_ok=True)
-    if digest != ledger.listing_digest():
+    if digest != run.digest:
         raise InputError(
             f"images were added to '{source}' or removed since it was predicted: choose another folder, or pass "
             "--overwrite"

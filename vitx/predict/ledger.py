@@ -1,57 +1,44 @@
-"""Which worker holds which shard, and which shards are done: a SQLite file that the processes of one machine share.
+"""Which shards of a run are done: a SQLite file of the one process that holds the run's lock.
 
-The states of a shard, by its columns:
+A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
+nothing of that is left when the process is killed.
 
-    free    digest NULL, lease over (0: never claimed, or given back)
-    held    digest NULL, lease in the future, owner set
-    done    digest set: the sha256 of the output file
-
+made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
 stored: the sha256 of the file that was put into an object store last, see `Mirror`.
-
-A worker renews its leases while it lives. When a worker dies its leases run out, and other workers claim its shards.
-A finished file is renamed into place and recorded in one transaction that first checks the owner, so a worker that
-slept past its lease cannot replace what another worker finished.
 """
 
 import json
 import sqlite3
-import time
-import uuid
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
-from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
-# How long a lock is waited for: longer than any transaction takes, except the one that lists the input, which is waited
-# for without limit.
+# How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 4
+FORMAT = 5
 
-# lease: when it ends, in seconds since 1970. Paths are bytes, because a file name need not be valid Unicode and TEXT
-# must be. The index holds unfinished shards only, in the order in which `claim` takes them.
+# Paths are bytes, because a file name need not be valid Unicode and TEXT must be.
 _SCHEMA = f"""
-CREATE TABLE run (
-    description TEXT NOT NULL, base BLOB NOT NULL, digest TEXT NOT NULL, extended INTEGER NOT NULL DEFAULT 0
-);
+CREATE TABLE run (description TEXT NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
-    owner TEXT, lease REAL NOT NULL DEFAULT 0, attempts INTEGER NOT NULL DEFAULT 0,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
-    kept TEXT, again TEXT, stored TEXT
+    kept TEXT, again TEXT, made TEXT, stored TEXT
 );
-CREATE INDEX todo ON shard (lease, id) WHERE digest IS NULL;
 PRAGMA user_version = {FORMAT}
 """
 _SHARD = "kind, location, start, count"
-_SET_FREE = "digest = NULL, owner = NULL, lease = 0"
+_SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
 
 
 class ShardRecord(NamedTuple):
@@ -80,7 +67,7 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A shard that this worker has claimed.
+    """A shard to work on.
 
     kept: the sha256 of its file, of which rows without an error are kept, but not those in the places `again`.
     """
@@ -89,25 +76,19 @@ class Claim:
     shard: Shard
     kept: str | None = None
     again: frozenset[int] = frozenset()
-    # Counts the claims of the shard: who claims again what was taken away must not commit the first.
-    attempt: int = field(default=0, compare=False)
 
 
 class Ledger:
-    """One worker's view of a run, at `path` on a local file system: SQLite's write-ahead log uses shared memory.
+    """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    Each thread uses its own `Ledger`: see `for_thread`. worker: written as the owner of its shards; random by default.
-    Raises InputError for a file that is damaged, or of another version of vitx.
+    For all threads: one uses it at a time. Raises InputError for a file that is damaged, or of another version of vitx;
+    what writes raises EnvironmentMissing if another program has locked the file for BUSY_SECONDS.
     """
 
-    # SQL expression: seconds since 1970.
-    _now = "((julianday('now') - 2440587.5) * 86400.0)"
-
-    def __init__(self, path: Path, *, worker: str | None = None, lease_seconds: float) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.worker = worker or uuid.uuid4().hex
-        self.lease_seconds = lease_seconds
-        # isolation_level None: no implicit BEGIN. Each thread has its own object, but one thread makes and closes them.
+        self._lock = threading.RLock()
+        # isolation_level None: no implicit BEGIN.
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._open()
@@ -119,72 +100,48 @@ class Ledger:
             raise InputError(f"the ledger {path} is damaged ({error}): {again}") from None
 
     def _open(self) -> None:
-        self._retry_busy(lambda: self._connection.execute("PRAGMA journal_mode = WAL"))
+        self._connection.execute("PRAGMA journal_mode = WAL")
         # Without a flush at each commit, a power cut may lose the last commits, but not the file's consistency: those
         # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
-        if self._format() != FORMAT:
+        if self._one("PRAGMA user_version") != (FORMAT,):
             self._write(self._create_tables)
 
     def close(self) -> None:
-        self._connection.close()
-
-    def for_thread(self) -> "Ledger":
-        """The same worker's ledger for another thread."""
-        return type(self)(self.path, worker=self.worker, lease_seconds=self.lease_seconds)
-
-    def create_or_join(self, create: Callable[[], tuple[str, Inventory]]) -> tuple[str, str]:
-        """Return (description, base) of the run. The first process creates it; the others wait until it has.
-
-        create: called by the first process alone, while it holds the lock; lists the input.
-        """
-
-        def work() -> tuple[str, str]:
-            row = self._connection.execute("SELECT description, base FROM run").fetchone()
-            if row is not None:
-                return str(row[0]), _decoded(row[1])
-            description, inventory = create()
-            self._insert(inventory.numbered())
-            self._connection.execute(
-                "INSERT INTO run (description, base, digest) VALUES (?, ?, ?)",
-                (description, _encoded(inventory.base), inventory.digest),
-            )
-            return description, inventory.base
-
-        return self._write(work, no_limit=True)
+        with self._lock:
+            self._connection.close()
 
     def description(self) -> str:
-        return str(self._one("SELECT description FROM run")[0])
+        """Of the run; empty before `create`."""
+        return next((str(text) for (text,) in self._rows("SELECT description FROM run")), "")
 
-    def extensions(self) -> int:
-        """How often the run was extended."""
-        return int(self._one("SELECT extended FROM run")[0])
+    def create(self, description: str, shards: Iterable[tuple[int, Shard]]) -> None:
+        def work() -> None:
+            self._insert(shards)
+            self._connection.execute("INSERT INTO run (description) VALUES (?)", (description,))
+
+        self._write(work)
 
     def extend(
         self,
-        extended: int,
         description: str,
         *,
-        again: Iterable[tuple[int, str, list[int]]] = (),
+        again: Iterable[tuple[int, list[int]]] = (),
         replaced: Iterable[tuple[int, Shard]] = (),
         added: Iterable[Shard] = (),
-    ) -> bool:
-        """Add work to the run; return False, and change nothing, if another process has since `extended` times.
+    ) -> None:
+        """Add work to the run.
 
         description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
-        (shard, the file's sha256, places). replaced: shards that are to be done anew, by number. added: further shards.
+        (shard, places). replaced: shards that are to be done anew, by number. added: further shards.
         """
 
-        def work() -> bool:
-            if self.extensions() != extended:
-                return False
+        def work() -> None:
             run = self._connection.execute
-            for number, digest, places in again:
-                # Not if it was made again meanwhile.
+            for number, places in again:
                 run(
-                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} "
-                    "WHERE id = ? AND coalesce(digest, kept) = ?",
-                    (json.dumps(places), number, digest),
+                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} WHERE id = ?",
+                    (json.dumps(places), number),
                 )
             for number, shard in replaced:
                 run(
@@ -194,10 +151,9 @@ class Ledger:
                 )
             (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
             self._insert(enumerate(added, last + 1))
-            run("UPDATE run SET description = ?, extended = extended + 1", (description,))
-            return True
+            run("UPDATE run SET description = ?", (description,))
 
-        return self._write(work)
+        self._write(work)
 
     def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
         """Yield each shard, and the sha256 of its last finished file, or None."""
@@ -208,87 +164,42 @@ class Ledger:
         """The files beside the first one that hold names of single images."""
         return [_decoded(row[0]) for row in self._rows("SELECT DISTINCT location FROM shard WHERE kind = 'images'")]
 
-    def claim(self) -> Claim | None:
-        """Claim a free shard: those whose lease is 0 in order, then the one whose lease ended longest ago.
+    def unfinished(self) -> Iterator[Claim]:
+        """Yield the shards that are not done, in order; what is finished or set free meanwhile does not matter."""
+        for number, kept, again, *shard in self._pages(f"id, kept, again, {_SHARD}", "digest IS NULL"):
+            yield Claim(number, _shard(shard), kept, frozenset(json.loads(again or "[]")))
 
-        Returns None when every unfinished shard is held by some worker.
-        """
-        found = self._write(
-            lambda: self._connection.execute(
-                f"UPDATE shard SET owner = ?, lease = {self._now} + ?, attempts = attempts + 1 WHERE id = (SELECT id "
-                f"FROM shard WHERE digest IS NULL AND lease < {self._now} ORDER BY lease, id LIMIT 1) "
-                f"RETURNING id, kept, again, attempts, {_SHARD}",
-                (self.worker, self.lease_seconds),
-            ).fetchall()
-        )
-        return next(
-            (
-                Claim(number, _shard(shard), kept, frozenset(json.loads(again or "[]")), attempt)
-                for number, kept, again, attempt, *shard in found
-            ),
-            None,
-        )
-
-    def renew(self) -> None:
-        """Extend the leases of all shards that this worker holds."""
-        # lease > 0 changes no result: by it the index finds the few held shards without reading all that wait.
+    def commit(self, claim: Claim, record: ShardRecord, publish: Callable[[], None]) -> None:
+        """Publish the output and record the shard as done. publish: renames the finished file into place."""
+        # A crash before the last step leaves the old file, or one that `verify` knows. To make that again would not do:
+        # its kept rows were of the old file, and their images may be gone.
         self._change(
-            f"SET lease = {self._now} + ? WHERE owner = ? AND digest IS NULL AND lease > 0",
-            (self.lease_seconds, self.worker),
+            "SET made = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ? WHERE id = ?",
+            *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
+            *(json.dumps(asdict(record.skipped)), claim.id),
         )
-
-    def release(self, claim: Claim | None = None) -> None:
-        """Give back one shard, or all that this worker holds: another worker may claim them at once."""
-        which, values = ("", ()) if claim is None else (" AND id = ?", (claim.id,))
-        self._change(
-            f"SET owner = NULL, lease = 0 WHERE owner = ? AND digest IS NULL AND lease > 0{which}",
-            (self.worker, *values),
-        )
-
-    def commit(self, claim: Claim, record: ShardRecord, publish: Callable[[], None]) -> bool:
-        """Publish the output and record the shard as done; return False, without either, if it is no longer held.
-
-        publish: renames the finished file into place.
-        """
-
-        def work() -> bool:
-            # The file is locked until the end: nobody can claim or commit the shard between this check and the record.
-            # The owner counts, not the lease: a worker that is late may still commit if nobody has taken its shard.
-            held = "SELECT 1 FROM shard WHERE id = ? AND owner = ? AND attempts = ? AND digest IS NULL"
-            if not self._rows(held, claim.id, self.worker, claim.attempt):
-                return False
-            # The file first, then the record: a crash between the two leaves a file that is not recorded, which is
-            # made again and replaced. The other order would leave a record without a file.
-            publish()
-            self._connection.execute(
-                "UPDATE shard SET digest = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ?, "
-                "kept = NULL, again = NULL WHERE id = ?",
-                (
-                    *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
-                    *(json.dumps(asdict(record.skipped)), claim.id),
-                ),
-            )
-            return True
-
-        return self._write(work)
+        publish()
+        self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
     def verify(self, output: Callable[[int], Path]) -> list[int]:
         """Compare every finished file with its digest; return the shards whose file differs or is gone, now free again.
 
-        output: the path of a shard's file.
+        A file that was published and not recorded before the last process ended is recorded now. output: the path of a
+        shard's file.
         """
         wrong = []
-        for number, digest in self._pages("id, digest", "digest IS NOT NULL"):
+        for number, digest, made in self._pages("id, digest, made", "made IS NOT NULL"):
             path = output(number)
-            if path.is_file() and sha256_file(path) == digest:
-                continue
-            # Only while the digest is the one compared: another process may have finished the shard again meanwhile.
-            wrong += [number] * self._change(f"SET {_SET_FREE} WHERE id = ? AND digest = ?", (number, digest))
+            if path.is_file() and sha256_file(path) == made:
+                self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NULL", number)
+            elif digest is not None:
+                self._change(f"SET {_SET_FREE} WHERE id = ?", number)
+                wrong.append(number)
         return wrong
 
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
-        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0", ())
+        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0")
 
     def unstored(self) -> list[tuple[int, str]]:
         """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
@@ -300,7 +211,7 @@ class Ledger:
         return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
 
     def set_stored(self, shard: int, digest: str | None) -> None:
-        self._change("SET stored = ? WHERE id = ?", (digest, shard))
+        self._change("SET stored = ? WHERE id = ?", digest, shard)
 
     def totals(self) -> Totals:
         shards, done, images, errors, expected, unknown = self._one(
@@ -311,14 +222,6 @@ class Ledger:
             "coalesce(sum(coalesce(images, count)), 0), count(*) - count(coalesce(images, count)) FROM shard"
         )
         return Totals(shards, done, images, errors, None if unknown else expected)
-
-    def remaining(self) -> int:
-        """The number of shards that are not done."""
-        return int(self._one("SELECT count(*) FROM shard WHERE digest IS NULL")[0])
-
-    def listing_digest(self) -> str:
-        """The digest of the listing that the run was created from."""
-        return str(self._one("SELECT digest FROM run")[0])
 
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
@@ -347,26 +250,25 @@ class Ledger:
     def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            ((number, one.kind, _encoded(one.location), one.start, one.count) for number, one in shards),
+            (
+                (number, one.kind, one.location.encode("utf-8", "surrogateescape"), one.start, one.count)
+                for number, one in shards
+            ),
         )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
-        return self._connection.execute(query, values).fetchall()
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
 
     def _one(self, query: str) -> Row:
         return self._rows(query)[0]
 
-    def _change(self, change: str, values: tuple[object, ...]) -> int:
+    def _change(self, change: str, *values: object) -> int:
         """Run an UPDATE of the shards; return how many rows it changed."""
         return self._write(lambda: self._connection.execute(f"UPDATE shard {change}", values).rowcount)
 
-    def _format(self) -> int:
-        return int(self._one("PRAGMA user_version")[0])
-
     def _create_tables(self) -> None:
-        if self._format() == FORMAT:  # another process was first
-            return
-        if self._format() or self._rows("SELECT 1 FROM sqlite_master"):
+        if self._rows("SELECT 1 FROM sqlite_master"):
             raise InputError(
                 f"the ledger {self.path} was written by another version of vitx: finish the run with that one, choose "
                 "another folder, or pass --overwrite"
@@ -374,43 +276,19 @@ class Ledger:
         for statement in _SCHEMA.split(";"):
             self._connection.execute(statement)
 
-    def _write(self, work: Callable[[], T], *, no_limit: bool = False) -> T:
+    def _write(self, work: Callable[[], T]) -> T:
         """Run `work` in a transaction, which is rolled back when it raises."""
-        # IMMEDIATE takes the write lock here, where waiting is possible: a transaction that has read first and then
-        # writes fails at once if another has written in between.
-        self._retry_busy(lambda: self._connection.execute("BEGIN IMMEDIATE"), no_limit=no_limit)
         try:
-            result = work()
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:  # SQLite has rolled back by itself if the disk is full
-                self._connection.execute("ROLLBACK")
-            raise
-        return result
-
-    def _retry_busy(self, statement: Callable[[], object], *, no_limit: bool = False) -> None:
-        """Run a statement that needs a lock, again while the file is busy.
-
-        SQLite waits for BUSY_SECONDS itself, except when two processes change the journal mode of a new file.
-        """
-        deadline = time.monotonic() + BUSY_SECONDS
-        while True:
-            try:
-                statement()
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
-                    raise
-                if not no_limit and time.monotonic() > deadline:
-                    raise EnvironmentMissing(
-                        f"the ledger {self.path} was locked for {BUSY_SECONDS:.0f} s: is it on a network file system? "
-                        "SQLite needs a local one; for several machines see --shard"
-                    ) from None
-                time.sleep(0.01)
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+            with self._lock, self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                return work()
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
+                raise
+            raise EnvironmentMissing(
+                f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; if "
+                "there is none, choose a local folder, for SQLite's locks fail on some network file systems"
+            ) from None
 
 
 def _shard(row: Sequence[Any]) -> Shard:

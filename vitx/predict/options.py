@@ -74,9 +74,6 @@ class PredictOptions(Options):
     )
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)
     decode_threads: int | None = option(None, "Images decoded at once. Default: all cores.", ge=1)
-    lease_seconds: float = option(
-        60.0, "Seconds until the work of a process that died is another's.", flag="--lease", ge=1
-    )
     shard: Annotated[Share | None, BeforeValidator(_parse_share)] = option(
         None,
         "This is job I of N that share the input, each with a part; on any machines.",

@@ -64,8 +64,8 @@ class PredictionSummary(Record):
 
     Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label), sources
     (folder, pattern, list, image, tar, parquet), complete (all names that were listed are among them). Of this process
-    alone, as other processes or an earlier call may have done the rest: images_here, seconds, images_per_second, stages
-    (the part of the time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
+    alone, as an earlier one may have done the rest: images_here, seconds, images_per_second, stages (the part of the
+    time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
     changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above. increment: with
     `--incremental`.
     """

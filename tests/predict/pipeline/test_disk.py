@@ -117,19 +117,6 @@ def test_a_stopped_backoff_waits_no_longer(clock: FakeTime, tmp_path: Path) -> N
         DiskFullBackoff(tmp_path, 100, clock).wait(FULL)
 
 
-def test_each_thread_counts_its_own_waits_and_all_stop_together(clock: FakeTime, tmp_path: Path) -> None:
-    first = DiskFullBackoff(tmp_path, 7, clock)
-    first.wait(FULL)
-    first.wait(FULL)
-    second = first.for_thread()
-    second.wait(FULL)
-    assert clock.waits == [0.05, 0.1, 0.05]
-    assert second.stopped is first.stopped
-    clock.now += 7
-    with pytest.raises(EnvironmentMissing, match=f"disk of '{tmp_path}' has been full for 7 s"):
-        second.wait(FULL)
-
-
 def test_backoffs_have_their_own_events(tmp_path: Path) -> None:
     first, second = DiskFullBackoff(tmp_path), DiskFullBackoff(tmp_path)
     first.stopped.set()

@@ -18,7 +18,7 @@ from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part, PartWriter, part_path
+from vitx.predict.outputs.parts import Part, PartWriter
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker, refuse_unreadable, slice_size
 from vitx.runtimes.session import Float32Array
@@ -27,24 +27,18 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 class ListedShards:
-    """Shards of a list, each until it is committed; records what the worker says of them.
+    """Shards of a list, each until it is committed; records what the worker says of them."""
 
-    refused: ids whose commit says that they are no longer held.
-    """
-
-    def __init__(self, inventory: Inventory, refused: frozenset[int] = frozenset()) -> None:
+    def __init__(self, inventory: Inventory) -> None:
         self._todo = [Claim(number, shard) for number, shard in enumerate(inventory.shards, 1)]
-        self._count, self._refused = len(self._todo), refused
+        self._count = len(self._todo)
         self._changed = threading.Condition()
         self._stopped = False
         self.committed: list[int] = []
         self.released: list[int] = []
-        self.ended: list[str] = []
+        self.stops = 0
         self.before_claim: Callable[[], None] = lambda: None
         self.before_commit: Callable[[], None] = lambda: None
-
-    def temporary_suffix(self) -> str:
-        return "me"
 
     def claims(self) -> Iterator[Claim]:
         while True:
@@ -57,14 +51,12 @@ class ListedShards:
                 claim = self._todo.pop(0)
             yield claim
 
-    def commit(self, claim: Claim, part: Part) -> bool:
+    def commit(self, claim: Claim, part: Part) -> None:
         self.before_commit()
-        held = claim.id not in self._refused
-        part.publish() if held else part.abandon()
+        part.publish()
         with self._changed:
             self.committed.append(claim.id)
             self._changed.notify_all()
-        return held
 
     def release(self, claim: Claim) -> None:
         with self._changed:
@@ -75,11 +67,8 @@ class ListedShards:
     def stop(self) -> None:
         with self._changed:
             self._stopped = True
-            self.ended.append("stop")
+            self.stops += 1
             self._changed.notify_all()
-
-    def close(self) -> None:
-        self.ended.append("close")
 
 
 class Waits(DiskFullBackoff):
@@ -150,10 +139,10 @@ def test_images_are_counted_when_inferred_and_when_committed(bench: Bench) -> No
     worker.on_progress = lambda: seen.append(worker.images)
     worker.run()
     assert seen == [3, 4, 7, 8, 11]  # batches of three, and the end of each shard
-    assert (worker.images, worker.committed) == (11, 11)
+    assert (worker.images, worker.committed, worker.shards_done) == (11, 11, 3)
     assert bench.shards.committed == [1, 2, 3]
     assert bench.shards.released == []
-    assert bench.shards.ended == ["stop", "close"]
+    assert bench.shards.stops == 1
     assert bench.paths() == NAMES
     assert bench.temporary() == []
 
@@ -185,33 +174,6 @@ def test_batches_of_several_callers_are_in_the_model_at_once_and_written_in_orde
     assert bench.shards.committed == [1, 2, 3]
 
 
-def test_a_shard_that_is_no_longer_held_is_not_counted_and_not_there(bench: Bench) -> None:
-    bench.shards = ListedShards(bench.inventory, refused=frozenset({2}))
-    worker = bench.worker()
-    worker.run()
-    assert (worker.images, worker.committed) == (11, 7)
-    assert bench.paths() == NAMES[:4] + NAMES[8:]
-    assert not part_path(bench.out, 2).exists()
-
-
-def test_a_shard_that_was_taken_and_claimed_again_is_read_anew(bench: Bench) -> None:
-    """By the same worker, whose first reading of it is still on its way: both end, and the second is of the second."""
-    shard = bench.inventory.shards[0]
-    bench.shards = ListedShards(Inventory(bench.inventory.base, (shard, shard), ""))
-    bench.shards._todo = [Claim(1, shard, attempt=1), Claim(1, shard, attempt=2)]
-    worker = bench.worker()
-    worker.run()
-    assert bench.shards.committed == [1, 1]
-    assert bench.paths() == NAMES[:4]
-
-
-def test_temporary_files_have_the_suffix_of_their_worker(bench: Bench) -> None:
-    found: list[list[str]] = []
-    bench.shards.before_commit = lambda: found.append(bench.temporary())
-    bench.worker().run()
-    assert found == [[f".part-0000000{shard}.parquet.me"] for shard in (1, 2, 3)]
-
-
 def test_containers_are_read_by_one_thread(bench: Bench) -> None:
     assert bench.worker().timer.threads == {"read": 2, "decode": 2, "infer": 1, "write": 1}
     assert bench.worker(has_single_files=False, read_threads=7, decode_threads=3).timer.threads == {
@@ -233,13 +195,13 @@ def test_outputs_need_a_session_that_gives_them(bench: Bench) -> None:
         bench.worker(asked={"embeddings": True, "attention": True})
 
 
-def test_strict_names_the_first_unreadable_image_and_gives_back_the_rest(bench: Bench) -> None:
+def test_strict_names_the_first_unreadable_image_and_leaves_the_rest(bench: Bench) -> None:
     worker = bench.worker(asked={"strict": True, "batch_size": 20})
     with pytest.raises(
         CheckFailed, match=r"^unreadable image 02\.png: not an image: empty; without --strict it becomes a row$"
     ):
         worker.run()
-    assert bench.shards.ended[-1] == "close"
+    assert bench.shards.stops == 1
     assert bench.shards.committed == []
     assert bench.temporary() == []
 
@@ -265,7 +227,7 @@ class FailingSession(NumpySession):
 
 @pytest.mark.parametrize("place", ["claims", "read_shard", "read_item", "decode", "infer", "rows", "add", "commit"])
 def test_an_error_of_any_stage_reaches_the_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """And everything is given back: threads ended, temporary files removed, shards closed."""
+    """And nothing goes on: threads ended, temporary files removed, shards stopped."""
     module = "vitx.predict.pipeline.worker"
     match place:
         case "claims":
@@ -285,8 +247,7 @@ def test_an_error_of_any_stage_reaches_the_caller(bench: Bench, monkeypatch: pyt
     with pytest.raises(Broken):
         worker.run()
     assert threading.active_count() == before
-    assert bench.shards.ended.count("close") == 1
-    assert bench.shards.ended[-1] == "close"
+    assert bench.shards.stops == 1
     assert bench.temporary() == []
     assert bench.shards.committed == []
     assert worker.committed == 0
@@ -372,9 +333,7 @@ def test_an_error_that_is_not_a_full_disk_is_not_waited_for(bench: Bench, monkey
     assert bench.shards.released == []
 
 
-def test_a_temporary_file_that_another_worker_removed_is_made_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_file_that_was_removed_is_made_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     finish, calls = PartWriter.finish, 0
 
     def removed(self: PartWriter) -> Part:

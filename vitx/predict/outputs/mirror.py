@@ -7,6 +7,7 @@ notes which file was put last, so that after any stop the parts are put that the
 import json
 import os
 import socket
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -77,12 +78,12 @@ class Mirror:
     @contextmanager
     def following(self, ledger: Ledger) -> Iterator[None]:
         """Put parts while the block runs; what is left or has failed is put by `finish`."""
-        stopped, own = threading.Event(), ledger.for_thread()
+        stopped = threading.Event()
 
         def follow() -> None:
             while not stopped.wait(LOOK_SECONDS):
-                with suppress(EnvironmentMissing, OSError):
-                    self._put_parts(own, stopped)
+                with suppress(EnvironmentMissing, OSError, sqlite3.ProgrammingError):  # the last: closed meanwhile
+                    self._put_parts(ledger, stopped)
 
         thread = threading.Thread(target=follow, name="mirror", daemon=True)
         thread.start()
@@ -93,8 +94,6 @@ class Mirror:
         finally:
             stopped.set()
             thread.join(wait)
-            if not thread.is_alive():
-                own.close()
 
     def finish(self, ledger: Ledger, summary: Path) -> None:
         """Put the parts that the store does not have yet, and the summary last.

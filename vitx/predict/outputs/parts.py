@@ -13,6 +13,7 @@ import errno
 import hashlib
 import itertools
 import re
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -205,7 +206,7 @@ def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict
 
 
 class PartWriter:
-    """Writes one shard's rows to a temporary file. suffix: of its name, different for every writer of the shard.
+    """Writes one shard's rows to a temporary file, whose name no other writer has: actors of Ray may do a shard twice.
 
     lists: those of LIST_COLUMNS that the file gets. versions: whether it gets the column VERSION. copied: a
     `pyarrow.Schema` of columns of the input that it gets. footer: key-value metadata.
@@ -215,7 +216,6 @@ class PartWriter:
         self,
         out: Path,
         shard: int,
-        suffix: str,
         labels: Sequence[str],
         *,
         lists: Sequence[str] = (),
@@ -228,7 +228,7 @@ class PartWriter:
 
         self.path = part_path(out, shard)
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
-        self._temporary = self.path.with_name(f".{self.path.name}.{suffix}")
+        self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         self._labels = pa.array(labels, pa.string())
         self._copied = pa.schema([]) if copied is None else copied
         self._schema = pa.schema([*output_columns(lists, versions=versions).items(), *self._copied], metadata=footer)
@@ -286,9 +286,9 @@ def warm_up() -> None:
     pa.array(np.zeros(1))
 
 
-def remove_leftovers(out: Path, suffix: str = "*", share: Share = WHOLE) -> None:
-    """Remove the temporary files that killed workers left. suffix: a pattern for those of some workers only."""
-    for path in (out / PREDICTIONS).glob(f".part-*.parquet.{suffix}"):
+def remove_leftovers(out: Path, share: Share = WHOLE) -> None:
+    """Remove the temporary files of a run, or of one job of it. Nobody may be writing them now."""
+    for path in (out / PREDICTIONS).glob(".part-*.parquet.*"):
         number = path.name.split(".")[1].removeprefix("part-")
         if number.isdecimal() and int(number) % share.jobs == share.number % share.jobs:  # others are of other jobs
             path.unlink(missing_ok=True)

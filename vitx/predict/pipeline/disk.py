@@ -35,10 +35,6 @@ class DiskFullBackoff:
         self.stopped = threading.Event() if stopped is None else stopped
         self.reset()
 
-    def for_thread(self) -> "DiskFullBackoff":
-        """A backoff of its own for another thread, ended by the same event."""
-        return DiskFullBackoff(self._out, self._seconds, self.stopped)
-
     def reset(self) -> None:
         """Start again with short waits: something could be written."""
         self._since: float | None = None

@@ -1,14 +1,14 @@
 """What works on a job's shards, such as a worker in this process, and the progress that it reports."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from vitx.core.console import Progress
-from vitx.predict.ledger import Ledger
-from vitx.predict.outputs.parts import remove_leftovers, warm_up
+from vitx.predict.ledger import Claim, Ledger, Totals
+from vitx.predict.outputs.parts import Part, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.pipeline.leases import LeasedShards
 from vitx.predict.pipeline.stages import busiest
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.runtimes.session import Session
@@ -25,11 +25,46 @@ class Performance(NamedTuple):
 
 @runtime_checkable
 class Executor(Protocol):
-    """Works on a ledger until every shard is done, by this process or others."""
+    """Works on a ledger until every shard is done."""
 
     def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
-        """Raises what `Worker.run` raises. However it ends, shards that are not done are given back."""
-        ...
+        """Raises what `Worker.run` raises."""
+
+
+class LedgerShards:
+    """The unfinished shards of a ledger in order, and at the end those again whose rows were lost."""
+
+    def __init__(self, ledger: Ledger, backoff: DiskFullBackoff) -> None:
+        self._ledger, self._backoff, self._stopped = ledger, backoff, backoff.stopped
+        # What became of each claim: None if it is done, the claim itself if it is to come again.
+        self._ended: SimpleQueue[Claim | None] = SimpleQueue()
+
+    def claims(self) -> Iterator[Claim]:
+        left = 0
+        for claim in self._ledger.unfinished():
+            if self._stopped.is_set():
+                return
+            left += 1
+            yield claim
+        while left:
+            lost = self._ended.get()
+            if self._stopped.is_set():
+                return
+            if lost is None:
+                left -= 1
+            else:
+                yield lost
+
+    def commit(self, claim: Claim, part: Part) -> None:
+        self._backoff.retry(lambda: self._ledger.commit(claim, part.record, part.publish))
+        self._ended.put(None)
+
+    def release(self, claim: Claim) -> None:
+        self._ended.put(claim)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._ended.put(None)
 
 
 class LocalExecutor:
@@ -40,39 +75,32 @@ class LocalExecutor:
 
     def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
         warm_up()
-        reporter = ProgressReporter(ledger, bar)
-        worker = Worker(job, self._session, LeasedShards(ledger, backoff), backoff)
-        worker.on_progress = lambda: reporter.update(worker.images - worker.committed, worker.timer.shares)
-        try:
-            worker.run()
-        except BaseException:
-            remove_leftovers(job.out, f"{ledger.worker}*")  # an interrupt may come while a file is made
-            raise
+        reporter = ProgressReporter(ledger.totals(), bar)
+        worker = Worker(job, self._session, LedgerShards(ledger, backoff), backoff)
+        worker.on_progress = lambda: reporter.update(worker.images, worker.shards_done, worker.timer.shares)
+        worker.run()
         seconds = reporter.seconds()
         return Performance(worker.committed, seconds, worker.timer.shares(seconds), self._session.describe())
 
 
 class ProgressReporter:
-    """Updates the bar at most twice a second: images/s of all processes together, time left, the binding stage."""
+    """Updates the bar at most twice a second: images/s, time left, the binding stage."""
 
-    def __init__(self, ledger: Ledger, bar: Progress) -> None:
-        self._ledger, self._bar = ledger, bar
-        self._images_before = ledger.totals().images
+    def __init__(self, before: Totals, bar: Progress) -> None:
+        self._before, self._bar = before, bar
         self._started = self._next_update = time.perf_counter()
 
     def seconds(self) -> float:
         return time.perf_counter() - self._started
 
-    def update(self, uncommitted: int, shares: Callable[[float], dict[str, float]]) -> None:
-        """uncommitted: predicted images of unfinished shards. shares: busy shares by stage, see `StageTimer.shares`."""
+    def update(self, images: int, shards: int, shares: Callable[[float], dict[str, float]]) -> None:
+        """images, shards: done since the start. shares: busy shares by stage, see `StageTimer.shares`."""
         now = time.perf_counter()
         if now < self._next_update:
             return
-        totals, seconds = self._ledger.totals(), now - self._started
-        # totals() reads all shards. With a million of them it is slow, so it takes at most a fiftieth of the time.
-        self._next_update = now + max(0.5, 50 * (time.perf_counter() - now))
-        images = totals.images + uncommitted
-        rate = (images - self._images_before) / seconds
-        left = "" if totals.expected is None or not rate else f", {(totals.expected - images) / rate:.0f} s left"
+        self._next_update = now + 0.5
+        before, seconds = self._before, now - self._started
+        done, rate = before.images + images, images / seconds
+        left = "" if before.expected is None or not rate else f", {(before.expected - done) / rate:.0f} s left"
         note = f"{rate:.0f} images/s{left}, bound by {busiest(shares(seconds))}"
-        self._bar.update(totals.done if totals.expected is None else images, note)
+        self._bar.update(before.done + shards if before.expected is None else done, note)

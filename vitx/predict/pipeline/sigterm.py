@@ -1,4 +1,4 @@
-"""SIGTERM, which schedulers send, ends a prediction as Ctrl-C does: its shards are given back at once."""
+"""SIGTERM, which schedulers send, ends a prediction as Ctrl-C does: temporary files are removed."""
 
 import signal
 import threading

@@ -37,7 +37,7 @@ def slice_size(batch_size: int, decode_threads: int) -> int:
 
 @dataclass(frozen=True)
 class Job:
-    """What is predicted and how. What decides about the rows is the same for all workers of a ledger.
+    """What is predicted and how.
 
     listing: the file with the paths of single images; base: the folder or URL that they are relative to.
     """
@@ -63,29 +63,17 @@ class Job:
 class Shards(Protocol):
     """Where a worker's shards come from and go to. `claims` runs in the reading thread, the others in the worker's."""
 
-    def temporary_suffix(self) -> str:
-        """Return a suffix for the next temporary file, different from those of all other writers of the same shard."""
-        ...
-
     def claims(self) -> Iterator[Claim]:
         """Yield shards to work on; ends when there will be no more."""
-        ...
 
-    def commit(self, claim: Claim, part: Part) -> bool:
-        """Take a shard's finished file; return False, and remove the file, if this worker no longer holds the shard."""
-        ...
+    def commit(self, claim: Claim, part: Part) -> None:
+        """Take a shard's finished file."""
 
     def release(self, claim: Claim) -> None:
         """Give a shard back whose rows were lost: it has to be done again."""
-        ...
 
     def stop(self) -> None:
         """End `claims`."""
-        ...
-
-    def close(self) -> None:
-        """Stop, and give back all shards that are not committed."""
-        ...
 
 
 @dataclass
@@ -128,15 +116,16 @@ class Worker:
         if missing:
             raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={wanted})")
         self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
-        self.images = self.committed = 0
+        # Images that were predicted, those of finished shards, and finished shards.
+        self.images = self.committed = self.shards_done = 0
         self._slice_size = slice_size(job.options.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
         readers = job.read_threads if job.has_single_files else 1
         threads = (readers, job.decode_threads, session.callers, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
         self.on_progress: Callable[[], None] = lambda: None
-        # By shard and claim, from when it was read until it is recorded.
-        self._readings: dict[tuple[int, int], Reading] = {}
+        # By shard, from when it was read until it is recorded.
+        self._readings: dict[int, Reading] = {}
         self._writer: PartWriter | None = None
         # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
         self._dropped: Claim | None = None
@@ -144,8 +133,8 @@ class Worker:
     def run(self) -> None:
         """Work until there are no more shards.
 
-        However it ends, shards that are not committed are given back. Raises CheckFailed for an unreadable image of a
-        strict job, EnvironmentMissing if the disk stays full or the ledger is lost.
+        Raises CheckFailed for an unreadable image of a strict job, EnvironmentMissing if the disk stays full or the
+        ledger is locked.
         """
         readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
         decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
@@ -174,7 +163,6 @@ class Worker:
             decoders.shutdown(cancel_futures=True)
             if self._writer is not None:
                 self._writer.abandon()
-            self.shards.close()
 
     def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
@@ -189,7 +177,7 @@ class Worker:
                     with self.timer.busy("read"):
                         images = list(islice(remaining, self._slice_size))
                     if not images:
-                        self._readings[claim.id, claim.attempt] = reading
+                        self._readings[claim.id] = reading
                     yield claim, images
                     if not images:
                         break
@@ -267,25 +255,22 @@ class Worker:
     def _write(self, claim: Claim, outputs: BatchOutputs | None) -> None:
         """Write a batch, or commit the shard when there are no outputs."""
         if self._dropped == claim:
-            self._dropped = None if outputs is None else claim  # at its end: this worker may claim it again
+            self._dropped = None if outputs is None else claim  # at its end: it comes again
             return
         with self.timer.busy("write"):
-            self._put_or_drop(claim, None if outputs is None else self._rows(outputs))
-
-    def _put_or_drop(self, claim: Claim, rows: Rows | None) -> None:
-        try:
-            self._put(claim, rows)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            self._drop(claim, complete=rows is None)
-            self.backoff.wait(error)
+            try:
+                self._put(claim, None if outputs is None else self._rows(outputs))
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._drop(claim, complete=outputs is None)
+                self.backoff.wait(error)
 
     def _put(self, claim: Claim, rows: Rows | None) -> None:
         if self._writer is None:
             job = self.job
             self._writer = PartWriter(
-                *(job.out, claim.id, self.shards.temporary_suffix(), job.labels),
+                *(job.out, claim.id, job.labels),
                 lists=job.options.lists,
                 versions=job.options.incremental,
                 copied=job.columns.schema,
@@ -294,17 +279,17 @@ class Worker:
         if rows is not None:
             self._writer.add(rows)
             return
-        reading = self._readings.pop((claim.id, claim.attempt))
+        reading = self._readings.pop(claim.id)
         self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
         try:
             part = self._writer.finish()
-        except FileNotFoundError:  # another worker finished this shard and the last one, then removed leftover files
+        except FileNotFoundError:  # removed, or of rows that are kept: another actor of Ray has finished the shard
             self._drop(claim, complete=True)
             return
-        held = self.shards.commit(claim, part)
+        self.shards.commit(claim, part)
         self._writer = None
-        if held:
-            self.committed += part.record.images
+        self.committed += part.record.images
+        self.shards_done += 1
 
     def _drop(self, claim: Claim, *, complete: bool) -> None:
         """Give a shard back whose rows are lost. complete: all its rows have come, so there are none to ignore."""

@@ -22,7 +22,7 @@ from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.ledger import Claim
-from vitx.predict.outputs.parts import Part, warm_up
+from vitx.predict.outputs.parts import Part, part_path, warm_up
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker
 from vitx.predict.summary import bundle_digest
@@ -39,8 +39,7 @@ Column = dict[str, npt.NDArray[np.object_] | list[Any]]
 class Assignment:
     """What an actor needs to work on shards of a job.
 
-    sample: a local file of the input that the driver sees, to be seen by the actor too, or None. prefix: of names of
-    temporary files, by which the driver knows them.
+    sample: a local file of the input that the driver sees, to be seen by the actor too, or None.
     """
 
     job: Job
@@ -50,7 +49,6 @@ class Assignment:
     device: str
     threads: int | None
     sample: str | None
-    prefix: str
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ class Finished:
 class QueuedShards:
     """Shards that the calls of an actor submit one by one; each call gets a future of the finished file."""
 
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
+    def __init__(self) -> None:
         self._queue: Queue[Claim | None] = Queue()
         # Shards that are submitted and not finished, by id.
         self._parts: dict[int, Future[Part]] = {}
@@ -93,26 +90,19 @@ class QueuedShards:
             for part in self._parts.values():
                 part.set_exception(error)
 
-    def temporary_suffix(self) -> str:
-        return f"{self._prefix}.{uuid.uuid4().hex}"
-
     def claims(self) -> Iterator[Claim]:
         while (claim := self._queue.get()) is not None:
             yield claim
 
-    def commit(self, claim: Claim, part: Part) -> bool:
+    def commit(self, claim: Claim, part: Part) -> None:
         with self._lock:
             self._parts.pop(claim.id).set_result(part)
-        return True
 
     def release(self, claim: Claim) -> None:
         self._queue.put(claim)
 
     def stop(self) -> None:
         self._queue.put(None)
-
-    def close(self) -> None:
-        self.stop()
 
 
 class PredictionActor:
@@ -142,7 +132,7 @@ class PredictionActor:
 
     def _start(self, assignment: Assignment) -> None:
         job = assignment.job
-        self._attempts = job.listing.with_name(assignment.prefix)
+        self._out = job.out
         _check_storage(assignment)
         bundle = Bundle.open(assignment.bundle)
         session = load_fastest(
@@ -154,7 +144,7 @@ class PredictionActor:
         if job.certified:
             require_verdict(bundle, session, quiet=True)
         warm_up()
-        self._shards = QueuedShards(assignment.prefix)
+        self._shards = QueuedShards()
         self._worker = Worker(job, session, self._shards, DiskFullBackoff(job.out))
         self._runtime = session.describe()
         self._started: float | None = None
@@ -174,7 +164,8 @@ class PredictionActor:
 
         self._started = self._started or time.perf_counter()
         # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
-        attempts = self._attempts.with_suffix(f".{claim.id}")
+        part_file = part_path(self._out, claim.id)
+        attempts = part_file.with_name(f".{part_file.name}.attempts")
         # One at a time of those that were begun before: the next death is counted for that one alone.
         with self._suspects if attempts.exists() else nullcontext():
             with attempts.open("ab") as file:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vitx.core.bundle import Bundle
@@ -19,10 +20,8 @@ from vitx.predict.inputs.inventory import names_of
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
-from vitx.predict.pipeline.leases import LeasedShards
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
 from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, Finished, PredictionActor
 from vitx.predict.summary import bundle_digest
@@ -32,7 +31,7 @@ from vitx.runtimes.session import device_name
 if TYPE_CHECKING:
     from ray.data import Dataset
 
-# Shards that are claimed for one dataset. Each dataset starts its actors anew, so this is large.
+# Shards of one dataset. Each dataset starts its actors anew, so this is large.
 SHARDS_PER_DATASET = 10_000
 # For a cluster that is started here: its object store holds only claims and results.
 OBJECT_STORE_BYTES = 100 << 20
@@ -79,24 +78,19 @@ class RayPool:
         Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, InputError if a
         node does not see this machine's input, bundle or output.
         """
-        reporter = ProgressReporter(ledger, bar)
-        shards = LeasedShards(ledger, backoff)
-        try:
-            claims = shards.claim_free(SHARDS_PER_DATASET)
-            if not claims:
-                return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
-            # Ray prints what happens to its actors on standard output, which is for the result of the command.
-            prefix = f"ray-{ledger.worker}"
-            with redirect_stdout(sys.stderr), _cleaned_up(job, prefix), _connected(self._address):
-                size = self._pool_size()
-                assignment = self._assignment(job, size, claims[0], prefix)
-                committer = _Committer(shards, reporter)
-                while claims:
-                    committer.commit(claims, _dataset(claims, assignment, size))
-                    claims = shards.claim_free(SHARDS_PER_DATASET)
-                return committer.performance()
-        finally:
-            shards.close()
+        reporter, unfinished = ProgressReporter(ledger.totals(), bar), ledger.unfinished()
+        claims = list(islice(unfinished, SHARDS_PER_DATASET))
+        if not claims:
+            return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
+        # Ray prints what happens to its actors on standard output, which is for the result of the command.
+        with redirect_stdout(sys.stderr), _connected(self._address):
+            size = self._pool_size()
+            assignment = self._assignment(job, size, claims[0])
+            committer = _Committer(ledger, backoff, reporter)
+            while claims:
+                committer.commit(claims, _dataset(claims, assignment, size))
+                claims = list(islice(unfinished, SHARDS_PER_DATASET))
+            return committer.performance()
 
     def _pool_size(self) -> PoolSize:
         """From the CPUs and GPUs that the nodes have now."""
@@ -128,7 +122,7 @@ class RayPool:
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
-    def _assignment(self, job: Job, size: PoolSize, first: Claim, prefix: str) -> Assignment:
+    def _assignment(self, job: Job, size: PoolSize, first: Claim) -> Assignment:
         return Assignment(
             replace(job, decode_threads=self._options.decode_threads or size.cpus),
             self._bundle.path.absolute(),
@@ -137,16 +131,15 @@ class RayPool:
             "cuda" if size.gpus else "cpu",
             self._options.threads or (None if size.gpus else size.cpus),
             _sample_path(job, first),
-            prefix,
         )
 
 
 class _Committer:
     """Commits the shards that the actors have finished, and adds up their performance."""
 
-    def __init__(self, shards: LeasedShards, reporter: ProgressReporter) -> None:
-        self._shards, self._reporter = shards, reporter
-        self._images = 0
+    def __init__(self, ledger: Ledger, backoff: DiskFullBackoff, reporter: ProgressReporter) -> None:
+        self._ledger, self._backoff, self._reporter = ledger, backoff, reporter
+        self._images = self._shards = 0
         # The last result of each actor; its busy shares are since the actor's start.
         self._latest: dict[str, Finished] = {}
 
@@ -160,27 +153,28 @@ class _Committer:
             for result in (result for batch in batches for result in batch[RESULT]):
                 if isinstance(result, VitxError):
                     raise result
-                if isinstance(result, Claim):
-                    continue
-                self._latest[result.actor] = result
-                left.pop(result.claim, None)
-                if self._publish(result):
-                    self._images += result.part.record.images
-                self._reporter.update(0, self._shares)
+                if isinstance(result, Finished) and result.claim in left:  # Ray may give a result twice
+                    del left[result.claim]
+                    self._latest[result.actor] = result
+                    self._publish(result)
         if left:
             raise EnvironmentMissing(
                 f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
                 "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
             )
 
-    def _publish(self, result: Finished) -> bool:
+    def _publish(self, result: Finished) -> None:
+        claim, part = result.claim, result.part
         try:
-            return self._shards.commit(result.claim, result.part)
+            self._backoff.retry(lambda: self._ledger.commit(claim, part.record, part.publish))
         except FileNotFoundError:
             raise InputError(
-                f"a node has written '{result.part.temporary}', which this machine does not see: --out must lie on "
-                "storage that all machines share"
+                f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage "
+                "that all machines share"
             ) from None
+        self._images += part.record.images
+        self._shards += 1
+        self._reporter.update(self._images, self._shards, self._shares)
 
     def performance(self) -> Performance:
         import ray
@@ -245,25 +239,10 @@ def _connected(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            _wait_for_data_threads()
-
-
-def _wait_for_data_threads() -> None:
-    """A thread of Ray Data that outlives the connection would end the process with exit code 1."""
-    for thread in threading.enumerate():
-        if thread.name.startswith(DATA_THREADS):
-            thread.join(DATA_THREAD_SECONDS)
-
-
-@contextmanager
-def _cleaned_up(job: Job, prefix: str) -> Iterator[None]:
-    """Remove at the end, when no actor lives, what they left of unfinished shards."""
-    try:
-        yield
-    finally:
-        remove_leftovers(job.out, f"{prefix}.*")
-        for path in job.listing.parent.glob(f"{prefix}.*"):
-            path.unlink(missing_ok=True)
+            # A thread of Ray Data that outlives the connection would end the process with exit code 1.
+            for thread in threading.enumerate():
+                if thread.name.startswith(DATA_THREADS):
+                    thread.join(DATA_THREAD_SECONDS)
 
 
 def _sample_path(job: Job, claim: Claim) -> str | None:
