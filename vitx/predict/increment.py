@@ -76,10 +76,7 @@ class _Comparison:
         self._containers: dict[str, list[tuple[int, Shard]]] = {}
         try:
             self._read()
-            images = self._images()
-            # What is left of the containers is gone.
-            files = self._compare_containers()
-            self.increment = Increment(**{name: count + files[name] for name, count in images.items()})
+            self.increment = self._compare()
         except BaseException:
             self.close()
             raise
@@ -130,16 +127,13 @@ class _Comparison:
     def _count(self, what: str) -> int:
         return int(self._database.execute(f"SELECT count(*) FROM {what}").fetchone()[0])
 
-    def _images(self) -> dict[str, int]:
+    def _compare(self) -> Increment:
         self.names = self._count("present WHERE name NOT IN (SELECT name FROM known)")
         pending = self._count(f"{_BOTH} WHERE place IS NULL")
-        changed = self._count(f"{_BOTH} WHERE {_CHANGED}")
+        changed_images = self._count(f"{_BOTH} WHERE {_CHANGED}")
         gone = self._count("known WHERE name NOT IN (SELECT name FROM present)")
-        unchanged = self._count("known") - pending - changed - gone
-        return {"new": self.names + pending, "changed": changed, "unchanged": unchanged, "gone": gone}
-
-    def _compare_containers(self) -> dict[str, int]:
-        found = dict.fromkeys(("new", "changed", "unchanged", "gone"), 0)
+        unchanged = self._count("known") - pending - changed_images - gone
+        found = {"new": self.names + pending, "changed": changed_images, "unchanged": unchanged}
         for location, group in itertools.groupby(self._contents.units, lambda unit: unit.location):
             units, shards = list(group), self._containers.pop(location, [])
             done = [number for number, _ in shards if number in self._digests]
@@ -152,7 +146,7 @@ class _Comparison:
                 self._replace([number for number, _ in shards], units)
             whole = bool(shards) and len(done) == len(shards)
             found["changed" if changed and done else "unchanged" if whole else "new"] += 1
-        return found | {"gone": len(self._containers)}
+        return Increment(**found, gone=gone + len(self._containers))  # what is left of the containers is gone
 
     def _replace(self, shards: list[int], units: list[Shard]) -> None:
         """A Parquet file may have more row groups than before, or fewer: the others become parts without rows."""

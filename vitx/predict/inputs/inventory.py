@@ -8,7 +8,7 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -143,11 +143,16 @@ def list_input(source: str, scratch: Path, columns: TableColumns, *, again: bool
     and its version.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
+    containers: list[str] = []
     skipped = SkippedNames()
-    named, base, containers, names = _list_input(source, scratch, skipped, versions=again)
+    named, base, names = _list_input(source, scratch, containers, skipped, versions=again)
     images = iter(names)
-    first = list(itertools.islice(images, 1))
-    units, tables = _container_shards(source, base, containers, columns, others=bool(first), again=again)
+    first = list(itertools.islice(images, 1))  # then all names of a folder or a pattern have been seen
+    if first and named == "folder":
+        for name in containers:
+            skipped.add(name)
+        containers = []
+    units, tables = _container_shards(source, base, sorted(containers), columns, others=bool(first), again=again)
     if not units and not first:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if named == "folder" else "names"
@@ -162,60 +167,49 @@ def _is_folder(source: str) -> bool:
 
 
 def _list_input(
-    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool
-) -> tuple[Source, str, list[str], Iterable[str]]:
-    """Return (what names the images, base, tar and Parquet files, single images); names are relative to the base.
+    source: str, scratch: Path, containers: list[str], skipped: SkippedNames, *, versions: bool
+) -> tuple[Source, str, Iterable[str]]:
+    """Return (what names the images, base, single images), names relative to the base; tar and Parquet files and other
+    names are added to `containers` and `skipped`, those of a folder or a pattern when the first image is asked for.
 
     versions: each image is followed by MARK and its version.
     """
 
-    def marked(base: str, names: Iterable[str]) -> Iterable[str]:
-        return _with_versions(base, names) if versions else names
+    def beside(name: str) -> None:
+        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
+        containers.append(name) if taken else skipped.add(name)
 
-    containers: list[str] = []
-    if _is_folder(source):
-
-        def skip(name: str) -> None:
-            beside = _is_container(name) and not name.startswith(".") and "/" not in name
-            containers.append(name) if beside else skipped.add(name)
-
-        images = sort_paths(walk_images(source, skip, versions=versions), scratch)
-        if (first := next(images, None)) is None:
-            return "folder", source, sorted(containers), ()
-        for name in containers:
-            skipped.add(name)
-        return "folder", source, [], itertools.chain([first], images)
+    if folder := _is_folder(source):
+        return "folder", source, sort_paths(walk_images(source, beside, versions=versions), scratch)
+    named: Source = "image"
     if not exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
-        images = sort_paths(_matched_images(source, containers, skipped), scratch)
-        first_images = list(itertools.islice(images, 1))  # then all names have been sorted
-        return "pattern", "", sorted(containers), marked("", itertools.chain(first_images, images))
-    folder, _, name = source.rpartition("/")
-    base = folder or ("/" if source.startswith("/") else "")
-    if base.endswith(":/"):  # memory://images.tar has no folder
-        base, name = "", source
-    if name.lower().endswith(LIST_NAMES):
-        return "list", base, [], marked(base, _lines(source))
-    if _is_container(name):
-        return "image", base, [name], ()
-    if is_image_name(name):
-        return "image", base, [], marked(base, [name])
-    raise InputError(
-        f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
-        f"or a list of paths in {', '.join(LIST_NAMES)}"
-    )
+        named, base, images = "pattern", "", sort_paths(_matched_images(source, beside), scratch)
+    else:
+        above, _, name = source.rpartition("/")
+        base = above or ("/" if source.startswith("/") else "")
+        if base.endswith(":/"):  # memory://images.tar has no folder
+            base, name = "", source
+        if name.lower().endswith(LIST_NAMES):
+            named, images = "list", _lines(source)
+        elif _is_container(name) or is_image_name(name):
+            images = iter([name] if is_image_name(name) else [])
+            containers += [name] if _is_container(name) else []
+        else:
+            raise InputError(
+                f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
+                f"or a list of paths in {', '.join(LIST_NAMES)}"
+            )
+    return named, base, _with_versions(base, images) if versions else images
 
 
-def _matched_images(pattern: str, containers: list[str], skipped: SkippedNames) -> Iterator[str]:
-    """Yield the images; add the tar and Parquet files to `containers`, and other names to `skipped`."""
+def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
     for path in expand(pattern):
         if is_image_name(path):
             yield path
-        elif _is_container(path):
-            containers.append(path)
         else:
-            skipped.add(path)
+            beside(path)
 
 
 def _is_container(name: str) -> bool:

@@ -83,13 +83,7 @@ async def _http_client(**options: Any) -> Any:
 
 
 def ask(
-    system: Any,
-    question: str,
-    path: str,
-    *,
-    stopped: threading.Event | None = None,
-    seconds: float | None = None,
-    **options: Any,
+    system: Any, question: str, path: str, *, stopped: threading.Event | None = None, seconds: float = 0, **options: Any
 ) -> Any:
     """What a file system's method `question` says of `path`.
 
@@ -209,11 +203,8 @@ class RemoteFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._place
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._whole = False
+        self._whole = self._whole and (offset, whence) == (0, io.SEEK_CUR)  # as `tell` asks
         if whence == io.SEEK_END:
             offset += int(self._tried(lambda file: file.size))
         self._place = offset + (self._place if whence == io.SEEK_CUR else 0)

@@ -177,7 +177,7 @@ def _look(location: str, question: str) -> Any:
 
 def _listed(system: Any, question: str, path: str, **options: Any) -> Any:
     """The answer to a question about all of a folder: of an HTTP server it is one page."""
-    return ask(system, question, path, seconds=None if is_http(path) else LIST_SECONDS, **options)
+    return ask(system, question, path, seconds=0 if is_http(path) else LIST_SECONDS, **options)
 
 
 def _finds_prefixes(system: Any) -> bool:

@@ -137,7 +137,7 @@ class KeptRows:
         self._kept.append(kept)
         return kept
 
-    def merge_into(self, path: Path) -> tuple[int, int, dict[int, int]]:
+    def merge_into(self, path: Path) -> tuple[int, int, Counter[int]]:
         """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes.
 
         Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
@@ -165,7 +165,7 @@ class KeptRows:
                     errors += len(both) - both["error"].null_count
                     classes.update(both["class_index"].drop_null().to_pylist())
         rename(merged, path)
-        return len(self._kept), errors, dict(classes)
+        return len(self._kept), errors, classes
 
 
 class _Rows:
@@ -239,7 +239,7 @@ class PartWriter:
         self.kept: KeptRows | None = None
         # Of the record: see `ShardRecord`.
         self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
-        self.classes: dict[int, int] = {}
+        self.classes = Counter[int]()
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
@@ -272,8 +272,7 @@ class PartWriter:
         self._row_count = self._copied_bytes = 0
         self.images += len(rows.keys)
         self.errors += len(rows.keys) - len(rows.indices)
-        for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
-            self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
+        self.classes.update(rows.indices[:, 0].tolist())
         table = _table(rows, self._labels, self._schema, self._copied)
         self._writer.write_table(table, row_group_size=len(rows.keys))
 
