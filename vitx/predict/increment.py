@@ -50,12 +50,12 @@ def extend_run(
     while True:
         extended = ledger.extensions()
         contents = list_input(source, ledger.path.parent, columns, again=True)
-        comparison = _Comparison(ledger, summary.parent, run, contents)
-        with closing(comparison):
+        with closing(_Comparison(ledger, summary.parent, run, contents)) as comparison:
+            found = comparison.compare()
             if columns.key is not None:
                 comparison.refuse_equal_keys(columns.key)
-            found = comparison.increment
-            if not comparison.has_work:
+            # What the run has not done yet aside.
+            if not (comparison.names or comparison.added or comparison.replaced or found.changed):
                 return found
             summary.unlink(missing_ok=True)
             if comparison.extend(shard_size, extended):
@@ -70,21 +70,10 @@ class _Comparison:
         self._path = ledger.path.with_name(f".increment-{uuid.uuid4().hex}")
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self.added: list[Shard] = []
-        self._replaced: list[tuple[int, Shard]] = []
+        self.replaced: list[tuple[int, Shard]] = []
         # The sha256 of the finished file of each shard, and the shards of each tar or Parquet file.
         self._digests: dict[int, str] = {}
         self._containers: dict[str, list[tuple[int, Shard]]] = {}
-        try:
-            self._read()
-            self.increment = self._compare()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the run has to be extended; what it has not done yet aside."""
-        return bool(self.names or self.added or self._replaced or self.increment.changed)
 
     def close(self) -> None:
         self._database.close()
@@ -127,7 +116,9 @@ class _Comparison:
     def _count(self, what: str) -> int:
         return int(self._database.execute(f"SELECT count(*) FROM {what}").fetchone()[0])
 
-    def _compare(self) -> Increment:
+    def compare(self) -> Increment:
+        """Called once, first. Beside what it returns it notes names, added and replaced: what the run lacks."""
+        self._read()
         self.names = self._count("present WHERE name NOT IN (SELECT name FROM known)")
         pending = self._count(f"{_BOTH} WHERE place IS NULL")
         changed_images = self._count(f"{_BOTH} WHERE {_CHANGED}")
@@ -155,7 +146,7 @@ class _Comparison:
             if number is None:
                 self.added.append(unit)
             else:
-                self._replaced.append((number, unit or empty))
+                self.replaced.append((number, unit or empty))
 
     def refuse_equal_keys(self, column: str) -> None:
         """Rows of files that are gone stay: their keys may not come again."""
@@ -182,13 +173,13 @@ class _Comparison:
         )
         added, shards = False, list[Shard]()
         try:
-            ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
+            ranges, _ = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size)
             shards = [Shard("images", listing.name, start, count) for start, count in ranges]
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
             added = self._ledger.extend(
                 *(extended, json.dumps(described)),
                 again=self._again(),
-                replaced=self._replaced,
+                replaced=self.replaced,
                 added=[*shards, *self.added],
             )
         finally:

@@ -10,7 +10,6 @@ import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -111,15 +110,15 @@ def take_inventory(
     rows of one key.
     """
     found = list_input(source, listing.parent, columns)
-    written = write_list(listing, found.images, shard_size, share)
+    ranges, listed = write_list(listing, found.images, shard_size, share)
     if columns.key is not None:
         refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
-    digest = hashlib.sha256(f"{written.digest} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
-    ranges = (Shard("images", "", start, count) for start, count in written.ranges)
+    digest = hashlib.sha256(f"{listed} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
+    images = (Shard("images", "", start, count) for start, count in ranges)
     units = found.units[share.number - 1 :: share.jobs]
     beside = found.skipped if share.number == 1 else SkippedNames()
     schema = found.tables.schema()
-    return Inventory(found.base, (*ranges, *units), digest.hexdigest(), share, found.source, beside, schema)
+    return Inventory(found.base, (*images, *units), digest.hexdigest(), share, found.source, beside, schema)
 
 
 class Contents(NamedTuple):
@@ -292,17 +291,20 @@ def read_shard(
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
-    version = version_of(join(base, shard.location), stopped) if versions and shard.kind != "images" else None
-    match shard.kind:
-        case "images":
-            items = (Item(name, join(base, name)) for name in names_of(shard, listing))
-        case "tar":
-            items = _tar_items(shard, base, skipped, stopped)
-        case "parquet":
-            items = _parquet_items(shard, base, columns, stopped)
-    with closing(items):
-        for item in items:
-            yield item if version is None else item._replace(version=version)
+    if shard.kind == "images":
+        yield from (Item(name, join(base, name)) for name in names_of(shard, listing))
+        return
+    version = version_of(join(base, shard.location), stopped) if versions else None
+    if shard.kind == "parquet":
+        yield from _parquet_items(shard, base, columns, stopped, version)
+        return
+    try:
+        with open_stream(join(base, shard.location), stopped) as file:
+            for name, content in tar_images(file, skipped):
+                yield Item(f"{shard.location}/{name}", content, version=version)
+    except TAR_ERRORS as error:
+        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
+        yield Item(shard.location, ImageError(reason), version=version)
 
 
 def names_of(shard: Shard, listing: Path) -> Iterator[str]:
@@ -324,27 +326,15 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item._replace(source=error)
 
 
-def _tar_items(
-    shard: Shard, base: str, skipped: SkippedNames | None, stopped: threading.Event | None
-) -> Generator[Item, None, None]:
-    try:
-        with open_stream(join(base, shard.location), stopped) as file:
-            for name, content in tar_images(file, skipped):
-                yield Item(f"{shard.location}/{name}", content)
-    except TAR_ERRORS as error:
-        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
-        yield Item(shard.location, ImageError(reason))
-
-
 def _parquet_items(
-    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None, version: str | None
 ) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
         for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
-            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
+            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
             row += 1
         return
     except InputError as error:  # about its columns
@@ -352,6 +342,6 @@ def _parquet_items(
     except (OSError, pa.ArrowException) as error:
         reason = ImageError(f"cannot read the Parquet file beyond row {row}: {error}")
     if shard.count is None:
-        yield Item(shard.location, reason)
+        yield Item(shard.location, reason, version=version)
     for lost in range(row, end):
-        yield Item(f"{shard.location}/{lost:07d}", reason)
+        yield Item(f"{shard.location}/{lost:07d}", reason, version=version)

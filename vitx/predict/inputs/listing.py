@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from vitx.core.files import sync, sync_open
 from vitx.predict.options import WHOLE, Share
@@ -24,15 +24,13 @@ HASHED_RECORDS = 4096
 BLOCK_BYTES = 1 << 12
 
 
-class WrittenList(NamedTuple):
-    """ranges: the first byte and the number of records of each, of one share. digest: of all records."""
+def write_list(
+    path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE
+) -> tuple[list[tuple[int, int]], str]:
+    """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter).
 
-    ranges: list[tuple[int, int]]
-    digest: str
-
-
-def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE) -> WrittenList:
-    """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter)."""
+    Return the first byte and the number of records of each range, and the sha256 of the records of all shares.
+    """
     ranges: list[tuple[int, int]] = []
     hasher = hashlib.sha256()
     position = 0
@@ -52,7 +50,7 @@ def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share
             position += len(encoded)
         sync_open(file)
     sync(path.parent)  # name and content are on the disk before the ledger refers to them
-    return WrittenList(ranges, hasher.hexdigest())
+    return ranges, hasher.hexdigest()
 
 
 def _encoded(records: list[str]) -> bytes:

@@ -14,11 +14,11 @@ import hashlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -153,11 +153,11 @@ class KeptRows:
             # As large as the old file's groups: they are small where there are images in the columns.
             groups = (parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups))
             block = max(groups, default=ROW_GROUP)
-            old, new = _Rows(parquet, block), _Rows(pq.ParquetFile(new_file), block)
+            take_old, take_new = _rows_of(parquet, block), _rows_of(pq.ParquetFile(new_file), block)
             with pq.ParquetWriter(merged, schema) as writer:
                 for start in range(0, len(self._kept), block):
                     kept = self._kept[start : start + block]
-                    before, made = old.take(len(kept)), new.take(kept.count(False))
+                    before, made = take_old(len(kept)), take_new(kept.count(False))
                     further = itertools.count(len(before))
                     order = [place if stays else next(further) for place, stays in enumerate(kept)]
                     both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
@@ -168,23 +168,20 @@ class KeptRows:
         return len(self._kept), errors, classes
 
 
-class _Rows:
-    """The rows of a Parquet file in turn, by blocks."""
+def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
+    """A function that gives the next so many rows of a Parquet file, or what is left; it is read by blocks."""
+    import pyarrow as pa
 
-    def __init__(self, file: Any, block: int) -> None:
-        import pyarrow as pa
+    batches, rest = file.iter_batches(block), file.schema_arrow.remove_metadata().empty_table()
 
-        self._batches = (pa.Table.from_batches([batch]).replace_schema_metadata() for batch in file.iter_batches(block))
-        self._rest = file.schema_arrow.remove_metadata().empty_table()
-
-    def take(self, count: int) -> Any:
-        """The next `count` rows, or what is left."""
-        import pyarrow as pa
-
-        while len(self._rest) < count and (more := next(self._batches, None)) is not None:
-            self._rest = pa.concat_tables([self._rest, more])
-        taken, self._rest = self._rest.slice(0, count), self._rest.slice(count)
+    def take(count: int) -> Any:
+        nonlocal rest
+        while len(rest) < count and (more := next(batches, None)) is not None:
+            rest = pa.concat_tables([rest, pa.Table.from_batches([more]).replace_schema_metadata()])
+        taken, rest = rest.slice(0, count), rest.slice(count)
         return taken
+
+    return take
 
 
 def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
@@ -345,15 +342,8 @@ def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
     if VERSION in ours:
         columns.append(pa.array(rows.versions, pa.string()))
-    return pa.table([*columns, *_copied_columns(rows, copied)], schema=schema)
-
-
-def _copied_columns(rows: Rows, schema: Any) -> Sequence[Any]:
-    """The columns of N rows; null in those rows that have none, such as images that are not of a Parquet file."""
-    import pyarrow as pa
-
-    if not schema:
-        return ()
-    nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
-    batches = [nulls if one is None else one for one in rows.copied]
-    return cast("Sequence[Any]", pa.Table.from_batches(batches, schema).combine_chunks().columns)
+    if copied:  # null in rows that have none, such as images that are not of a Parquet file
+        nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in copied], schema=copied)
+        batches = [nulls if one is None else one for one in rows.copied]
+        columns += pa.Table.from_batches(batches, copied).combine_chunks().columns
+    return pa.table(columns, schema=schema)
