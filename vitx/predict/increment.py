@@ -40,13 +40,9 @@ def extend_run(
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """
     if run.created:
-        images, files = 0, set[str]()
-        for _, shard, _ in ledger.shards():
-            if shard.kind == "images":
-                images += shard.count or 0
-            else:
-                files.add(shard.location)
-        return Increment(new=images + len(files))
+        shards = [shard for _, shard, _ in ledger.shards()]
+        images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
+        return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
     while True:
         extended = ledger.extensions()
         contents = list_input(source, ledger.path.parent, columns, again=True)
@@ -161,12 +157,10 @@ class _Comparison:
         present = key_records(self._run.base, self._contents.tables.readable, column)
         refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
 
-    def _again(self) -> Iterator[tuple[int, str, list[int]]]:
-        rows = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
-        for shard, places in itertools.groupby(rows, lambda row: int(row[0])):
-            yield shard, self._digests[shard], [place for _, place in places]
-
     def extend(self, shard_size: int, extended: int) -> bool:
+        """Whether the run was extended: not if another process has done that since `extended`."""
+        changed = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
+        by_shard = itertools.groupby(changed, lambda row: int(row[0]))
         listing = self._path.with_name(f"images-{uuid.uuid4().hex}")
         rows = self._database.execute(
             "SELECT name FROM present WHERE name NOT IN (SELECT name FROM known) ORDER BY present.rowid"
@@ -178,7 +172,7 @@ class _Comparison:
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
             added = self._ledger.extend(
                 *(extended, json.dumps(described)),
-                again=self._again(),
+                again=((shard, self._digests[shard], [place for _, place in group]) for shard, group in by_shard),
                 replaced=self.replaced,
                 added=[*shards, *self.added],
             )

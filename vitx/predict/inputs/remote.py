@@ -69,10 +69,9 @@ async def _http_client(**options: Any) -> Any:
             return await super().read()
 
         def raise_for_status(self) -> None:
-            if self.status in (404, 410):
-                raise FileNotFoundError(f"HTTP status {self.status}")
-            if self.status in (401, 403):
-                raise PermissionError(f"HTTP status {self.status}")
+            final = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+            if self.status in final:
+                raise final[self.status](f"HTTP status {self.status}")
             if self.status >= 400:
                 self.close()
             super().raise_for_status()

@@ -87,7 +87,7 @@ class Tables:
         import pyarrow.types as types
 
         asked, taken, key = self._columns.copied, self._columns.taken, self._columns.key
-        fields = [one for one in schema if (one.name in asked if asked is not None else not _may_hold_images(one.type))]
+        fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
         # DuckDB and Spark do not tell upper case from lower.
         clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
         for field in fields:
@@ -183,15 +183,14 @@ def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     for name in names:
-        row = 0
         try:
             with open_stream(join(base, name)) as file:
-                for batch in pq.ParquetFile(file).iter_batches(columns=[column]):
-                    for value in batch.column(column).to_pylist():
-                        if value is None:
-                            raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
-                        yield key_record(str(value), f"row {row} of {name}")
-                        row += 1
+                batches = pq.ParquetFile(file).iter_batches(columns=[column])
+                keys = itertools.chain.from_iterable(batch.column(column).to_pylist() for batch in batches)
+                for row, key in enumerate(keys):
+                    if key is None:
+                        raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
+                    yield key_record(str(key), f"row {row} of {name}")
         except (OSError, pa.ArrowException):
             continue  # the rows that cannot be read have no key
 

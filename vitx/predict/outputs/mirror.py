@@ -122,14 +122,13 @@ class Mirror:
     def _parts(self) -> dict[str, int]:
         """The sizes of the parts of this job that the store has, by name."""
         found = self._ask(lambda: self._system.ls(f"{self._root}/{PREDICTIONS}", detail=True)) or ()
-        sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in found}
-        numbers = {name: name.removeprefix("part-").removesuffix(".parquet") for name in sizes}
-        jobs, job = self._share.jobs, self._share.number
-        return {
-            name: sizes[name]
-            for name, number in numbers.items()
-            if not number.isdecimal() or int(number) % jobs == job % jobs
-        }
+        sizes = {}
+        for entry in found:
+            name = str(entry["name"]).rpartition("/")[2]
+            number = name.removeprefix("part-").removesuffix(".parquet")
+            if not number.isdecimal() or (int(number) - self._share.number) % self._share.jobs == 0:
+                sizes[name] = int(entry["size"] or 0)
+        return sizes
 
     def _marker_of_store(self) -> dict[str, Any]:
         content = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))

@@ -28,6 +28,7 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import WHOLE, Share
+from vitx.runtimes.session import Float32Array
 
 PREDICTIONS = "predictions.parquet"
 # Rows that are collected before they are written as one row group; fewer, where copied columns are larger than this.
@@ -39,7 +40,6 @@ VERSION = "source_version"
 
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
-Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 
