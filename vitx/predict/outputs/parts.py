@@ -264,14 +264,14 @@ class PartWriter:
     def _write_group(self) -> None:
         if not self._waiting:
             return
-        rows = _concatenated(self._waiting)
+        table = _table(self._waiting, self._labels, self._schema, self._copied)
+        self.images += len(table)
+        for rows in self._waiting:
+            self.errors += len(rows.keys) - len(rows.indices)
+            self.classes.update(rows.indices[:, 0].tolist())
         self._waiting.clear()
         self._row_count = self._copied_bytes = 0
-        self.images += len(rows.keys)
-        self.errors += len(rows.keys) - len(rows.indices)
-        self.classes.update(rows.indices[:, 0].tolist())
-        table = _table(rows, self._labels, self._schema, self._copied)
-        self._writer.write_table(table, row_group_size=len(rows.keys))
+        self._writer.write_table(table, row_group_size=len(table))
 
 
 def warm_up() -> None:
@@ -297,27 +297,18 @@ def _bytes(row: Any) -> int:
     return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
 
 
-def _concatenated(batches: Sequence[Rows]) -> Rows:
-    names = {name: None for rows in batches for name in rows.lists}  # in order
-    return Rows(
-        keys=[key for rows in batches for key in rows.keys],
-        errors=[error for rows in batches for error in rows.errors],
-        indices=np.concatenate([rows.indices for rows in batches]),
-        scores=np.concatenate([rows.scores for rows in batches]),
-        lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
-        copied=[one for rows in batches for one in rows.copied],
-        versions=[one for rows in batches for one in rows.versions],
-    )
-
-
-def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
+def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:
     import pyarrow as pa
 
+    keys = [escape_invalid_utf8(key) for rows in batches for key in rows.keys]
+    errors = [None if error is None else escape_invalid_utf8(error) for rows in batches for error in rows.errors]
+    indices = np.concatenate([rows.indices for rows in batches])
+    scores = np.concatenate([rows.scores for rows in batches])
     # (N,) from (M,): rows without a prediction are null in all columns but path and error.
-    missing = np.array([error is not None for error in rows.errors], dtype=bool)
+    missing = np.array([error is not None for error in errors], dtype=bool)
     best = np.zeros(len(missing), dtype=np.int32)
     score = np.zeros(len(missing), dtype=np.float32)
-    best[~missing], score[~missing] = rows.indices[:, 0], rows.scores[:, 0]
+    best[~missing], score[~missing] = indices[:, 0], scores[:, 0]
     class_index = pa.array(best, mask=missing)
 
     def lists(values: Any, width: int) -> Any:
@@ -325,25 +316,26 @@ def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
         offsets = np.concatenate([[0], np.cumsum(~missing * width)]).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
 
-    width = rows.indices.shape[1]
+    width = indices.shape[1]
     columns = [
-        pa.array([escape_invalid_utf8(key) for key in rows.keys], pa.string()),
+        pa.array(keys, pa.string()),
         labels.take(class_index),
         class_index,
         pa.array(score, mask=missing),
-        lists(labels.take(pa.array(rows.indices.reshape(-1))), width),
-        lists(pa.array(rows.scores.reshape(-1)), width),
-        pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
+        lists(labels.take(pa.array(indices.reshape(-1))), width),
+        lists(pa.array(scores.reshape(-1)), width),
+        pa.array(errors, pa.string()),
     ]
     ours = schema.names[: len(schema) - len(copied)]
     for name, column in LIST_COLUMNS.items():
         if column in ours:
-            found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
+            given = [rows.lists[name] for rows in batches if name in rows.lists]
+            found = np.concatenate(given) if given else np.zeros((0, 1), np.float32)  # a group without a readable image
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
     if VERSION in ours:
-        columns.append(pa.array(rows.versions, pa.string()))
+        columns.append(pa.array([one for rows in batches for one in rows.versions], pa.string()))
     if copied:  # null in rows that have none, such as images that are not of a Parquet file
         nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in copied], schema=copied)
-        batches = [nulls if one is None else one for one in rows.copied]
-        columns += pa.Table.from_batches(batches, copied).combine_chunks().columns
+        copies = [nulls if one is None else one for rows in batches for one in rows.copied]
+        columns += pa.Table.from_batches(copies, copied).combine_chunks().columns
     return pa.table(columns, schema=schema)
