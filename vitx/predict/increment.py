@@ -25,6 +25,8 @@ from vitx.predict.summary import Increment
 
 # known: an image for each row; place: in its shard's finished file, NULL if there is none. present: the input as it is.
 _SCHEMA = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
 CREATE TABLE known (name BLOB, version TEXT, shard INTEGER, place INTEGER);
 CREATE TABLE present (name BLOB PRIMARY KEY, version TEXT);
 """
@@ -76,8 +78,6 @@ class _Comparison:
         self._path.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
         self._database.executescript(_SCHEMA)
         self._database.execute("BEGIN")
         self._database.executemany("INSERT INTO known VALUES (?, ?, ?, ?)", self._known())
@@ -130,19 +130,13 @@ class _Comparison:
             same_rows = _rows(shard for _, shard in shards) == _rows(units)
             changed = versions - {version_of(join(self._run.base, location))} or unread or not same_rows
             if changed:
-                self._replace([number for number, _ in shards], units)
+                # Parquet may have more row groups than before, or fewer: the others become parts without rows.
+                self.added += units[len(shards) :]
+                units += [Shard("parquet", location, 0, 0)] * (len(shards) - len(units))
+                self.replaced += [(number, unit) for (number, _), unit in zip(shards, units, strict=False)]
             whole = bool(shards) and len(done) == len(shards)
             found["changed" if changed and done else "unchanged" if whole else "new"] += 1
         return Increment(**found, gone=gone + len(self._containers))  # what is left of the containers is gone
-
-    def _replace(self, shards: list[int], units: list[Shard]) -> None:
-        """A Parquet file may have more row groups than before, or fewer: the others become parts without rows."""
-        empty = Shard("parquet", units[0].location, 0, 0)
-        for number, unit in itertools.zip_longest(shards, units):
-            if number is None:
-                self.added.append(unit)
-            else:
-                self.replaced.append((number, unit or empty))
 
     def refuse_equal_keys(self, column: str) -> None:
         """Rows of files that are gone stay: their keys may not come again."""

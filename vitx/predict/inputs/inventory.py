@@ -217,31 +217,28 @@ def _is_container(name: str) -> bool:
 
 def _lines(source: str) -> Iterator[str]:
     number = length = 0
-    # utf-8-sig: some editors begin a file with a mark of its encoding.
-    with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
-        while True:
-            try:
-                line = file.readline(MAX_LINE)
-            except OSError as error:
-                raise EnvironmentMissing(
-                    f"cannot read the list '{source}' beyond line {number}: {error}; nothing was begun: run the same "
-                    "command again"
-                ) from None
-            if not line:
-                return
-            number, length = number + 1, length + len(line)
-            if "\0" in line:
-                raise InputError(
-                    f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
-                    "UTF-8 (a list in UTF-16 has to be converted)"
-                )
-            if len(line) == MAX_LINE or length > MAX_LIST:
-                raise InputError(
-                    f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
-                    f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
-                )
-            if path := line.rstrip("\r\n"):
-                yield path
+    try:
+        # utf-8-sig: some editors begin a file with a mark of its encoding.
+        with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
+                length += len(line)
+                if "\0" in line:
+                    raise InputError(
+                        f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
+                        "UTF-8 (a list in UTF-16 has to be converted)"
+                    )
+                if len(line) == MAX_LINE or length > MAX_LIST:
+                    raise InputError(
+                        f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
+                        f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
+                    )
+                if path := line.rstrip("\r\n"):
+                    yield path
+    except OSError as error:
+        where = f"the list '{source}' beyond line {number}"
+        raise EnvironmentMissing(
+            f"cannot read {where}: {error}; nothing was begun: run the same command again"
+        ) from None
 
 
 def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None]:

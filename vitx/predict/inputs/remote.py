@@ -86,7 +86,7 @@ def ask(
 ) -> Any:
     """What a file system's method `question` says of `path`.
 
-    Raises TimeoutError after `seconds` (READ_SECONDS), CancelledError when `stopped` is set.
+    Raises TimeoutError after `seconds` (0: READ_SECONDS), CancelledError when `stopped` is set.
     """
     if getattr(system, "async_impl", False):  # can be cancelled, which closes the connection
         future = asyncio.run_coroutine_threadsafe(getattr(system, f"_{question}")(path, **options), system.loop)
