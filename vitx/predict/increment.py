@@ -25,6 +25,8 @@ from vitx.predict.summary import Increment
 
 # known: an image for each row; place: in its shard's finished file, NULL if there is none. present: the input as it is.
 _SCHEMA = """
+PRAGMA journal_mode = OFF;
+PRAGMA synchronous = OFF;
 CREATE TABLE known (name BLOB, version TEXT, shard INTEGER, place INTEGER);
 CREATE TABLE present (name BLOB PRIMARY KEY, version TEXT);
 """
@@ -40,21 +42,19 @@ def extend_run(
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """
     if run.created:
-        images, files = 0, set[str]()
-        for _, shard, _ in ledger.shards():
-            if shard.kind == "images":
-                images += shard.count or 0
-            else:
-                files.add(shard.location)
-        return Increment(new=images + len(files))
+        shards = [shard for _, shard, _ in ledger.shards()]
+        images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
+        return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
     contents = list_input(source, ledger.path.parent, columns, again=True)
     with closing(_Comparison(ledger, summary.parent, run, contents)) as comparison:
+        found = comparison.compare()
         if columns.key is not None:
             comparison.refuse_equal_keys(columns.key)
-        if comparison.has_work:
+        # What the run has not done yet aside.
+        if comparison.names or comparison.added or comparison.replaced or found.changed:
             summary.unlink(missing_ok=True)
             comparison.extend(shard_size)
-        return comparison.increment
+        return found
 
 
 class _Comparison:
@@ -65,32 +65,16 @@ class _Comparison:
         self._path = ledger.path.with_name(f".increment-{uuid.uuid4().hex}")
         self._database = sqlite3.connect(self._path, isolation_level=None)
         self.added: list[Shard] = []
-        self._replaced: list[tuple[int, Shard]] = []
+        self.replaced: list[tuple[int, Shard]] = []
         # The shards whose finished file is there, and those of each tar or Parquet file.
         self._finished = set[int]()
         self._containers: dict[str, list[tuple[int, Shard]]] = {}
-        try:
-            self._read()
-            images = self._images()
-            # What is left of the containers is gone.
-            files = self._compare_containers()
-            self.increment = Increment(**{name: count + files[name] for name, count in images.items()})
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def has_work(self) -> bool:
-        """Whether the run has to be extended; what it has not done yet aside."""
-        return bool(self.names or self.added or self._replaced or self.increment.changed)
 
     def close(self) -> None:
         self._database.close()
         self._path.unlink(missing_ok=True)
 
     def _read(self) -> None:
-        self._database.execute("PRAGMA journal_mode = OFF")
-        self._database.execute("PRAGMA synchronous = OFF")
         self._database.executescript(_SCHEMA)
         self._database.execute("BEGIN")
         self._database.executemany("INSERT INTO known VALUES (?, ?, ?, ?)", self._known())
@@ -125,16 +109,15 @@ class _Comparison:
     def _count(self, what: str) -> int:
         return int(self._database.execute(f"SELECT count(*) FROM {what}").fetchone()[0])
 
-    def _images(self) -> dict[str, int]:
+    def compare(self) -> Increment:
+        """Called once, first. Beside what it returns it notes names, added and replaced: what the run lacks."""
+        self._read()
         self.names = self._count("present WHERE name NOT IN (SELECT name FROM known)")
         pending = self._count(f"{_BOTH} WHERE place IS NULL")
-        changed = self._count(f"{_BOTH} WHERE {_CHANGED}")
+        changed_images = self._count(f"{_BOTH} WHERE {_CHANGED}")
         gone = self._count("known WHERE name NOT IN (SELECT name FROM present)")
-        unchanged = self._count("known") - pending - changed - gone
-        return {"new": self.names + pending, "changed": changed, "unchanged": unchanged, "gone": gone}
-
-    def _compare_containers(self) -> dict[str, int]:
-        found = dict.fromkeys(("new", "changed", "unchanged", "gone"), 0)
+        unchanged = self._count("known") - pending - changed_images - gone
+        found = {"new": self.names + pending, "changed": changed_images, "unchanged": unchanged}
         for location, group in itertools.groupby(self._contents.units, lambda unit: unit.location):
             units, shards = list(group), self._containers.pop(location, [])
             done = [number for number, _ in shards if number in self._finished]
@@ -144,19 +127,13 @@ class _Comparison:
             same_rows = _rows(shard for _, shard in shards) == _rows(units)
             changed = versions - {version_of(join(self._run.base, location))} or unread or not same_rows
             if changed:
-                self._replace([number for number, _ in shards], units)
+                # Parquet may have more row groups than before, or fewer: the others become parts without rows.
+                self.added += units[len(shards) :]
+                units += [Shard("parquet", location, 0, 0)] * (len(shards) - len(units))
+                self.replaced += [(number, unit) for (number, _), unit in zip(shards, units, strict=False)]
             whole = bool(shards) and len(done) == len(shards)
             found["changed" if changed and done else "unchanged" if whole else "new"] += 1
-        return found | {"gone": len(self._containers)}
-
-    def _replace(self, shards: list[int], units: list[Shard]) -> None:
-        """A Parquet file may have more row groups than before, or fewer: the others become parts without rows."""
-        empty = Shard("parquet", units[0].location, 0, 0)
-        for number, unit in itertools.zip_longest(shards, units):
-            if number is None:
-                self.added.append(unit)
-            else:
-                self._replaced.append((number, unit or empty))
+        return Increment(**found, gone=gone + len(self._containers))  # what is left of the containers is gone
 
     def refuse_equal_keys(self, column: str) -> None:
         """Rows of files that are gone stay: their keys may not come again."""
@@ -171,22 +148,20 @@ class _Comparison:
         present = key_records(self._run.base, self._contents.tables.readable, column)
         refuse_equal_keys(column, itertools.chain(present, gone), self._path.parent)
 
-    def _again(self) -> Iterator[tuple[int, list[int]]]:
-        rows = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
-        for shard, places in itertools.groupby(rows, lambda row: int(row[0])):
-            yield shard, [place for _, place in places]
-
     def extend(self, shard_size: int) -> None:
+        changed = self._database.execute(f"SELECT shard, place FROM {_BOTH} WHERE {_CHANGED} ORDER BY shard, place")
+        by_shard = itertools.groupby(changed, lambda row: int(row[0]))
         listing = self._path.with_name(f"images-{uuid.uuid4().hex}")
         rows = self._database.execute(
             "SELECT name FROM present WHERE name NOT IN (SELECT name FROM known) ORDER BY present.rowid"
         )
         try:
-            ranges = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size).ranges
+            ranges, _ = write_list(listing, (os.fsdecode(name) for (name,) in rows), shard_size)
             shards = [Shard("images", listing.name, start, count) for start, count in ranges]
             described = json.loads(self._ledger.description()) | {"skipped": asdict(self._contents.skipped)}
+            again = ((shard, [place for _, place in group]) for shard, group in by_shard)
             self._ledger.extend(
-                json.dumps(described), again=self._again(), replaced=self._replaced, added=[*shards, *self.added]
+                json.dumps(described), again=again, replaced=self.replaced, added=[*shards, *self.added]
             )
         except BaseException:
             listing.unlink(missing_ok=True)

@@ -8,9 +8,8 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -111,15 +110,15 @@ def take_inventory(
     rows of one key.
     """
     found = list_input(source, listing.parent, columns)
-    written = write_list(listing, found.images, shard_size, share)
+    ranges, listed = write_list(listing, found.images, shard_size, share)
     if columns.key is not None:
         refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
-    digest = hashlib.sha256(f"{written.digest} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
-    ranges = (Shard("images", "", start, count) for start, count in written.ranges)
+    digest = hashlib.sha256(f"{listed} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
+    images = (Shard("images", "", start, count) for start, count in ranges)
     units = found.units[share.number - 1 :: share.jobs]
     beside = found.skipped if share.number == 1 else SkippedNames()
     schema = found.tables.schema()
-    return Inventory(found.base, (*ranges, *units), digest.hexdigest(), share, found.source, beside, schema)
+    return Inventory(found.base, (*images, *units), digest.hexdigest(), share, found.source, beside, schema)
 
 
 class Contents(NamedTuple):
@@ -143,11 +142,16 @@ def list_input(source: str, scratch: Path, columns: TableColumns, *, again: bool
     and its version.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
+    containers: list[str] = []
     skipped = SkippedNames()
-    named, base, containers, names = _list_input(source, scratch, skipped, versions=again)
+    named, base, names = _list_input(source, scratch, containers, skipped, versions=again)
     images = iter(names)
-    first = list(itertools.islice(images, 1))
-    units, tables = _container_shards(source, base, containers, columns, others=bool(first), again=again)
+    first = list(itertools.islice(images, 1))  # then all names of a folder or a pattern have been seen
+    if first and named == "folder":
+        for name in containers:
+            skipped.add(name)
+        containers = []
+    units, tables = _container_shards(source, base, sorted(containers), columns, others=bool(first), again=again)
     if not units and not first:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if named == "folder" else "names"
@@ -162,60 +166,49 @@ def _is_folder(source: str) -> bool:
 
 
 def _list_input(
-    source: str, scratch: Path, skipped: SkippedNames, *, versions: bool
-) -> tuple[Source, str, list[str], Iterable[str]]:
-    """Return (what names the images, base, tar and Parquet files, single images); names are relative to the base.
+    source: str, scratch: Path, containers: list[str], skipped: SkippedNames, *, versions: bool
+) -> tuple[Source, str, Iterable[str]]:
+    """Return (what names the images, base, single images), names relative to the base; tar and Parquet files and other
+    names are added to `containers` and `skipped`, those of a folder or a pattern when the first image is asked for.
 
     versions: each image is followed by MARK and its version.
     """
 
-    def marked(base: str, names: Iterable[str]) -> Iterable[str]:
-        return _with_versions(base, names) if versions else names
+    def beside(name: str) -> None:
+        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
+        containers.append(name) if taken else skipped.add(name)
 
-    containers: list[str] = []
-    if _is_folder(source):
-
-        def skip(name: str) -> None:
-            beside = _is_container(name) and not name.startswith(".") and "/" not in name
-            containers.append(name) if beside else skipped.add(name)
-
-        images = sort_paths(walk_images(source, skip, versions=versions), scratch)
-        if (first := next(images, None)) is None:
-            return "folder", source, sorted(containers), ()
-        for name in containers:
-            skipped.add(name)
-        return "folder", source, [], itertools.chain([first], images)
+    if folder := _is_folder(source):
+        return "folder", source, sort_paths(walk_images(source, beside, versions=versions), scratch)
+    named: Source = "image"
     if not exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
-        images = sort_paths(_matched_images(source, containers, skipped), scratch)
-        first_images = list(itertools.islice(images, 1))  # then all names have been sorted
-        return "pattern", "", sorted(containers), marked("", itertools.chain(first_images, images))
-    folder, _, name = source.rpartition("/")
-    base = folder or ("/" if source.startswith("/") else "")
-    if base.endswith(":/"):  # memory://images.tar has no folder
-        base, name = "", source
-    if name.lower().endswith(LIST_NAMES):
-        return "list", base, [], marked(base, _lines(source))
-    if _is_container(name):
-        return "image", base, [name], ()
-    if is_image_name(name):
-        return "image", base, [], marked(base, [name])
-    raise InputError(
-        f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
-        f"or a list of paths in {', '.join(LIST_NAMES)}"
-    )
+        named, base, images = "pattern", "", sort_paths(_matched_images(source, beside), scratch)
+    else:
+        above, _, name = source.rpartition("/")
+        base = above or ("/" if source.startswith("/") else "")
+        if base.endswith(":/"):  # memory://images.tar has no folder
+            base, name = "", source
+        if name.lower().endswith(LIST_NAMES):
+            named, images = "list", _lines(source)
+        elif _is_container(name) or is_image_name(name):
+            images = iter([name] if is_image_name(name) else [])
+            containers += [name] if _is_container(name) else []
+        else:
+            raise InputError(
+                f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
+                f"or a list of paths in {', '.join(LIST_NAMES)}"
+            )
+    return named, base, _with_versions(base, images) if versions else images
 
 
-def _matched_images(pattern: str, containers: list[str], skipped: SkippedNames) -> Iterator[str]:
-    """Yield the images; add the tar and Parquet files to `containers`, and other names to `skipped`."""
+def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
     for path in expand(pattern):
         if is_image_name(path):
             yield path
-        elif _is_container(path):
-            containers.append(path)
         else:
-            skipped.add(path)
+            beside(path)
 
 
 def _is_container(name: str) -> bool:
@@ -224,31 +217,28 @@ def _is_container(name: str) -> bool:
 
 def _lines(source: str) -> Iterator[str]:
     number = length = 0
-    # utf-8-sig: some editors begin a file with a mark of its encoding.
-    with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
-        while True:
-            try:
-                line = file.readline(MAX_LINE)
-            except OSError as error:
-                raise EnvironmentMissing(
-                    f"cannot read the list '{source}' beyond line {number}: {error}; nothing was begun: run the same "
-                    "command again"
-                ) from None
-            if not line:
-                return
-            number, length = number + 1, length + len(line)
-            if "\0" in line:
-                raise InputError(
-                    f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
-                    "UTF-8 (a list in UTF-16 has to be converted)"
-                )
-            if len(line) == MAX_LINE or length > MAX_LIST:
-                raise InputError(
-                    f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
-                    f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
-                )
-            if path := line.rstrip("\r\n"):
-                yield path
+    try:
+        # utf-8-sig: some editors begin a file with a mark of its encoding.
+        with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+            for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
+                length += len(line)
+                if "\0" in line:
+                    raise InputError(
+                        f"line {number} of '{source}' has a zero byte, which no path has: expected one path a line, in "
+                        "UTF-8 (a list in UTF-16 has to be converted)"
+                    )
+                if len(line) == MAX_LINE or length > MAX_LIST:
+                    raise InputError(
+                        f"line {number} of '{source}' ends behind {MAX_LINE:,} characters, or the list behind "
+                        f"{MAX_LIST:,}: expected one path a line; a longer list has to be cut"
+                    )
+                if path := line.rstrip("\r\n"):
+                    yield path
+    except OSError as error:
+        where = f"the list '{source}' beyond line {number}"
+        raise EnvironmentMissing(
+            f"cannot read {where}: {error}; nothing was begun: run the same command again"
+        ) from None
 
 
 def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None]:
@@ -298,17 +288,20 @@ def read_shard(
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
     """
-    version = version_of(join(base, shard.location), stopped) if versions and shard.kind != "images" else None
-    match shard.kind:
-        case "images":
-            items = (Item(name, join(base, name)) for name in names_of(shard, listing))
-        case "tar":
-            items = _tar_items(shard, base, skipped, stopped)
-        case "parquet":
-            items = _parquet_items(shard, base, columns, stopped)
-    with closing(items):
-        for item in items:
-            yield item if version is None else item._replace(version=version)
+    if shard.kind == "images":
+        yield from (Item(name, join(base, name)) for name in names_of(shard, listing))
+        return
+    version = version_of(join(base, shard.location), stopped) if versions else None
+    if shard.kind == "parquet":
+        yield from _parquet_items(shard, base, columns, stopped, version)
+        return
+    try:
+        with open_stream(join(base, shard.location), stopped) as file:
+            for name, content in tar_images(file, skipped):
+                yield Item(f"{shard.location}/{name}", content, version=version)
+    except TAR_ERRORS as error:
+        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
+        yield Item(shard.location, ImageError(reason), version=version)
 
 
 def names_of(shard: Shard, listing: Path) -> Iterator[str]:
@@ -330,27 +323,15 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item._replace(source=error)
 
 
-def _tar_items(
-    shard: Shard, base: str, skipped: SkippedNames | None, stopped: threading.Event | None
-) -> Generator[Item, None, None]:
-    try:
-        with open_stream(join(base, shard.location), stopped) as file:
-            for name, content in tar_images(file, skipped):
-                yield Item(f"{shard.location}/{name}", content)
-    except TAR_ERRORS as error:
-        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
-        yield Item(shard.location, ImageError(reason))
-
-
 def _parquet_items(
-    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None, version: str | None
 ) -> Generator[Item, None, None]:
     import pyarrow as pa
 
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
         for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
-            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied)
+            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
             row += 1
         return
     except InputError as error:  # about its columns
@@ -358,6 +339,6 @@ def _parquet_items(
     except (OSError, pa.ArrowException) as error:
         reason = ImageError(f"cannot read the Parquet file beyond row {row}: {error}")
     if shard.count is None:
-        yield Item(shard.location, reason)
+        yield Item(shard.location, reason, version=version)
     for lost in range(row, end):
-        yield Item(f"{shard.location}/{lost:07d}", reason)
+        yield Item(f"{shard.location}/{lost:07d}", reason, version=version)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from vitx.core.files import sync, sync_open
 from vitx.predict.options import WHOLE, Share
@@ -24,26 +24,21 @@ HASHED_RECORDS = 4096
 BLOCK_BYTES = 1 << 12
 
 
-class WrittenList(NamedTuple):
-    """ranges: the first byte and the number of records of each, of one share. digest and total: of all records."""
+def write_list(
+    path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE
+) -> tuple[list[tuple[int, int]], str]:
+    """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter).
 
-    ranges: list[tuple[int, int]]
-    digest: str
-    total: int
-
-
-def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share = WHOLE) -> WrittenList:
-    """Write the records of a share, every Nth of N jobs, in ranges of `shard_size` (the last is shorter)."""
+    Return the first byte and the number of records of each range, and the sha256 of the records of all shares.
+    """
     ranges: list[tuple[int, int]] = []
     hasher = hashlib.sha256()
-    total = position = 0
+    position = 0
 
     def hashed() -> Iterator[list[str]]:
-        nonlocal total
         remaining = iter(records)
         while block := list(islice(remaining, HASHED_RECORDS)):
             hasher.update(_encoded(block))
-            total += len(block)
             yield block
 
     own = islice(chain.from_iterable(hashed()), share.number - 1, None, share.jobs)
@@ -55,7 +50,7 @@ def write_list(path: Path, records: Iterable[str], shard_size: int, share: Share
             position += len(encoded)
         sync_open(file)
     sync(path.parent)  # name and content are on the disk before the ledger refers to them
-    return WrittenList(ranges, hasher.hexdigest(), total)
+    return ranges, hasher.hexdigest()
 
 
 def _encoded(records: list[str]) -> bytes:
@@ -84,7 +79,7 @@ def sort_paths(paths: Iterable[str], folder: Path) -> Iterator[str]:
             file = open_files.enter_context(tempfile.TemporaryFile(dir=folder))
             file.writelines(record + b"\0" for record in run)
             file.seek(0)
-            runs.append(_records(file))
+            runs.append(chain.from_iterable(_blocks(file)))
             del run  # free it before the next run is built
         yield from map(os.fsdecode, heapq.merge(*runs, key=_by_parts))
 
@@ -92,10 +87,6 @@ def sort_paths(paths: Iterable[str], folder: Path) -> Iterator[str]:
 def _by_parts(path: bytes) -> bytes:
     """A sort key with / before every other byte: "a/b" before "a-b", as the part "a" is before "a-b"."""
     return path.replace(b"/", b"\0")
-
-
-def _records(file: IO[bytes]) -> Iterator[bytes]:
-    return chain.from_iterable(_blocks(file))
 
 
 def _blocks(file: IO[bytes]) -> Iterator[list[bytes]]:

@@ -69,10 +69,9 @@ async def _http_client(**options: Any) -> Any:
             return await super().read()
 
         def raise_for_status(self) -> None:
-            if self.status in (404, 410):
-                raise FileNotFoundError(f"HTTP status {self.status}")
-            if self.status in (401, 403):
-                raise PermissionError(f"HTTP status {self.status}")
+            final = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError, 410: FileNotFoundError}
+            if self.status in final:
+                raise final[self.status](f"HTTP status {self.status}")
             if self.status >= 400:
                 self.close()
             super().raise_for_status()
@@ -83,17 +82,11 @@ async def _http_client(**options: Any) -> Any:
 
 
 def ask(
-    system: Any,
-    question: str,
-    path: str,
-    *,
-    stopped: threading.Event | None = None,
-    seconds: float | None = None,
-    **options: Any,
+    system: Any, question: str, path: str, *, stopped: threading.Event | None = None, seconds: float = 0, **options: Any
 ) -> Any:
     """What a file system's method `question` says of `path`.
 
-    Raises TimeoutError after `seconds` (READ_SECONDS), CancelledError when `stopped` is set.
+    Raises TimeoutError after `seconds` (0: READ_SECONDS), CancelledError when `stopped` is set.
     """
     if getattr(system, "async_impl", False):  # can be cancelled, which closes the connection
         future = asyncio.run_coroutine_threadsafe(getattr(system, f"_{question}")(path, **options), system.loop)
@@ -209,11 +202,8 @@ class RemoteFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._place
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._whole = False
+        self._whole = self._whole and (offset, whence) == (0, io.SEEK_CUR)  # as `tell` asks
         if whence == io.SEEK_END:
             offset += int(self._tried(lambda file: file.size))
         self._place = offset + (self._place if whence == io.SEEK_CUR else 0)

@@ -20,7 +20,9 @@ class SkippedNames:
         return sum(self.by_suffix.values())
 
     def add(self, name: str) -> None:
-        self.merge(SkippedNames({_suffix(name): 1}, [name]))
+        path = PurePosixPath(name)
+        suffix = HIDDEN if path.name.startswith(".") else path.suffix.lower() or NO_SUFFIX
+        self.merge(SkippedNames({suffix: 1}, [name]))
 
     def merge(self, other: "SkippedNames") -> None:
         for suffix, count in other.by_suffix.items():
@@ -30,11 +32,6 @@ class SkippedNames:
         for name in other.first:
             if len(self.first) < MAX_NAMES and name not in self.first:
                 self.first.append(name)
-
-
-def _suffix(name: str) -> str:
-    path = PurePosixPath(name)
-    return HIDDEN if path.name.startswith(".") else path.suffix.lower() or NO_SUFFIX
 
 
 # As a default: not to be added to.

@@ -114,9 +114,8 @@ def version_of(location: str, stopped: threading.Event | None = None) -> str | N
             local = os.stat(location)
             return f"{local.st_size}-{local.st_mtime_ns}"
         system, path = remote_filesystem(location)
-        return _entry_version(
-            attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer", stopped)
-        )
+        found = attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer", stopped)
+        return _entry_version(found)
     except (OSError, ImageError, VitxError):
         return None
 
@@ -168,16 +167,17 @@ def _look(location: str, question: str) -> Any:
     """The answer of a store, None if there is nothing."""
     system, path = remote_filesystem(location)
     try:
-        return attempts(lambda: _listed(system, question, path), "it gives no answer")
+        return _listed(system, question, path, "it gives no answer")
     except FileNotFoundError:
         return None
     except (OSError, ImageError) as error:
         raise EnvironmentMissing(f"cannot look for '{location}': {error}") from None
 
 
-def _listed(system: Any, question: str, path: str, **options: Any) -> Any:
+def _listed(system: Any, question: str, path: str, problem: str = "cannot list the folder", **options: Any) -> Any:
     """The answer to a question about all of a folder: of an HTTP server it is one page."""
-    return ask(system, question, path, seconds=None if is_http(path) else LIST_SECONDS, **options)
+    seconds = 0 if is_http(path) else LIST_SECONDS
+    return attempts(lambda: ask(system, question, path, seconds=seconds, **options), problem)
 
 
 def _finds_prefixes(system: Any) -> bool:
@@ -259,11 +259,8 @@ def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> I
         elif is_hidden(name) or not is_image_name(name):
             skip(given)
             continue
-        version = _entry_version(entry) if versions else None
-        if versions and version is None:
-            yield with_version(given, join(root, given))
-        else:
-            yield given if version is None else f"{given}{MARK}{version}"
+        version = f"{MARK}{_entry_version(entry) or version_of(join(root, given)) or ''}" if versions else ""
+        yield given + version
 
 
 def _entries(
@@ -279,7 +276,8 @@ def _entries(
         folder = f"{top}/{prefix}".rstrip("/") or "/"
         try:
             entries = _list_remote(system, folder)
-            keys = _keys_below_an_empty_name(system, folder)
+            # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
+            keys = _listed(system, "find", folder, prefix="/") if _finds_prefixes(system) else ()
         except (ImageError, OSError) as error:
             yield prefix, error
             continue
@@ -289,18 +287,10 @@ def _entries(
                 yield prefix + name, entry
             elif name and prefix.count("/") + 1 < depth:
                 todo.append(f"{prefix}{name}/")
-        yield from ((prefix + key, {}) for key in keys)
-
-
-def _keys_below_an_empty_name(system: Any, folder: str) -> list[str]:
-    """An object store's keys such as FOLDER//x.jpg, relative to the folder: no listing of folders has them."""
-    if not _finds_prefixes(system):
-        return []
-    found = attempts(lambda: _listed(system, "find", folder, prefix="/"), "cannot list the folder")
-    return [path[len(folder) + 1 :] for path in found if path.startswith(f"{folder}//")]
+        yield from ((prefix + key[len(folder) + 1 :], {}) for key in keys if key.startswith(f"{folder}//"))
 
 
 def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
     """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries: list[dict[str, Any]] = attempts(lambda: _listed(system, "ls", path, detail=True), "cannot list the folder")
+    entries = _listed(system, "ls", path, detail=True)
     return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]

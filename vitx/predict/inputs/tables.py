@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
@@ -36,14 +36,6 @@ class TableColumns:
     schema: Any = None
 
 
-class TableRow(NamedTuple):
-    """key: None without a column of keys. copied: a `pyarrow.RecordBatch` of this row, or None if nothing goes on."""
-
-    image: str | bytes | ImageError
-    key: str | None
-    copied: Any
-
-
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
@@ -56,9 +48,7 @@ class Tables:
         self.readable: list[str] = []
         self.refused: list[InputError] = []
         # By name: the type, and the file where it was found first.
-        self._copied: dict[str, tuple[Any, str]] = {}
-        for field in columns.schema or ():
-            self._copied[field.name] = (field.type, "the output")
+        self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
 
     def row_groups(self, base: str, name: str) -> list[tuple[int, int | None]]:
         """The first row and the number of rows of each row group; (0, None) for a file that cannot be read.
@@ -72,8 +62,7 @@ class Tables:
             with open_stream(join(base, name)) as file:
                 parquet = pq.ParquetFile(file)
                 schema, groups = parquet.schema_arrow, _row_groups(parquet)
-                _image_column(schema, self._columns.image, name)
-                _check_key(schema, self._columns.key, name)
+                _image_column(schema, self._columns, name)
         except (OSError, pa.ArrowException):
             return [(0, None)]  # reading it gives a row with the reason
         except InputError as error:
@@ -98,7 +87,7 @@ class Tables:
         import pyarrow.types as types
 
         asked, taken, key = self._columns.copied, self._columns.taken, self._columns.key
-        fields = [one for one in schema if (one.name in asked if asked is not None else not _may_hold_images(one.type))]
+        fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
         # DuckDB and Spark do not tell upper case from lower.
         clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
         for field in fields:
@@ -137,8 +126,9 @@ def schema_from_text(text: str | None) -> Any:
 
 def read_rows(
     base: str, name: str, start: int, count: int | None, columns: TableColumns, stopped: threading.Event | None = None
-) -> Iterator[TableRow]:
-    """Yield the rows of the row group that begins with row `start` and has `count` rows; of the file without a count.
+) -> Iterator[tuple[str | bytes | ImageError, str | None, Any]]:
+    """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
+    row group that begins with row `start` and has `count` rows; of the file without a count.
 
     stopped: see `read_bytes`. Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns
     are not clear.
@@ -149,8 +139,7 @@ def read_rows(
     with open_stream(join(base, name), stopped) as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
-        image = _image_column(schema, columns.image, name)
-        _check_key(schema, columns.key, name)
+        image = _image_column(schema, columns, name)
         groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (start, count)]
         if not groups and count is not None:
             raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
@@ -160,11 +149,8 @@ def read_rows(
             keys = [None] * len(batch) if columns.key is None else batch.column(columns.key).to_pylist()
             table = None if columns.schema is None else _as_listed(batch, columns.schema)
             for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
-                yield TableRow(
-                    _image(value, folder),
-                    None if key is None else str(key),
-                    None if table is None else table.slice(index, 1),
-                )
+                row = None if table is None else table.slice(index, 1)
+                yield _image(value, folder), None if key is None else str(key), row
 
 
 def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
@@ -197,15 +183,14 @@ def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     for name in names:
-        row = 0
         try:
             with open_stream(join(base, name)) as file:
-                for batch in pq.ParquetFile(file).iter_batches(columns=[column]):
-                    for value in batch.column(column).to_pylist():
-                        if value is None:
-                            raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
-                        yield key_record(str(value), f"row {row} of {name}")
-                        row += 1
+                batches = pq.ParquetFile(file).iter_batches(columns=[column])
+                keys = itertools.chain.from_iterable(batch.column(column).to_pylist() for batch in batches)
+                for row, key in enumerate(keys):
+                    if key is None:
+                        raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
+                    yield key_record(str(key), f"row {row} of {name}")
         except (OSError, pa.ArrowException):
             continue  # the rows that cannot be read have no key
 
@@ -234,29 +219,19 @@ def _may_hold_images(kind: Any) -> bool:
     return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
 
 
-def _image_column(schema: Any, given: str | None, location: str) -> str:
-    found = [field.name for field in schema if _may_hold_images(field.type)]
-    if given is not None and given in found:
-        return given
-    preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found][:1]
-    if given is not None or not preferred:
-        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
-        raise InputError(
-            f"{location} has the columns {', '.join(schema.names)}, of which {', '.join(found) or 'none'} may hold "
-            f"images: expected {wanted}; name it with --image-column"
-        )
-    return preferred[0]
-
-
-def _check_key(schema: Any, key: str | None, location: str) -> None:
+def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
+    """The name of the column of images. Raises InputError if there is no clear one, or none as `columns.key` asks."""
     import pyarrow.types as types
 
-    if key is None:
-        return
-    kind = schema.field(key).type if schema.names.count(key) == 1 else None
-    text = kind is not None and (types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind))
-    if not text:
-        raise InputError(
-            f"{location} has the columns {', '.join(schema.names)}: expected one named '{key}' of strings or integers, "
-            "as --key asks"
-        )
+    has, given, key = f"{location} has the columns {', '.join(schema.names)}", columns.image, columns.key
+    found = [field.name for field in schema if _may_hold_images(field.type)]
+    preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found]
+    if given not in found and (given is not None or not preferred):
+        some = ", ".join(found) or "none"
+        wanted = f"'{given}'" if given is not None else f"a single one, or one named {', '.join(IMAGE_COLUMNS)}"
+        raise InputError(f"{has}, of which {some} may hold images: expected {wanted}; name it with --image-column")
+    kinds = [field.type for field in schema if field.name == key]
+    texts = [kind for kind in kinds if types.is_string(kind) or types.is_large_string(kind) or types.is_integer(kind)]
+    if key is not None and (len(kinds), len(texts)) != (1, 1):
+        raise InputError(f"{has}: expected one named '{key}' of strings or integers, as --key asks")
+    return preferred[0] if given is None else given

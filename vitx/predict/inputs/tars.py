@@ -41,7 +41,8 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
             archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
             if member.isdir():
                 continue
-            if _is_visible_image(member.name):
+            # By the last suffix, as for a file: WebDataset goes by the first dot of a name, but any tar may come here.
+            if is_image_name(member.name) and not member.name.rpartition("/")[2].startswith("."):
                 yield member.name, _content(archive, member)
             elif skipped is not None:
                 skipped.add(member.name)
@@ -74,11 +75,6 @@ def _uncompressed(file: BinaryIO) -> io.BufferedIOBase:
     """`file`, or what it holds if that is gzip, whose checksum tarfile would not look at."""
     reader = file if isinstance(file, io.BufferedReader) else io.BufferedReader(cast(io.RawIOBase, file))
     return gzip.GzipFile(fileobj=reader) if reader.peek(2)[:2] == _GZIP_MAGIC else reader
-
-
-def _is_visible_image(name: str) -> bool:
-    """By the last suffix, as for a file. (WebDataset goes by the first dot of a name, but any tar may come here.)"""
-    return is_image_name(name) and not name.rpartition("/")[2].startswith(".")
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes | ImageError:

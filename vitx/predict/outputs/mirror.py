@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
@@ -21,7 +21,6 @@ from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.outputs.parts import PREDICTIONS, part_path
 
-T = TypeVar("T")
 # Stores whose objects appear whole. memory is of this process: for tests.
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
 # Seconds between two looks for finished parts.
@@ -58,8 +57,8 @@ class Mirror:
         if overwrite:
             for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
                 self._remove(name)
-            parts, marker = {}, None
-        if (parts or marker) and (marker or {}).get("run") != run:
+            parts, marker = {}, {}
+        if (parts or marker) and marker.get("run") != run:
             where = f"its ledger is in {marker['state']} of {marker['host']}" if marker else "nothing tells which"
             remedy = "pass --overwrite" if self._share == WHOLE else "remove them"
             raise InputError(
@@ -69,7 +68,8 @@ class Mirror:
         if not summary.exists():
             self._remove(summary.name)
         mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
-        self._write(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", json.dumps(mark).encode()))
+        content = json.dumps(mark).encode()
+        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content), writes=True)
         for number in ledger.stored():
             path = part_path(self._out, number)
             if not path.is_file() or parts.get(path.name) != path.stat().st_size:
@@ -113,47 +113,36 @@ class Mirror:
             ledger.set_stored(number, digest)
 
     def _put(self, path: Path, name: str) -> None:
-        self._write(lambda: self._system.put_file(os.fspath(path), f"{self._root}/{name}"))
+        self._ask(lambda: self._system.put_file(os.fspath(path), f"{self._root}/{name}"), writes=True)
 
     def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._attempt(lambda: self._system.rm_file(f"{self._root}/{name}"))
+        self._ask(lambda: self._system.rm_file(f"{self._root}/{name}"))
 
     def _parts(self) -> dict[str, int]:
         """The sizes of the parts of this job that the store has, by name."""
-        try:
-            found = self._attempt(lambda: self._system.ls(f"{self._root}/{PREDICTIONS}", detail=True))
-        except FileNotFoundError:
-            return {}
-        sizes = {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in found}
-        numbers = {name: name.removeprefix("part-").removesuffix(".parquet") for name in sizes}
-        jobs, job = self._share.jobs, self._share.number
-        return {
-            name: sizes[name]
-            for name, number in numbers.items()
-            if not number.isdecimal() or int(number) % jobs == job % jobs
-        }
+        found = self._ask(lambda: self._system.ls(f"{self._root}/{PREDICTIONS}", detail=True)) or ()
+        sizes = {}
+        for entry in found:
+            name = str(entry["name"]).rpartition("/")[2]
+            number = name.removeprefix("part-").removesuffix(".parquet")
+            if not number.isdecimal() or (int(number) - self._share.number) % self._share.jobs == 0:
+                sizes[name] = int(entry["size"] or 0)
+        return sizes
 
-    def _marker_of_store(self) -> dict[str, Any] | None:
-        try:
-            return dict(json.loads(self._attempt(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))))
-        except (FileNotFoundError, ValueError):
-            return None
+    def _marker_of_store(self) -> dict[str, Any]:
+        content = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
+        with suppress(ValueError):
+            return dict(json.loads(content or b"{}"))
+        return {}
 
-    def _attempt(self, operation: Callable[[], T]) -> T:
+    def _ask(self, operation: Callable[[], Any], *, writes: bool = False) -> Any:
+        """None if there is nothing to read or to remove; where something is written, its bucket is not there."""
         try:
             return attempts(operation, "it gives no answer")
-        except (ImageError, PermissionError) as error:
-            raise self._unusable(error) from None
-
-    def _write(self, operation: Callable[[], object]) -> None:
-        try:
-            self._attempt(operation)
-        except OSError as error:  # such as a bucket that is not there
-            raise self._unusable(error) from None
-
-    def _unusable(self, error: Exception) -> EnvironmentMissing:
-        return EnvironmentMissing(
-            f"cannot write to '{self.url}': {error}. What was predicted is kept in '{self._out}': run the "
-            "same command again"
-        )
+        except (ImageError, OSError) as error:
+            if isinstance(error, FileNotFoundError) and not writes:
+                return None
+            raise EnvironmentMissing(
+                f"cannot write to '{self.url}': {error}. What was predicted is kept in '{self._out}': run the "
+                "same command again"
+            ) from None

@@ -15,11 +15,11 @@ import itertools
 import re
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.ledger import ShardRecord
 from vitx.predict.options import WHOLE, Share
+from vitx.runtimes.session import Float32Array
 
 PREDICTIONS = "predictions.parquet"
 # Rows that are collected before they are written as one row group; fewer, where copied columns are larger than this.
@@ -40,7 +41,6 @@ VERSION = "source_version"
 
 _ESCAPED_BYTE = re.compile(r"\\x[0-9a-f]{2}")
 
-Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 
 
@@ -138,7 +138,7 @@ class KeptRows:
         self._kept.append(kept)
         return kept
 
-    def merge_into(self, path: Path) -> tuple[int, int, dict[int, int]]:
+    def merge_into(self, path: Path) -> tuple[int, int, Counter[int]]:
         """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes.
 
         Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
@@ -154,11 +154,11 @@ class KeptRows:
             # As large as the old file's groups: they are small where there are images in the columns.
             groups = (parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups))
             block = max(groups, default=ROW_GROUP)
-            old, new = _Rows(parquet, block), _Rows(pq.ParquetFile(new_file), block)
+            take_old, take_new = _rows_of(parquet, block), _rows_of(pq.ParquetFile(new_file), block)
             with pq.ParquetWriter(merged, schema) as writer:
                 for start in range(0, len(self._kept), block):
                     kept = self._kept[start : start + block]
-                    before, made = old.take(len(kept)), new.take(kept.count(False))
+                    before, made = take_old(len(kept)), take_new(kept.count(False))
                     further = itertools.count(len(before))
                     order = [place if stays else next(further) for place, stays in enumerate(kept)]
                     both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
@@ -166,26 +166,23 @@ class KeptRows:
                     errors += len(both) - both["error"].null_count
                     classes.update(both["class_index"].drop_null().to_pylist())
         rename(merged, path)
-        return len(self._kept), errors, dict(classes)
+        return len(self._kept), errors, classes
 
 
-class _Rows:
-    """The rows of a Parquet file in turn, by blocks."""
+def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
+    """A function that gives the next so many rows of a Parquet file, or what is left; it is read by blocks."""
+    import pyarrow as pa
 
-    def __init__(self, file: Any, block: int) -> None:
-        import pyarrow as pa
+    batches, rest = file.iter_batches(block), file.schema_arrow.remove_metadata().empty_table()
 
-        self._batches = (pa.Table.from_batches([batch]).replace_schema_metadata() for batch in file.iter_batches(block))
-        self._rest = file.schema_arrow.remove_metadata().empty_table()
-
-    def take(self, count: int) -> Any:
-        """The next `count` rows, or what is left."""
-        import pyarrow as pa
-
-        while len(self._rest) < count and (more := next(self._batches, None)) is not None:
-            self._rest = pa.concat_tables([self._rest, more])
-        taken, self._rest = self._rest.slice(0, count), self._rest.slice(count)
+    def take(count: int) -> Any:
+        nonlocal rest
+        while len(rest) < count and (more := next(batches, None)) is not None:
+            rest = pa.concat_tables([rest, pa.Table.from_batches([more]).replace_schema_metadata()])
+        taken, rest = rest.slice(0, count), rest.slice(count)
         return taken
+
+    return take
 
 
 def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
@@ -239,7 +236,7 @@ class PartWriter:
         self.kept: KeptRows | None = None
         # Of the record: see `ShardRecord`.
         self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
-        self.classes: dict[int, int] = {}
+        self.classes = Counter[int]()
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
@@ -267,15 +264,14 @@ class PartWriter:
     def _write_group(self) -> None:
         if not self._waiting:
             return
-        rows = _concatenated(self._waiting)
+        table = _table(self._waiting, self._labels, self._schema, self._copied)
+        self.images += len(table)
+        for rows in self._waiting:
+            self.errors += len(rows.keys) - len(rows.indices)
+            self.classes.update(rows.indices[:, 0].tolist())
         self._waiting.clear()
         self._row_count = self._copied_bytes = 0
-        self.images += len(rows.keys)
-        self.errors += len(rows.keys) - len(rows.indices)
-        for index, count in zip(*np.unique(rows.indices[:, 0], return_counts=True), strict=True):
-            self.classes[int(index)] = self.classes.get(int(index), 0) + int(count)
-        table = _table(rows, self._labels, self._schema, self._copied)
-        self._writer.write_table(table, row_group_size=len(rows.keys))
+        self._writer.write_table(table, row_group_size=len(table))
 
 
 def warm_up() -> None:
@@ -301,27 +297,18 @@ def _bytes(row: Any) -> int:
     return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
 
 
-def _concatenated(batches: Sequence[Rows]) -> Rows:
-    names = {name: None for rows in batches for name in rows.lists}  # in order
-    return Rows(
-        keys=[key for rows in batches for key in rows.keys],
-        errors=[error for rows in batches for error in rows.errors],
-        indices=np.concatenate([rows.indices for rows in batches]),
-        scores=np.concatenate([rows.scores for rows in batches]),
-        lists={name: np.concatenate([rows.lists[name] for rows in batches if name in rows.lists]) for name in names},
-        copied=[one for rows in batches for one in rows.copied],
-        versions=[one for rows in batches for one in rows.versions],
-    )
-
-
-def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
+def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:
     import pyarrow as pa
 
+    keys = [escape_invalid_utf8(key) for rows in batches for key in rows.keys]
+    errors = [None if error is None else escape_invalid_utf8(error) for rows in batches for error in rows.errors]
+    indices = np.concatenate([rows.indices for rows in batches])
+    scores = np.concatenate([rows.scores for rows in batches])
     # (N,) from (M,): rows without a prediction are null in all columns but path and error.
-    missing = np.array([error is not None for error in rows.errors], dtype=bool)
+    missing = np.array([error is not None for error in errors], dtype=bool)
     best = np.zeros(len(missing), dtype=np.int32)
     score = np.zeros(len(missing), dtype=np.float32)
-    best[~missing], score[~missing] = rows.indices[:, 0], rows.scores[:, 0]
+    best[~missing], score[~missing] = indices[:, 0], scores[:, 0]
     class_index = pa.array(best, mask=missing)
 
     def lists(values: Any, width: int) -> Any:
@@ -329,32 +316,26 @@ def _table(rows: Rows, labels: Any, schema: Any, copied: Any) -> Any:
         offsets = np.concatenate([[0], np.cumsum(~missing * width)]).astype(np.int32)
         return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
 
-    width = rows.indices.shape[1]
+    width = indices.shape[1]
     columns = [
-        pa.array([escape_invalid_utf8(key) for key in rows.keys], pa.string()),
+        pa.array(keys, pa.string()),
         labels.take(class_index),
         class_index,
         pa.array(score, mask=missing),
-        lists(labels.take(pa.array(rows.indices.reshape(-1))), width),
-        lists(pa.array(rows.scores.reshape(-1)), width),
-        pa.array([None if error is None else escape_invalid_utf8(error) for error in rows.errors], pa.string()),
+        lists(labels.take(pa.array(indices.reshape(-1))), width),
+        lists(pa.array(scores.reshape(-1)), width),
+        pa.array(errors, pa.string()),
     ]
     ours = schema.names[: len(schema) - len(copied)]
     for name, column in LIST_COLUMNS.items():
         if column in ours:
-            found = rows.lists.get(name, np.zeros((0, 1), np.float32))  # without it: a group without a readable image
+            given = [rows.lists[name] for rows in batches if name in rows.lists]
+            found = np.concatenate(given) if given else np.zeros((0, 1), np.float32)  # a group without a readable image
             columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
     if VERSION in ours:
-        columns.append(pa.array(rows.versions, pa.string()))
-    return pa.table([*columns, *_copied_columns(rows, copied)], schema=schema)
-
-
-def _copied_columns(rows: Rows, schema: Any) -> Sequence[Any]:
-    """The columns of N rows; null in those rows that have none, such as images that are not of a Parquet file."""
-    import pyarrow as pa
-
-    if not schema:
-        return ()
-    nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in schema], schema=schema)
-    batches = [nulls if one is None else one for one in rows.copied]
-    return cast("Sequence[Any]", pa.Table.from_batches(batches, schema).combine_chunks().columns)
+        columns.append(pa.array([one for rows in batches for one in rows.versions], pa.string()))
+    if copied:  # null in rows that have none, such as images that are not of a Parquet file
+        nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in copied], schema=copied)
+        copies = [nulls if one is None else one for rows in batches for one in rows.copied]
+        columns += pa.Table.from_batches(copies, copied).combine_chunks().columns
+    return pa.table(columns, schema=schema)

@@ -1,6 +1,7 @@
 """The check before `--draft` is used: a sample of the input is decoded both ways and the logits are compared."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -43,21 +44,17 @@ def check_draft(
     """Compare both ways of decoding; raise CheckFailed if the bound on the flip rate is above the certificate's."""
     certificate = bundle.certificate()
     allowed = MAX_FLIP_RATE if certificate is None else certificate.max_flip_rate
-    items = _sample(inventory, listing, columns)
-    pairs = _pairs(items, bundle.manifest.preprocessing)
-    images = drafted = flips = grey = 0
-    logit = 0.0
+    pairs = _pairs(_sample(inventory, listing, columns), bundle.manifest.preprocessing)
+    # Of each image the largest difference of a grey level and of a logit, and whether its best class changes.
+    grey, logit, flipped = list[int](), list[float](), list[bool]()
     while batch := list(islice(pairs, batch_size)):
-        # Both uint8 (N, S, S, 3).
+        # Both uint8 (N, S, S, 3); int16 because a difference of uint8 would wrap around.
         full, draft = (np.stack(pixels) for pixels in zip(*batch, strict=True))
         expected, found = session.infer(full), session.infer(draft)
-        # The largest difference within each image; int16 because a difference of uint8 would wrap around.
-        steps = np.abs(full.astype(np.int16) - draft).max(axis=(1, 2, 3))
-        images += len(batch)
-        drafted += int((steps > 0).sum())
-        flips += int((expected.argmax(axis=1) != found.argmax(axis=1)).sum())
-        grey = max(grey, int(steps.max()))
-        logit = max(logit, float(np.abs(expected - found).max()))
+        grey += np.abs(full.astype(np.int16) - draft).max(axis=(1, 2, 3)).tolist()
+        logit += np.abs(expected - found).max(axis=1).tolist()
+        flipped += (expected.argmax(axis=1) != found.argmax(axis=1)).tolist()
+    images, flips = len(grey), sum(flipped)
     bound = clopper_pearson_upper(flips, images) if images else 1.0
     if bound > allowed:
         raise CheckFailed(
@@ -66,12 +63,12 @@ def check_draft(
         )
     return DraftCheck(
         images=images,
-        drafted=drafted,
+        drafted=len(grey) - grey.count(0),
         flips=flips,
         flip_rate_bound=bound,
         max_flip_rate=allowed,
-        max_logit_difference=logit,
-        max_grey_difference=grey,
+        max_logit_difference=max(logit, default=0.0),
+        max_grey_difference=max(grey, default=0),
     )
 
 
@@ -97,10 +94,6 @@ def _pairs(items: Iterator[Item], preprocessing: Preprocessing) -> Iterator[tupl
     Unreadable images are left out: they become rows with an error either way.
     """
     for item in items:
-        data = read_item(item).source
-        if not isinstance(data, bytes):
-            continue
-        try:
-            yield preprocessing.from_bytes(data), preprocessing.from_bytes(data, draft=True)
-        except ImageError:
-            continue
+        if isinstance(data := read_item(item).source, bytes):
+            with suppress(ImageError):
+                yield preprocessing.from_bytes(data), preprocessing.from_bytes(data, draft=True)
