@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,15 @@ from pydantic import ValidationError
 from bundle_fixture import IMAGE_SIZE, LABELS, colour_image, write_bundle
 from cli_fixture import Vitx
 from ray_fixtures import command_line, processes
-from server_process import INFER_BODY, ServerProcess, end_under_load, http_client, running_server, wait_until
+from server_process import (
+    INFER_BODY,
+    ServerProcess,
+    end_under_load,
+    http_client,
+    run_serve,
+    running_server,
+    wait_until,
+)
 from support.process_tree import family
 
 with warnings.catch_warnings():  # gevent and its parts warn while they are imported, and so does Ray
@@ -42,19 +50,11 @@ with warnings.catch_warnings():  # gevent and its parts warn while they are impo
 
     from vitx.serve import ray_app
     from vitx.serve.options import ServeOptions
-    from vitx.serve.process.ray_cluster import (
-        _require_bundles,
-        _require_free_name,
-        _require_room,
-        _until_running,
-        proxy_options,
-    )
-    from vitx.serve.ray_app import ServeArgs, Share, require_same, share_of
+    from vitx.serve.process.ray_cluster import _start_proxies
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.errors import CheckFailed, InputError
+from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
-from vitx.core.latency import Latency, LatencyPoint
 from vitx.core.preprocess import UInt8Array, decode
 from vitx.runtimes import load_session
 from vitx.runtimes.session import Float32Array, Session
@@ -93,9 +93,8 @@ def cluster(ray_cluster: str) -> Iterator[str]:
 def server(cluster: str, certified_original: Bundle) -> Iterator[ServerProcess]:
     """Two replicas on that cluster, or three under load if it grows."""
     bundle = certified_original.path
-    with running_server(
-        bundle, "--ray", cluster, "--replicas", "2:3", "--threads", "1", "--max-batch", "16"
-    ) as started:
+    options = ("--replicas", "2:3", "--threads", "1", "--max-batch", "16", "--canary-seconds", "0.5")
+    with running_server(bundle, "--ray", cluster, *options) as started:
         yield started
 
 
@@ -123,17 +122,18 @@ def test_answers_are_the_sessions(server: ServerProcess, certified_original: Bun
     assert predictions == top_predictions(session.infer(pixels[None])[0], LABELS, len(LABELS))
     assert predictions[0]["label"] == "red"
 
-    # Refusals are ours, and the metrics are of both replicas.
+    # Refusals are ours, and the metrics are of the replica that answers; its canary is replayed.
     status, text, _ = server.request("POST", "/v1/classify", b"no image", {"Content-Type": "image/jpeg"})
     assert (status, json.loads(text)["error"].partition(" in ")[0]) == (400, "not an image")
     series = [line for line in server.request("GET", "/metrics")[1].decode().splitlines() if "model_info{" in line]
-    assert len({line.partition('replica="')[2].partition('"')[0] for line in series}) == 2
+    assert len(series) == 1
+    assert "replica=" in series[0]
+    wait_until(lambda: server.metric('vitx_canaries_total{result="pass"}') > 0)
 
 
 def test_the_settings_reach_ray(server: ServerProcess) -> None:
     assert server.line == f"vitx: serving tiny on http://{server.url}"
-    client: Any = _get_global_client()
-    found = client.get_serve_details()["applications"]["vitx"]["deployments"]["Replica"]["deployment_config"]
+    found = serve_client().get_serve_details()["applications"]["vitx"]["deployments"]["Replica"]["deployment_config"]
     scaling = found["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"]) == (2, 3)
     assert scaling["target_ongoing_requests"] == 8  # one instance, and no measured batch size
@@ -158,8 +158,8 @@ def test_a_killed_replica_is_replaced_and_requests_go_on(server: ServerProcess) 
 
 
 def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
-    with pytest.raises(InputError, match="the cluster serves an application 'vitx' already"):
-        _require_free_name()
+    with pytest.raises(InputError, match="the cluster has an application 'vitx': end it, or use a config file"):
+        _start_proxies(ServeOptions())
     assert server.stop() == 0
     assert serve.status().applications == {}
     assert processes(REPLICA) == []
@@ -168,20 +168,26 @@ def test_one_application_a_cluster_and_its_end(server: ServerProcess) -> None:
 def test_beside_an_application_that_cannot_start_another_serves_below_its_prefix(
     cluster: str, certified_original: Bundle, tmp_path: Path
 ) -> None:
-    broken = write_bundle(tmp_path / "broken.vitx", fault="nan")
-    cannot = ray_app.build(ServeArgs(bundles=(broken.path,), allow_uncertified=True, threads=1))
-    serves = ray_app.build(ServeArgs(bundles=(certified_original.path,), threads=1))
-    targets = [serve.RunTarget(cannot, name="vitx"), serve.RunTarget(serves, name="digits", route_prefix="/digits")]
-    serve.run_many(targets, wait_for_applications_running=False)
-    with pytest.raises(CheckFailed, match=f"^the canary batch of {broken.path} has logits that are not finite$"):
-        _until_running(threading.Event())
-    wait_until(lambda: serve.status().applications["digits"].status == "RUNNING")
-    port = proxy_options().port
-    wait_until(lambda: status_of(port, "GET", "/digits/v2/health/ready") == 200)
+    """The one that cannot start passes the checks of the machine that deploys it."""
+    broken = write_bundle(tmp_path / "broken.vitx", fault="nan").path
+    serves = ray_app.build(ServeOptions(bundles=(certified_original.path,), threads=1))
+    with ThreadPoolExecutor() as pool:
+        command = pool.submit(run_serve, broken, "--ray", cluster, "--allow-uncertified", "--threads", "1")
+        serve.run(serves, name="digits", route_prefix="/digits")
+        ended = command.result()
+    reason = f"CheckFailed: the canary batch of {broken} has logits that are not finite"
+    assert ended.stderr.splitlines()[-1] == f"error: a replica does not start: {reason}"
+    assert ended.returncode == 1
+    assert list(serve.status().applications) == ["digits"]
+    port = serve_client().http_config.port
+    assert status_of(port, "GET", "/digits/v2/health/ready") == 200
     assert status_of(port, "POST", "/digits/v2/models/tiny/infer", INFER_BODY) == 200
     assert status_of(port, "GET", "/digits/v2/models/mine") == 404
-    serve.delete("vitx", _blocking=False)
     serve.delete("digits")
+
+
+def serve_client() -> Any:
+    return _get_global_client()
 
 
 def status_of(port: int, method: str, path: str, body: bytes | None = None) -> int:
@@ -242,41 +248,51 @@ def test_without_ray_the_error_names_the_extra(tiny_bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("options", "nodes", "share"),
     [
-        ({}, [{"CPU": 16.0}], Share(16, 0, 16)),
-        ({"max_replicas": 4}, [{"CPU": 16.0}], Share(4, 0, 4)),
-        ({"max_replicas": 4}, [{"CPU": 16.0}, {"CPU": 16.0}, {"memory": 1.0}], Share(8, 0, 8)),
-        ({"min_replicas": 2}, [{"CPU": 8.0}] * 8, Share(8, 0, 8)),
-        ({"instances": 4}, [{"CPU": 16.0}], Share(16, 0, 4)),
-        ({"instances": 2, "threads": 3}, [{"CPU": 16.0}], Share(6, 0, 3)),
-        ({"max_replicas": 64}, [{"CPU": 2.0}], Share(1, 0, 1)),
-        ({}, [{"CPU": 16.0, "GPU": 2.0}], Share(1, 1, None)),
-        ({"device": "cpu"}, [{"CPU": 16.0, "GPU": 2.0}], Share(16, 0, 16)),
-        ({"device": "cuda", "instances": 2}, [{"CPU": 16.0}], Share(2, 1, None)),
+        ({}, [{"CPU": 16.0}], (16, 0, 16)),
+        ({"replicas": (1, 4)}, [{"CPU": 16.0}], (4, 0, 4)),
+        ({"replicas": (1, 4)}, [{"CPU": 16.0}, {"CPU": 16.0}, {"memory": 1.0}], (8, 0, 8)),
+        ({"replicas": (2, 2)}, [{"CPU": 8.0}] * 8, (8, 0, 8)),
+        ({"instances": 4}, [{"CPU": 16.0}], (16, 0, 4)),
+        ({"instances": 2, "threads": 3}, [{"CPU": 16.0}], (6, 0, 3)),
+        ({"replicas": (1, 64)}, [{"CPU": 2.0}], (1, 0, 1)),
+        ({}, [{"CPU": 16.0, "GPU": 2.0}], (1, 1, None)),
+        ({"device": "cpu"}, [{"CPU": 16.0, "GPU": 2.0}], (16, 0, 16)),
+        ({"device": "cuda", "instances": 2}, [{"CPU": 16.0}], (2, 1, None)),
+        ({"device": "cuda", "threads": 2}, [{"CPU": 16.0}], (2, 1, 2)),
     ],
 )
 def test_a_replica_takes_its_share_of_the_cores_or_a_gpu(
-    options: dict[str, Any], nodes: list[dict[str, float]], share: Share
+    options: dict[str, Any],
+    nodes: list[dict[str, float]],
+    share: tuple[int, int, int | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert share_of(ServeArgs(bundles=(Path("a"),), **options), nodes) == share
+    monkeypatch.setattr(ray_app, "cluster_nodes", lambda: [{"Resources": node} for node in nodes])
+    assert ray_app.share_of(ServeOptions(bundles=(Path("a"),), **options), may_grow=True) == share
 
 
-def test_a_cluster_has_room_for_so_many() -> None:
-    nodes = [{"CPU": 9.0}, {"CPU": 4.0, "GPU": 3.0}, {"memory": 1.0}]
-    assert Share(4, 0, 4).fitting(nodes) == 3
-    assert Share(2, 1, None).fitting(nodes) == 2
-    with pytest.raises(InputError, match=r"2 replicas of 4096 CPUs each do not fit: there is room for 0"):
-        _require_room(ServeArgs(bundles=(Path("a"),), min_replicas=2), Share(4096, 0, 4096), local=True)
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"threads": 5}, "1 replicas of 5 CPUs each"),
+        ({"replicas": (3, 3), "threads": 2}, "3 replicas of 2 CPUs each"),
+        ({"device": "cuda"}, "1 replicas of 1 CPUs and a GPU each"),
+    ],
+)
+def test_what_does_not_fit_on_this_machine_is_refused(
+    options: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_app, "cluster_nodes", lambda: [{"Resources": {"CPU": 4.0}}])
+    args = ServeOptions(bundles=(Path("a"),), **options)
+    with pytest.raises(InputError) as caught:
+        ray_app.share_of(args, may_grow=False)
+    assert str(caught.value) == f"{what} do not fit: ask for fewer --replicas, --instances or --threads"
+    ray_app.share_of(args, may_grow=True)
 
 
 def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Ray does with `import_path` and `args`: on a GPU cluster, with a bundle that `vitx bench` has measured."""
-    monkeypatch.setattr(ray_app, "cluster_resources", lambda: [{"CPU": 8.0, "GPU": 1.0}])
-    points = tuple(
-        LatencyPoint(batch_size=size, median_ms=size**0.5, p95_ms=9, images_per_second=1) for size in (1, 4, 16)
-    )
-    tiny_bundle.record_latency(
-        Latency(runtime={}, machine={"processor": "elsewhere"}, points=points, created="2026-11-21")
-    )
+    """What Ray does with `import_path` and `args`, on a GPU cluster."""
+    monkeypatch.setattr(ray_app, "cluster_nodes", lambda: [{"Resources": {"CPU": 8.0, "GPU": 1.0}}])
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     text = page.partition("test_ray.py reads this block -->\n```yaml\n")[2].partition("```")[0]
     (given,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
@@ -285,38 +301,30 @@ def test_the_application_of_the_config_file_in_the_docs(tiny_bundle: Bundle, mon
     deployment = call_user_app_builder_with_args_if_necessary(ray_app.build, arguments)._bound_deployment
     scaling = deployment._deployment_config.autoscaling_config
     assert scaling is not None
-    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 32)
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 4, 2 * 32)
     assert deployment.ray_actor_options == {"num_cpus": 8, "num_gpus": 1}
     assert deployment.max_ongoing_requests == 2 * 100 + 2 * 2 * 32
     assert [one.name for one in given.deployments] == [deployment.name]
     with pytest.raises(ValidationError, match="max_replica\n"):
         call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "max_replica": 4})
-    with pytest.raises(ValidationError, match="max_replicas is 1: expected at least 2"):
-        ServeArgs(bundles=(tiny_bundle.path,), min_replicas=2, max_replicas=1)
+    with pytest.raises(InputError, match=r"^--port is not offered with --ray: it is a matter of the cluster"):
+        call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "port": 9000})
+    with pytest.raises(ValidationError, match=r"replicas\n.*tuple"):  # 1:4 without quotes is 64 in YAML
+        call_user_app_builder_with_args_if_necessary(ray_app.build, {**arguments, "replicas": yaml.safe_load("1:4")})
 
 
-def test_every_node_needs_the_bundle_that_was_deployed(tiny_bundle: Bundle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", ["nothing", "another bundle"])
+def test_every_node_needs_the_bundle_that_was_deployed(
+    there: str, tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_app, "configure_process", lambda: None)
+    path = tmp_path / "b.vitx"
+    if there == "another bundle":
+        write_bundle(path, fault="bgr")
     digest = sha256_file(tiny_bundle.path / MANIFEST)
-    require_same([tiny_bundle.path], [digest])
-    with pytest.raises(InputError, match=rf"^no bundle at '{tmp_path}/gone.vitx': every node needs it there"):
-        require_same([tiny_bundle.path, tmp_path / "gone.vitx"], [digest, digest])
-    write_bundle(tmp_path / "other.vitx", fault="bgr")
-    with pytest.raises(
-        InputError, match=r"other.vitx' is not the one that was deployed: deploy the application again$"
-    ):
-        require_same([tmp_path / "other.vitx"], [digest])
-
-
-def test_a_node_without_the_bundle_is_named(cluster: str, tmp_path: Path) -> None:
-    """What the function raises there comes as Ray's error, with its traceback."""
-    (tmp_path / "b.vitx").mkdir()
-    (tmp_path / "b.vitx" / MANIFEST).write_text("{}")
-    bundle = tmp_path / "b.vitx"
-    _require_bundles([bundle], [sha256_file(bundle / MANIFEST)], Share(1, 0, 1))
-    with pytest.raises(
-        InputError, match=rf"^node .* of the cluster: the bundle at '{bundle}' is not the one that was deployed: deploy"
-    ):
-        _require_bundles([bundle], ["another digest"], Share(1, 0, 1))
+    replica: Any = SimpleNamespace()
+    with pytest.raises(InputError, match=rf"^'{path}' on node .* is not the bundle that was deployed: every node"):
+        asyncio.run(ray_app.Replica.__init__(replica, ServeOptions(bundles=(path,)), [digest]))
 
 
 class Held(Session):
@@ -335,8 +343,8 @@ class Held(Session):
         return self._session.infer(images)
 
 
-def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bundle: Bundle) -> None:
-    """Ray cancels the requests of clients that hang up, and ends an application by the lifespan protocol."""
+def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None:
+    """Ray cancels the requests of clients that hang up."""
     offer = open_offers([tiny_bundle.path], allow_uncertified=False)[0]
     warm = Loader(ServeOptions().batching, device="cpu", threads=1).warm(offer)
     held = Held(warm.session)
@@ -347,7 +355,7 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
         batcher = models.get("tiny").batcher
         decoder = Decoder(max_pixels=1000, capacity=1)
         app = App(models, decoder, ServeOptions().limits, metrics, SharedMemory(enabled=False))
-        served = ray_app._Application(app, metrics, models.close)
+        replica: Any = SimpleNamespace(_routes=app, _core=SimpleNamespace(metrics=metrics))
         statuses: list[int] = []
 
         async def send(message: Any) -> None:
@@ -361,7 +369,7 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
             async def receive() -> Any:
                 return next(messages)
 
-            return asyncio.create_task(served(scope, receive, send))
+            return asyncio.create_task(ray_app.Replica._answer(replica, scope, receive, send))
 
         async def until(condition: Callable[[], bool]) -> None:
             async with asyncio.timeout(20):
@@ -377,16 +385,9 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
         assert batcher.queued == 0
         assert b'vitx_rejections_total{model="",reason="disconnected"} 1.0' in metrics.exposition()
 
-        phases = iter(["lifespan.startup", "lifespan.shutdown"])
-
-        async def next_phase() -> Any:
-            return {"type": next(phases)}
-
-        ending = asyncio.create_task(served({"type": "lifespan"}, next_phase, send))
-        await asyncio.sleep(0)
-        assert not ending.done()  # the first request is still being answered
         held.go.set()
-        await asyncio.gather(first, ending)
+        await first
+        await models.close()
         decoder.close()
         return [status for status in statuses if status]
 
@@ -394,17 +395,9 @@ def test_a_request_that_ray_cancels_frees_its_place_and_the_end_drains(tiny_bund
 
 
 def test_a_fault_that_the_canary_found_is_rays_health_check() -> None:
-    model = SimpleNamespace(name="tiny", fault=None, key=("tiny", "1"), canary=SimpleNamespace(fault=lambda: "moved"))
-    replica: Any = SimpleNamespace(_models=[model], _metrics=Metrics(), _canary_seconds=30.0)
-
-    def check(*, due: bool) -> None:
-        replica._canary_due = time.monotonic() + (0 if due else 30)
-        asyncio.run(ray_app.Replica.check_health(replica))
-
-    check(due=False)
+    model = SimpleNamespace(name="tiny", fault=None)
+    replica: Any = SimpleNamespace(_core=SimpleNamespace(models=[model]))
+    asyncio.run(ray_app.Replica.check_health(replica))
+    model.fault = "moved"
     with pytest.raises(RuntimeError, match=r"^model 'tiny': moved$"):
-        check(due=True)
-    model.canary.fault = lambda: None
-    with pytest.raises(RuntimeError, match="moved"):  # until it is looked at again
-        check(due=False)
-    check(due=True)
+        asyncio.run(ray_app.Replica.check_health(replica))

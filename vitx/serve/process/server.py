@@ -17,29 +17,21 @@ from starlette.types import ASGIApp
 
 from vitx.core.console import log
 from vitx.core.errors import InputError, missing_package
-from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
-from vitx.serve.http.decode import Decoder
-from vitx.serve.http.gate import Gate
 from vitx.serve.http.head_cache import protocol_class
-from vitx.serve.http.observer_middleware import ObserverMiddleware
 from vitx.serve.limits import Limits, MemoryBudget
-from vitx.serve.models.canary import replay_once
-from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
-from vitx.serve.models.repository import Repository, bundles_in
-from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.models.repository import Repository
 from vitx.serve.observe.access_log import AccessLog
-from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import claim_port, url_of
-from vitx.serve.process.process_settings import configure_process, freeze_heap
+from vitx.serve.process.process_settings import configure_process
+from vitx.serve.process.server_core import ServerCore, verified
 from vitx.serve.process.shared_repository import SharedRepository
 from vitx.serve.process.siblings import Siblings, hold_start_lock, unloaded
 from vitx.serve.process.supervisor import BEAT_SECONDS, WorkerLink, worker_link
 from vitx.serve.process.worker_metrics import QUESTION, gather
-from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import AllowedHosts, Tokens, read_pem
+from vitx.serve.security import read_pem
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
@@ -64,13 +56,7 @@ def serve(options: ServeOptions) -> None:
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
         start_lock = None if link is None else hold_start_lock(link.folder)
-        found = {} if options.repository is None else bundles_in(options.repository)
-        offers = open_offers(
-            options.bundles,
-            found,
-            allow_uncertified=options.allow_uncertified,
-            required_signature=options.require_signature,
-        )
+        offers = verified(options)
         with _callers_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(Server(options, offers, listener, link, start_lock).run())
 
@@ -100,35 +86,21 @@ class Server:
         """A worker has a `link` to its parent, and a `start_lock` to release when its models are loaded."""
         self._options = options
         skipped = unloaded(link.folder) if link is not None else set()
-        self._offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
+        offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
         self._start_lock = start_lock
         self._listener = listener
         self._link = link
-        self._metrics = Metrics()
-        self._models = ModelSet((offer.key for offer in self._offers), freeze_heap, options.server_id)
-        self._memory = SharedMemory(enabled=options.shared_memory)
         self._budget = MemoryBudget(options.limits.memory_bytes)
-        self._tokens = Tokens.read(options)
         self._pem = read_pem(options)
         self._access_log = None if options.access_log is None else AccessLog(options.access_log)
         self._tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
         self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
-        self._loader = Loader(
-            batching=options.batching,
-            device=options.device,
-            runtime=options.runtime,
-            instances=options.instances,
-            threads=options.threads,
-            allow_uncertified=options.allow_uncertified,
-            require_signature=options.require_signature,
-        )
+        self._core = core = ServerCore(options, offers)
         given = {Path(path) for path in options.bundles}
         self._siblings = None if link is None else Siblings(link.folder, link.index)
         kind = Repository if self._siblings is None else partial(SharedRepository, siblings=self._siblings)
         self._repository = kind(
-            self._models,
-            self._loader,
-            self._metrics,
+            *(core.models, core.loader, core.metrics),
             given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
             folder=options.repository,
             retire_seconds=options.limits.drain_seconds,
@@ -139,12 +111,11 @@ class Server:
 
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
-        limits, queue = self._options.limits, self._options.batching.queue
-        decoder = Decoder(max_pixels=limits.pixels, capacity=queue, on_decode=self._metrics.decode_seconds.observe)
+        limits, core = self._options.limits, self._core
         offered = self._repository if self._options.management else None
-        self._app = App(self._models, decoder, limits, self._metrics, self._memory, offered, self._observers)
-        protocol = protocol_class(limits, self._metrics.reject, self._budget)
-        self._uvicorn = _Uvicorn(_uvicorn_config(self._with_middleware(), protocol, self._options))
+        self._app, routes = core.routes(self._listener.getsockname()[0], offered, self._observers)
+        protocol = protocol_class(limits, core.metrics.reject, self._budget)
+        self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options))
         self._uvicorn.config.load()
         if self._link is None:
             self._grpc = await self._start_grpc(limits, offered)
@@ -168,19 +139,12 @@ class Server:
                 await self._grpc.stop()
             if self._siblings is not None:
                 self._siblings.close()
-            decoder.close()
-            self._memory.close()
+            core.decoder.close()
+            core.memory.close()
             if self._access_log is not None:
                 self._access_log.close()
             if self._tracing is not None:
                 await asyncio.to_thread(self._tracing.close)
-
-    def _with_middleware(self) -> ASGIApp:
-        """The application behind the checks of who asks and, if there are any, the observers."""
-        options = self._options
-        hosts = AllowedHosts(self._listener.getsockname()[0], options.allow_host)
-        gate = Gate(self._app, self._tokens, hosts, self._metrics.reject, metrics=options.metrics != "off")
-        return ObserverMiddleware(gate, self._observers) if self._observers else gate
 
     async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
         port = self._options.grpc_port
@@ -191,13 +155,13 @@ class Server:
         except ModuleNotFoundError as error:
             raise missing_package(str(error.name), "grpc") from None
         server = GrpcServer(
-            *(self._models, limits, self._metrics, self._memory),
+            *(self._core.models, limits, self._core.metrics, self._core.memory),
             host=self._options.host,
             port=port if self._link is None else self._link.grpc_port,
             shared_port=self._link is not None,
             credentials=server_credentials(self._pem),
             repository=offered,
-            tokens=self._tokens,
+            tokens=self._core.tokens,
             observers=self._observers,
         )
         server.budget = self._budget
@@ -209,15 +173,13 @@ class Server:
         assert self._siblings is not None
         asyncio.get_running_loop().add_reader(link.parent, self._on_parent)
         await self._siblings.start({QUESTION: self._exposition, **self._repository.handlers()})
-        self._metrics.gather = partial(gather, self._siblings)
+        self._core.metrics.gather = partial(gather, self._siblings)
 
     async def _exposition(self, text: str) -> bytes:
-        return self._metrics.exposition()
+        return self._core.metrics.exposition()
 
     async def _load(self) -> None:
-        for offer in self._offers:
-            warm = await asyncio.to_thread(self._loader.warm, offer)
-            self._models.switch(ServedModel(warm, self._metrics), 0)
+        await self._core.load()
         if self._start_lock is not None:
             self._start_lock.close()
 
@@ -225,26 +187,20 @@ class Server:
         """Start the background tasks, and announce that the models are warm."""
         if self._draining is not None:
             return
-        if self._options.canary_seconds:
-            self._start_task(self._replay_canaries())
+        self._start_task(self._core.replay_canaries())
         if self._options.watch:
             self._start_task(self._repository.watch(_WATCH_SECONDS))
         if self._link is not None:
             self._link.announce_ready()
             self._start_task(_keep_beating(self._link))
             return
-        print(f"vitx: serving {', '.join(self._models.names)} on {self._url()}", flush=True)
+        print(f"vitx: serving {', '.join(self._core.models.names)} on {self._url()}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
         log(f"next: curl --data-binary @IMAGE {self._url()}/v1/classify")
 
     def _url(self) -> str:
         return url_of(self._listener, tls=self._pem is not None)
-
-    async def _replay_canaries(self) -> None:
-        while True:
-            await asyncio.sleep(self._options.canary_seconds)
-            await replay_once(self._models, self._metrics)
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -301,7 +257,7 @@ class Server:
 
     async def _drain_worker(self) -> None:
         """Leave new connections to the other workers, answer and close the open ones, then drain."""
-        self._models.leaving = True
+        self._core.models.leaving = True
         for server in getattr(self._uvicorn, "servers", ()):
             server.close()
         end = time.monotonic() + _LINGER_SECONDS
@@ -311,13 +267,13 @@ class Server:
 
     async def _drain(self) -> None:
         """Let the requests in flight finish, then stop the HTTP server."""
-        self._models.draining = True
+        self._core.models.draining = True
         try:
             async with asyncio.timeout(self._options.limits.drain_seconds):
                 await self._app.idle()
                 if self._grpc is not None:
                     await self._grpc.idle()
-                await self._models.close()
+                await self._core.models.close()
         except TimeoutError:
             log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
         self._uvicorn.should_exit = True
