@@ -120,7 +120,7 @@ class Replica:
 
     async def _exposition(self) -> bytes:
         name = serve.get_replica_context().replica_tag
-        return merge({name: self._core.metrics.exposition().decode()}, label="replica").encode()
+        return merge({name: self._core.metrics.exposition()}, label="replica")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Below a prefix perhaps, and cancelled when the client hangs up."""

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from vitx.core.files import write_json
+
 _SUFFIX = ".worker"
 _LOCK = "management.lock"
 _UNLOADED = "unloaded.json"
@@ -106,6 +108,4 @@ def unloaded(folder: Path) -> set[str]:
 
 def note_unloaded(folder: Path, name: str, *, is_unloaded: bool) -> None:
     names = unloaded(folder) | {name} if is_unloaded else unloaded(folder) - {name}
-    fresh = folder / f"{_UNLOADED}.{os.getpid()}"
-    fresh.write_text(json.dumps(sorted(names)))
-    fresh.replace(folder / _UNLOADED)
+    write_json(folder / _UNLOADED, sorted(names))

@@ -6,9 +6,8 @@ warm, and every second from then on: one that hangs falls silent, and is killed.
 worker died, and tells the worker to drain; the parent's death does so too.
 """
 
-import math
+import asyncio
 import os
-import selectors
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitx.core.console import log
@@ -66,6 +65,7 @@ class _Worker:
     process: "subprocess.Popen[bytes]"
     link: socket.socket
     replaces: "_Worker | None" = None
+    pause: float = 0.0  # seconds that were waited before its start
     ready: bool = False
     stopping: bool = False
     heard: float = 0.0  # its last sign of life, time.monotonic()
@@ -85,60 +85,52 @@ def supervise(listener: socket.socket, workers: int, serving: str, grpc_port: in
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
     with tempfile.TemporaryDirectory(prefix="vitx-") as folder:
-        return _Supervisor(listener, workers, serving, grpc_port, Path(folder)).run()
+        return asyncio.run(_Supervisor(listener, workers, serving, grpc_port, Path(folder)).run())
 
 
+@dataclass
 class _Supervisor:
-    def __init__(self, listener: socket.socket, workers: int, serving: str, grpc_port: int, folder: Path) -> None:
-        self._listener = listener
-        self._grpc_port = grpc_port
-        self._count = workers
-        self._serving = serving
-        self._folder = folder
-        self._workers: list[_Worker] = []
-        self._to_replace: list[_Worker] = []
-        self._restarts: dict[int, float] = {}  # worker index → when to start it again, time.monotonic()
-        self._pauses: dict[int, float] = {}  # worker index → seconds before the last restart
-        self._announced = False
-        self._stopping = False
-        self._exit_code = 0
-        self._looked = time.monotonic()
-        self._selector = selectors.DefaultSelector()
+    listener: socket.socket
+    count: int
+    serving: str
+    grpc_port: int
+    folder: Path
+    workers: list[_Worker] = field(default_factory=list)
+    to_replace: list[_Worker] = field(default_factory=list)
+    announced: bool = False
+    stopping: bool = False
+    exit_code: int = 0
 
-    def run(self) -> int:
-        signals, wakeup = socket.socketpair()
-        for end in (signals, wakeup):
-            end.setblocking(False)
-        signal.set_wakeup_fd(wakeup.fileno())
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: None)  # its number arrives on `signals`
-        self._selector.register(signals, selectors.EVENT_READ)
+    async def run(self) -> int:
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self.loop.create_future()
+        self.loop.set_exception_handler(lambda loop, context: self.ended.set_exception(context["exception"]))
+        # grpcio drops calls on connections that it closes, so with gRPC the workers stay and load their bundles again.
+        on_hangup = self._pass_on if self.grpc_port else self._replace_all
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._on_end, number)
+        self.loop.add_signal_handler(signal.SIGHUP, on_hangup, signal.SIGHUP)
+        self.loop.add_signal_handler(signal.SIGUSR1, self._pass_on, signal.SIGUSR1)
         self._start(0)  # first alone, so that an error is printed once
-        while self._workers or self._restarts:
-            for key, _ in self._selector.select(self._until_restart()):
-                if key.data is not None:
-                    self._on_link(key.data)
-                    continue
-                for received in signals.recv(64):
-                    self._on_signal(received)
-            self._restart_due()
-            self._kill_hung()
-        signal.set_wakeup_fd(-1)
-        return self._exit_code
+        self._kill_hung(time.monotonic())
+        await self.ended
+        return self.exit_code
 
-    def _start(self, index: int, replaces: _Worker | None = None) -> None:
+    def _start(self, index: int, replaces: _Worker | None = None, pause: float = 0.0) -> None:
+        if self.stopping:
+            return
         ours, theirs = socket.socketpair()
-        given = f"{index} {self._listener.fileno()} {theirs.fileno()} {self._grpc_port} {self._folder}"
+        given = f"{index} {self.listener.fileno()} {theirs.fileno()} {self.grpc_port} {self.folder}"
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, *sys.orig_argv[1:]],
                 env={**os.environ, ENVIRONMENT: given},
-                pass_fds=(self._listener.fileno(), theirs.fileno()),
+                pass_fds=(self.listener.fileno(), theirs.fileno()),
                 stdin=subprocess.DEVNULL,
             )
-        worker = _Worker(index, process, ours, replaces)
-        self._workers.append(worker)
-        self._selector.register(ours, selectors.EVENT_READ, worker)
+        worker = _Worker(index, process, ours, replaces, pause)
+        self.workers.append(worker)
+        self.loop.add_reader(ours, self._on_link, worker)
 
     def _on_link(self, worker: _Worker) -> None:
         try:
@@ -153,103 +145,88 @@ class _Supervisor:
 
     def _on_ready(self, worker: _Worker) -> None:
         worker.ready = True
-        self._pauses.pop(worker.index, None)
-        if self._stopping:
+        if self.stopping:
             return
         if worker.replaces is not None:
-            if worker.replaces in self._workers:
+            if worker.replaces in self.workers:
                 worker.replaces.drain()
             self._replace_next()
-        if not self._announced and len(self._workers) < self._count:
-            for index in range(1, self._count):
+        if not self.announced and len(self.workers) < self.count:
+            for index in range(1, self.count):
                 self._start(index)
-        elif not self._announced and all(each.ready for each in self._workers):
-            self._announced = True
-            print(self._serving, flush=True)
+        elif not self.announced and all(each.ready for each in self.workers):
+            self.announced = True
+            print(self.serving, flush=True)
 
     def _on_death(self, worker: _Worker) -> None:
-        self._selector.unregister(worker.link)
+        self.loop.remove_reader(worker.link)
         worker.link.close()
-        self._workers.remove(worker)
+        self.workers.remove(worker)
         code = _exit_code(worker.process)
         if worker.stopping:
-            self._exit_code = self._exit_code or max(0, code)
-        elif not self._announced:
-            self._exit_code = code if code > 0 else 1
+            self.exit_code = self.exit_code or max(0, code)
+            self._end_if_last()
+        elif not self.announced:
+            self.exit_code = code if code > 0 else 1
             self._drain()
         elif worker.replaces is not None and not worker.ready:
             log(f"vitx: the replacement of worker {worker.index} {_ended(code)}: the workers that run stay")
-            self._to_replace.clear()
+            self.to_replace.clear()
         else:
-            self._plan_restart(worker, code)
+            pause = 0.0 if worker.ready else min(_LONGEST_PAUSE, 2 * worker.pause or 1.0)
+            self.loop.call_later(pause, self._start, worker.index, None, pause)
+            log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
 
-    def _plan_restart(self, worker: _Worker, code: int) -> None:
-        pause = 0.0 if worker.ready else min(_LONGEST_PAUSE, 2 * self._pauses.get(worker.index, 0.5))
-        self._pauses[worker.index] = pause
-        self._restarts[worker.index] = time.monotonic() + pause
-        log(f"vitx: worker {worker.index} (process {worker.process.pid}) {_ended(code)}: another one is started")
-
-    def _kill_hung(self) -> None:
-        """Kill the workers that were warm and have given no sign of life; as any that died they are replaced."""
-        now, before, self._looked = time.monotonic(), self._looked, time.monotonic()
-        for worker in self._workers:
-            if now - before > _HANG_SECONDS / 2:  # this process was stopped, perhaps with its workers
+    def _kill_hung(self, looked: float) -> None:
+        """Every second kill the workers that were warm and give no sign of life; as any that died they are replaced."""
+        now = time.monotonic()
+        for worker in self.workers:
+            if now - looked > _HANG_SECONDS / 2:  # this process was stopped, perhaps with its workers
                 worker.heard = now
             elif worker.ready and now - worker.heard > (_LEAVE_SECONDS if worker.stopping else _HANG_SECONDS):
                 log(f"vitx: worker {worker.index} (process {worker.process.pid}) hangs: it is killed")
                 worker.process.kill()
                 worker.heard = now  # said once
+        self.loop.call_later(BEAT_SECONDS, self._kill_hung, now)
 
-    def _until_restart(self) -> float:
-        """Seconds until a worker is to be started, or the workers are to be looked at."""
-        due = min(self._restarts.values(), default=math.inf) - time.monotonic()
-        return min(max(0.0, due), BEAT_SECONDS)
-
-    def _restart_due(self) -> None:
-        for index, when in list(self._restarts.items()):
-            if when <= time.monotonic():
-                del self._restarts[index]
-                self._start(index)
-
-    def _on_signal(self, number: int) -> None:
-        if number == signal.SIGUSR1:
-            self._pass_on(number)
-        elif number == signal.SIGHUP and self._grpc_port:
-            # grpcio drops calls on connections that it closes, so these workers stay and load their bundles again.
-            self._pass_on(number)
-        elif number == signal.SIGHUP:
-            if self._announced and not self._stopping and not self._to_replace:
-                log("vitx: every worker is replaced, one after another")
-                self._to_replace = list(self._workers)
-                self._replace_next()
-        elif self._stopping:
+    def _on_end(self, number: int) -> None:
+        if self.stopping:
             log("vitx: stopped by a second signal")
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.process.kill()
             os._exit(128 + number)
-        else:
-            log("vitx: draining; a second signal stops at once")
-            self._drain()
+        log("vitx: draining; a second signal stops at once")
+        self._drain()
 
     def _pass_on(self, number: int) -> None:
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.ready:
                 worker.process.send_signal(number)
 
+    def _replace_all(self, number: int) -> None:
+        if self.announced and not self.stopping and not self.to_replace:
+            log("vitx: every worker is replaced, one after another")
+            self.to_replace = list(self.workers)
+            self._replace_next()
+
     def _replace_next(self) -> None:
-        while self._to_replace:
-            worker = self._to_replace.pop(0)
-            if worker in self._workers and not worker.stopping:  # otherwise it has died and was replaced
+        while self.to_replace:
+            worker = self.to_replace.pop(0)
+            if worker in self.workers and not worker.stopping:  # otherwise it has died and was replaced
                 self._start(worker.index, replaces=worker)
                 return
 
     def _drain(self) -> None:
-        self._stopping = True
-        self._listener.close()  # once the workers close theirs too, new clients are refused instead of waiting
-        self._restarts.clear()
-        for worker in self._workers:
+        self.stopping = True
+        self.listener.close()  # once the workers close theirs too, new clients are refused instead of waiting
+        for worker in self.workers:
             if not worker.stopping:
                 worker.drain()
+        self._end_if_last()
+
+    def _end_if_last(self) -> None:
+        if self.stopping and not self.workers and not self.ended.done():
+            self.ended.set_result(None)
 
 
 def _exit_code(process: "subprocess.Popen[bytes]") -> int:
