@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -28,8 +28,8 @@ from vitx.serve.process.port import claim_port, url_of
 from vitx.serve.process.process_settings import configure_process
 from vitx.serve.process.server_core import ServerCore, verified
 from vitx.serve.process.shared_repository import SharedRepository
-from vitx.serve.process.siblings import Siblings, hold_start_lock, unloaded
-from vitx.serve.process.supervisor import BEAT_SECONDS, WorkerLink, worker_link
+from vitx.serve.process.siblings import Siblings
+from vitx.serve.process.supervisor import WorkerLink, worker_link
 from vitx.serve.process.worker_metrics import QUESTION, gather
 from vitx.serve.security import read_pem
 
@@ -55,10 +55,10 @@ def serve(options: ServeOptions) -> None:
     configure_process()
     link = worker_link()
     with claim_port(options.host, options.port) if link is None else link.listener as listener:
-        start_lock = None if link is None else hold_start_lock(link.folder)
+        siblings = None if link is None else Siblings(link.folder, link.index)
         offers = verified(options)
         with _callers_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(Server(options, offers, listener, link, start_lock).run())
+            runner.run(Server(options, offers, listener, link, siblings).run())
 
 
 @contextmanager
@@ -81,13 +81,13 @@ class Server:
         offers: Sequence[Offer],
         listener: socket.socket,
         link: WorkerLink | None = None,
-        start_lock: IO[str] | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
-        """A worker has a `link` to its parent, and a `start_lock` to release when its models are loaded."""
+        """A worker has a `link` to its parent, and `siblings`."""
         self._options = options
-        skipped = unloaded(link.folder) if link is not None else set()
+        skipped = set() if siblings is None else siblings.unloaded()
         offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
-        self._start_lock = start_lock
+        self._siblings = siblings
         self._listener = listener
         self._link = link
         self._budget = MemoryBudget(options.limits.memory_bytes)
@@ -97,8 +97,7 @@ class Server:
         self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
         self._core = core = ServerCore(options, offers)
         given = {Path(path) for path in options.bundles}
-        self._siblings = None if link is None else Siblings(link.folder, link.index)
-        kind = Repository if self._siblings is None else partial(SharedRepository, siblings=self._siblings)
+        kind = Repository if siblings is None else partial(SharedRepository, siblings=siblings)
         self._repository = kind(
             *(core.models, core.loader, core.metrics),
             given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
@@ -180,8 +179,8 @@ class Server:
 
     async def _load(self) -> None:
         await self._core.load()
-        if self._start_lock is not None:
-            self._start_lock.close()
+        if self._siblings is not None:
+            self._siblings.start_lock.close()
 
     def _announce(self) -> None:
         """Start the background tasks, and announce that the models are warm."""
@@ -191,16 +190,13 @@ class Server:
         if self._options.watch:
             self._start_task(self._repository.watch(_WATCH_SECONDS))
         if self._link is not None:
-            self._link.announce_ready()
-            self._start_task(_keep_beating(self._link))
+            self._start_task(self._link.beat())
             return
-        print(f"vitx: serving {', '.join(self._core.models.names)} on {self._url()}", flush=True)
+        url = url_of(self._listener, tls=self._pem is not None)
+        print(f"vitx: serving {', '.join(self._core.models.names)} on {url}", flush=True)
         if self._grpc is not None:
             print(f"vitx: gRPC on {self._grpc.address}", flush=True)
-        log(f"next: curl --data-binary @IMAGE {self._url()}/v1/classify")
-
-    def _url(self) -> str:
-        return url_of(self._listener, tls=self._pem is not None)
+        log(f"next: curl --data-binary @IMAGE {url}/v1/classify")
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -213,15 +209,12 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
         actions = (self._on_signal, self._on_signal, self._on_hangup, self._on_log_rotation)
         for number, act in zip(_SIGNALS, actions, strict=False):
-            self._on(number, act)
+            signal.signal(number, lambda *received, act=act: loop.call_soon_threadsafe(act, *received))
 
-    def _on(self, number: int, act: Callable[[int], None]) -> None:
-        loop = asyncio.get_running_loop()
-        signal.signal(number, lambda number, frame: loop.call_soon_threadsafe(act, number))
-
-    def _on_signal(self, number: int) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         if self._draining is not None:
             log("vitx: stopped by a second signal")
             os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
@@ -236,7 +229,7 @@ class Server:
         if self._draining is None:
             self._start_drain()
 
-    def _on_hangup(self, number: int) -> None:
+    def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
         options = self._options
         if options.tls_cert is not None and self._uvicorn.config.ssl is not None:
@@ -248,7 +241,7 @@ class Server:
         if self._draining is None:
             self._start_task(self._repository.load_all())
 
-    def _on_log_rotation(self, number: int) -> None:
+    def _on_log_rotation(self, number: int, frame: object) -> None:
         if self._access_log is not None:
             self._access_log.reopen()
 
@@ -277,12 +270,6 @@ class Server:
         except TimeoutError:
             log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
         self._uvicorn.should_exit = True
-
-
-async def _keep_beating(link: WorkerLink) -> None:
-    while True:
-        await asyncio.sleep(BEAT_SECONDS)
-        link.announce_alive()
 
 
 def _tracing(endpoint: str) -> "Tracing":

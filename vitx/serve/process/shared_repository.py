@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from vitx.serve.errors import RequestError
@@ -11,8 +12,9 @@ from vitx.serve.models.loading import Loader
 from vitx.serve.models.repository import Repository
 from vitx.serve.models.served_model import ModelSet
 from vitx.serve.observe.metrics import Metrics
-from vitx.serve.process.siblings import Handler, Siblings, note_unloaded
+from vitx.serve.process.siblings import Handler, Siblings
 
+Work = Callable[[Repository, str], Awaitable[None]]  # Repository.load or .unload
 _LOAD_SECONDS = 600.0  # for another worker to load a model; if it dies, the wait ends
 _NOTIFY_SECONDS = 5.0  # for another worker to note a refusal
 
@@ -33,29 +35,30 @@ class SharedRepository(Repository):
 
     def handlers(self) -> dict[str, Handler]:
         """Answers to the questions that other workers ask this one."""
-        return {"load": self._answer_load, "unload": self._answer_unload, "refused": self._answer_refused}
+        asked = {"load": partial(self._answer, Repository.load), "unload": partial(self._answer, Repository.unload)}
+        return {**asked, "refused": self._answer_refused}
 
     async def load(self, name: str) -> None:
         """Raises what `Repository.load` raises, and 503 if another worker refuses what this one has loaded."""
-        await self._everywhere("load", super().load(name), name)
+        await self._everywhere(Repository.load, name)
 
     async def unload(self, name: str) -> None:
-        await self._everywhere("unload", super().unload(name), name)
+        await self._everywhere(Repository.unload, name)
 
-    async def _everywhere(self, what: str, here: Coroutine[Any, Any, None], name: str) -> None:
-        """Run `here` in this worker, then `what` in the others; go on even if the client hangs up."""
+    async def _everywhere(self, work: Work, name: str) -> None:
+        """Do it in this worker, then in the others; go on even if the client hangs up."""
 
-        async def work() -> None:
+        async def do() -> None:
             async with self._siblings.exclusive():
                 try:
-                    await here
+                    await work(self, name)
                 except RequestError:
                     await self._share_refusals(name)
                     raise
-                note_unloaded(self._siblings.folder, name, is_unloaded=what == "unload")
-                await self._repeat(what, name)
+                self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
+                await self._repeat(work.__name__, name)
 
-        task = asyncio.create_task(work())
+        task = asyncio.create_task(do())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
@@ -86,18 +89,11 @@ class SharedRepository(Repository):
         self._refusals[name, version] = text
         return b"{}"
 
-    async def _answer_load(self, name: str) -> bytes:
-        return await _outcome(super().load(name))
-
-    async def _answer_unload(self, name: str) -> bytes:
-        return await _outcome(super().unload(name))
-
-
-async def _outcome(work: Coroutine[Any, Any, None]) -> bytes:
-    """Await and return the error, or null, as JSON. A worker that drains or does not serve the model has no error."""
-    try:
-        await work
-    except RequestError as error:
-        settled = error.reason in ("draining", "unknown_model")
-        return json.dumps({"error": None if settled else str(error)}).encode()
-    return json.dumps({"error": None}).encode()
+    async def _answer(self, work: Work, name: str) -> bytes:
+        """Return the error, or null, as JSON. A worker that drains or does not serve the model has no error."""
+        error = None
+        try:
+            await work(self, name)
+        except RequestError as refusal:
+            error = None if refusal.reason in ("draining", "unknown_model") else str(refusal)
+        return json.dumps({"error": error}).encode()

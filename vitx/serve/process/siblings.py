@@ -24,7 +24,9 @@ class Siblings:
     """
 
     def __init__(self, folder: Path, index: int) -> None:
-        self.folder = folder
+        """`start_lock` blocks `exclusive`: close it when this worker has loaded its models."""
+        self.start_lock = _locked(folder, exclusive=False)
+        self._folder = folder
         # With the process id: while a worker is replaced, two have its index.
         self._path = folder / f"{index}-{os.getpid()}{_SUFFIX}"
         self._handlers: Mapping[str, Handler] = {}
@@ -43,13 +45,13 @@ class Siblings:
 
     async def ask(self, name: str, text: str = "", *, seconds: float) -> dict[str, bytes]:
         """Ask all workers at once, this one too; return answers by worker index, without those that time out."""
-        paths = sorted(self.folder.glob(f"*{_SUFFIX}"))
+        paths = sorted(self._folder.glob(f"*{_SUFFIX}"))
         answers = await asyncio.gather(*(_ask(path, name, text, seconds) for path in paths))
         return {path.stem.partition("-")[0]: data for path, data in zip(paths, answers, strict=True) if data}
 
     async def ask_others(self, name: str, text: str, *, seconds: float) -> dict[str, bytes]:
         """As `ask`, but one worker after another, and not this one."""
-        paths = [path for path in sorted(self.folder.glob(f"*{_SUFFIX}")) if path != self._path]
+        paths = [path for path in sorted(self._folder.glob(f"*{_SUFFIX}")) if path != self._path]
         answers = {path.stem.partition("-")[0]: await _ask(path, name, text, seconds) for path in paths}
         return {index: data for index, data in answers.items() if data}
 
@@ -57,11 +59,20 @@ class Siblings:
     async def exclusive(self) -> AsyncIterator[None]:
         """While in this context no other worker starts or manages models."""
         async with self._exclusive:  # so that at most one thread blocks on the file lock
-            lock = await asyncio.to_thread(_locked, self.folder, exclusive=True)
+            lock = await asyncio.to_thread(_locked, self._folder, exclusive=True)
             try:
                 yield
             finally:
                 lock.close()
+
+    def unloaded(self) -> set[str]:
+        """The models that clients have unloaded; a worker that starts does not load them."""
+        noted = self._folder / _UNLOADED
+        return set(json.loads(noted.read_text())) if noted.exists() else set()
+
+    def note_unloaded(self, name: str, *, is_unloaded: bool) -> None:
+        names = self.unloaded() | {name} if is_unloaded else self.unloaded() - {name}
+        write_json(self._folder / _UNLOADED, sorted(names))
 
     async def _on_question(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, ValueError):  # the other side is gone, or is not a worker
@@ -85,27 +96,9 @@ async def _ask(path: Path, name: str, text: str, seconds: float) -> bytes:
         return b""
 
 
-def hold_start_lock(folder: Path) -> IO[str]:
-    """Return a lock that a worker holds until it has loaded its models; close it then. It blocks `exclusive`."""
-    return _locked(folder, exclusive=False)
-
-
 def _locked(folder: Path, *, exclusive: bool) -> IO[str]:
     import fcntl  # POSIX only, as workers are
 
     lock = (folder / _LOCK).open("a")
     fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)  # released by the kernel when the process ends
     return lock
-
-
-def unloaded(folder: Path) -> set[str]:
-    """The models that clients have unloaded; a worker that starts does not load them."""
-    try:
-        return set(json.loads((folder / _UNLOADED).read_text()))
-    except FileNotFoundError:
-        return set()
-
-
-def note_unloaded(folder: Path, name: str, *, is_unloaded: bool) -> None:
-    names = unloaded(folder) | {name} if is_unloaded else unloaded(folder) - {name}
-    write_json(folder / _UNLOADED, sorted(names))

@@ -22,8 +22,7 @@ from vitx.core.console import log
 from vitx.core.errors import InputError
 
 ENVIRONMENT = "VITX_WORKER"
-READY, ALIVE = b"R", b"A"
-BEAT_SECONDS = 1.0  # between two signs of life of a worker
+_BEAT_SECONDS = 1.0  # between two signs of life of a worker
 _HANG_SECONDS = 10.0  # without one: it hangs
 _LEAVE_SECONDS = 60.0  # the same for a worker that drains and ends
 _LONGEST_PAUSE = 30.0  # seconds between starts of a worker that dies before it is ready
@@ -40,12 +39,12 @@ class WorkerLink:
     grpc_port: int
     folder: Path
 
-    def announce_ready(self) -> None:
-        self.parent.send(READY)
-
-    def announce_alive(self) -> None:
-        with suppress(OSError):  # a parent that is stopped reads nothing, one that has died is noticed elsewhere
-            self.parent.send(ALIVE, socket.MSG_DONTWAIT)
+    async def beat(self) -> None:
+        """Tell the parent now that this worker is warm, and every second that it lives, until cancelled."""
+        while True:
+            with suppress(OSError):  # a parent that is stopped reads nothing, one that has died is noticed elsewhere
+                self.parent.send(b".", socket.MSG_DONTWAIT)
+            await asyncio.sleep(_BEAT_SECONDS)
 
 
 def worker_link() -> WorkerLink | None:
@@ -138,10 +137,10 @@ class _Supervisor:
         except ConnectionError:
             said = b""
         worker.heard = time.monotonic()
-        if READY in said:
-            self._on_ready(worker)
-        elif not said:
+        if not said:
             self._on_death(worker)
+        elif not worker.ready:
+            self._on_ready(worker)
 
     def _on_ready(self, worker: _Worker) -> None:
         worker.ready = True
@@ -187,7 +186,7 @@ class _Supervisor:
                 log(f"vitx: worker {worker.index} (process {worker.process.pid}) hangs: it is killed")
                 worker.process.kill()
                 worker.heard = now  # said once
-        self.loop.call_later(BEAT_SECONDS, self._kill_hung, now)
+        self.loop.call_later(_BEAT_SECONDS, self._kill_hung, now)
 
     def _on_end(self, number: int) -> None:
         if self.stopping:
