@@ -93,8 +93,8 @@ class Server:
         self._budget = MemoryBudget(options.limits.memory_bytes)
         self._pem = read_pem(options)
         self._access_log = None if options.access_log is None else AccessLog(options.access_log)
-        self._tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
-        self._observers = [observer for observer in (self._access_log, self._tracing) if observer is not None]
+        tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
+        self._observers = [observer for observer in (self._access_log, tracing) if observer is not None]
         self._core = core = ServerCore(options, offers)
         given = {Path(path) for path in options.bundles}
         kind = Repository if siblings is None else partial(SharedRepository, siblings=siblings)
@@ -140,10 +140,8 @@ class Server:
                 self._siblings.close()
             core.decoder.close()
             core.memory.close()
-            if self._access_log is not None:
-                self._access_log.close()
-            if self._tracing is not None:
-                await asyncio.to_thread(self._tracing.close)
+            for observer in self._observers:
+                await asyncio.to_thread(observer.close)
 
     async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
         port = self._options.grpc_port
@@ -170,7 +168,7 @@ class Server:
     async def _join_workers(self, link: WorkerLink) -> None:
         assert isinstance(self._repository, SharedRepository)
         assert self._siblings is not None
-        asyncio.get_running_loop().add_reader(link.parent, self._on_parent)
+        asyncio.get_running_loop().add_reader(link.parent, self._on_parent, link)
         await self._siblings.start({QUESTION: self._exposition, **self._repository.handlers()})
         self._core.metrics.gather = partial(gather, self._siblings)
 
@@ -222,10 +220,9 @@ class Server:
             log("vitx: draining; a second signal stops at once")
         self._start_drain()
 
-    def _on_parent(self) -> None:
+    def _on_parent(self, link: WorkerLink) -> None:
         """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
-        assert self._link is not None
-        asyncio.get_running_loop().remove_reader(self._link.parent)
+        asyncio.get_running_loop().remove_reader(link.parent)
         if self._draining is None:
             self._start_drain()
 
