@@ -30,13 +30,13 @@ def claim_port(host: str, port: int, option: str = "--port") -> socket.socket:
     return listener
 
 
-def hold_shared_port(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
+def hold_shared_port(host: str, port: int) -> socket.socket:
     """Return a socket that reserves a port (0: any free one) for processes that each listen on it with SO_REUSEPORT.
 
     It does not listen, so it gets no connections. While it is open no other user can listen on the port with
     SO_REUSEPORT and take connections. Raises what `claim_port` raises.
     """
-    with claim_port(host, port, option) as first:  # fails if the port is in use, with SO_REUSEPORT or without
+    with claim_port(host, port, "--grpc-port") as first:  # fails if the port is in use, with SO_REUSEPORT or without
         address, family = first.getsockname(), first.family
     holder = socket.socket(family, socket.SOCK_STREAM)
     try:
