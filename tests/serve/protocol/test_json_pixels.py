@@ -84,12 +84,8 @@ def test_a_bracket_on_the_wrong_side_of_a_number_is_refused() -> None:
     """The brackets and the numbers are those of the shape, each by itself."""
     text = json.dumps(np.arange(12).reshape(SHAPE).tolist())
     assert read(text.encode()) is not None
-    for wrong in (
-        text.replace("[3", "3["),
-        text.replace("[3", "3 ["),
-        text.replace("5]", "]5"),
-        text.replace("5]", "] 5"),
-    ):
+    for right, changed in (("[3", "3["), ("[3", "3 ["), ("5]", "]5"), ("5]", "] 5")):
+        wrong = text.replace(right, changed)
         assert read(wrong.encode()) is None, wrong
 
 
