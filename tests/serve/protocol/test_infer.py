@@ -55,6 +55,8 @@ def test_json_tensors_are_nested_or_flat(data: Any) -> None:
     assert request.images.dtype == np.uint8
     assert request.images.tolist() == [[[[1, 2, 3], [4, 5, 6]]]]
     assert (request.id, request.outputs) == ("7", logits())
+    with_length = decode({"inputs": [tensor(data=data)]}, b"")  # its header is as long as the body
+    assert with_length.images.tolist() == request.images.tolist()
 
 
 def test_binary_tensors_follow_the_header_and_are_not_copied() -> None:

@@ -80,6 +80,15 @@ def test_a_text_is_read_as_json_loads_reads_it(monkeypatch: pytest.MonkeyPatch, 
     assert found > 60
 
 
+def test_a_bracket_on_the_wrong_side_of_a_number_is_refused() -> None:
+    """The brackets and the numbers are those of the shape, each by itself."""
+    text = json.dumps(np.arange(12).reshape(SHAPE).tolist())
+    assert read(text.encode()) is not None
+    for right, changed in (("[3", "3["), ("[3", "3 ["), ("5]", "]5"), ("5]", "] 5")):
+        wrong = text.replace(right, changed)
+        assert read(wrong.encode()) is None, wrong
+
+
 def test_no_more_text_than_the_shape_can_need_is_read() -> None:
     shape, flat = (2048,), b"[" + b",".join([b"1"] * 2048) + b"]"
     room = b" " * (16 * 2049 - len(flat))
