@@ -7,6 +7,7 @@ What counts as a word: an error of the command, or a row with a reason. The coun
 
 import io
 import itertools
+import os
 import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -150,6 +151,7 @@ BUCKETS = itertools.count()
 @pytest.fixture
 def store(server: tuple[Any, Damaged], monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     monkeypatch.setattr(remote, "REMOTE_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # power cuts are not of these tests, and a busy disk is slow
     client, damaged = server
     yield Store(client, damaged, f"bucket-{next(BUCKETS)}")
     damaged.fault = lambda request: None
