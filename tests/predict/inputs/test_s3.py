@@ -1,7 +1,5 @@
 """Images from and predictions to a real S3 server (moto's), which is damaged: nothing is lost without a word.
 
-    pip install 'moto[server]' s3fs
-
 What counts as a word: an error of the command, or a row with a reason. The counts of the summary always add up.
 """
 
@@ -105,12 +103,12 @@ class Store:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[Any, Damaged]]:
-    moto = pytest.importorskip("moto.server", reason="pip install 'moto[server]' s3fs")
-    s3fs = pytest.importorskip("s3fs", reason="pip install 'moto[server]' s3fs")
     import boto3
+    import s3fs
+    from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    damaged = Damaged(moto.DomainDispatcherApplication(moto.create_backend_app))
+    damaged = Damaged(DomainDispatcherApplication(create_backend_app))
     running = make_server("127.0.0.1", 0, damaged, threaded=True, request_handler=quiet_handler())
     thread = threading.Thread(target=running.serve_forever)
     thread.start()
