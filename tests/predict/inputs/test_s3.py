@@ -105,7 +105,7 @@ class Store:
 def server() -> Iterator[tuple[Any, Damaged]]:
     import boto3
     import s3fs
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     damaged = Damaged(DomainDispatcherApplication(create_backend_app))
@@ -136,7 +136,7 @@ def server() -> Iterator[tuple[Any, Damaged]]:
 def quiet_handler() -> Any:
     from moto.moto_server.werkzeug_app import MotoRequestHandler
 
-    class Quiet(MotoRequestHandler):  # type: ignore[misc]
+    class Quiet(MotoRequestHandler):
         def log_request(self, *args: Any) -> None:
             pass
 
