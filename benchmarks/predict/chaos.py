@@ -144,7 +144,7 @@ class Chaos:
         if self._worker.exitcode is not None:
             if self._worker.exitcode not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"the worker ended with {self._worker.exitcode}")
-        elif self._random.random() < 0.6:
+        elif not self.events["killed"] or self._random.random() < 0.6:
             self._worker.kill()
             self._worker.join()
             self.events["killed"] += 1

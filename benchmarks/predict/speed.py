@@ -8,7 +8,7 @@ speed        DeiT-Ti's shape with random weights on 224-px JPEGs, one thread dec
              many images a second: what the hardware takes when both its cores work, whatever the pipeline.
 bookkeeping  100,000 images whose pixels and logits cost nothing: what is left is listing, claims, ranking, Parquet,
              digests. At 100,000 images a minute (the rate of the target) it takes that part of the minute.
-processes    Two processes on one input against one, each on its own core.
+processes    Two jobs (--shard) of one input against one, each on its own core.
 memory       Listing 100,000 and 1,000,000 paths and reading the list back: the largest resident size of a process.
 
 Every image is in a tmpfs or the page cache. Exit code 1 when a target is missed.
@@ -41,7 +41,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.predict import predict
 from vitx.predict.inputs.listing import read_range, sort_paths, write_list
-from vitx.predict.options import PredictOptions
+from vitx.predict.options import PredictOptions, Share
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import Session, load_session
 
@@ -166,7 +166,7 @@ def bookkeeping(scratch: Path) -> dict[str, Any]:
     return {"images": TINY, "seconds": seconds, "processor_seconds": cpu, "share": share, "target": BOOKKEEPING_TARGET}
 
 
-def one_process(core: int, bundle: Path, folder: Path, out: Path, ready: Any) -> tuple[float, float]:
+def one_job(core: int, jobs: int, bundle: Path, folder: Path, out: Path, ready: Any) -> tuple[float, float]:
     """In a process of its own on one core: when it began and ended."""
     bind(core)
     opened = Bundle.open(bundle)
@@ -174,7 +174,8 @@ def one_process(core: int, bundle: Path, folder: Path, out: Path, ready: Any) ->
     warm_up()
     ready.wait()
     start = time.monotonic()
-    run_predict(opened, session, folder, out, batch_size=BATCH, shard_size=32, decode_threads=1)
+    sizes: dict[str, Any] = {"batch_size": BATCH, "shard_size": 32, "decode_threads": 1}
+    run_predict(opened, session, folder, out, shard=Share(core + 1, jobs), **sizes)
     return start, time.monotonic()
 
 
@@ -185,7 +186,7 @@ def processes(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
         for count in (1, 2):
             out = scratch / f"processes-{turn}-{count}"
             out.mkdir()
-            times = together(one_process, count, bundle.path, scratch / "jpegs", out)
+            times = together(one_job, count, count, bundle.path, scratch / "jpegs", out)
             seconds[count].append(max(end for _, end in times) - min(start for start, _ in times))
     ratio = statistics.median(seconds[1]) / statistics.median(seconds[2])
     return {"images": JPEGS, "seconds": seconds, "ratio": ratio, "target": PROCESSES_TARGET}

@@ -411,7 +411,7 @@ def test_command_on_a_list_with_logits(tiny_bundle: Bundle, folder: Path, tmp_pa
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGSTOP, forkserver, tmpfs")
 def test_chaos(tmp_path: Path) -> None:
-    """Ten workers are killed, stopped, and run out of disk if a tmpfs can be mounted: 1,200 images, each once."""
+    """It is killed, stopped, and runs out of disk if a tmpfs can be mounted: 1,200 images, each once."""
     script = Path(__file__).parents[2] / "benchmarks" / "predict" / "chaos.py"
     command = [sys.executable, str(script), "--images", "1200", "--seeds", "0"]
     finished = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
