@@ -30,7 +30,7 @@ from vitx.core.bundle import Bundle
 from vitx.core.machine import usable_cores
 from vitx.runtimes import load_session
 
-SIZES = {"small": ((320, 256), 512), "large": ((1600, 1280), 160)}
+SIZES = {"small": ((320, 256), 512), "large": ((1600, 1280), 480)}
 SETTINGS = {
     "defaults": (),
     "1 and 1": ("--threads", "1", "--decode-threads", "1"),
