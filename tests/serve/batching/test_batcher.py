@@ -93,30 +93,26 @@ def test_a_single_request_does_not_wait_for_others() -> None:
     run(test)
 
 
-def test_batches_of_a_lone_client_and_of_several_run_on_sessions_of_their_own() -> None:
+def test_a_lone_client_and_several_have_sessions_of_their_own() -> None:
+    async def ask(batcher: Batcher, times: int) -> None:
+        for number in range(times):
+            assert await answer(batcher.submit(images(number))) == [number]
+
     async def test() -> None:
         alone, beside = Model(), Model()
-        batching = ServeOptions(max_batch=4, instances=2).batching
-        batcher = Batcher(alone, batching, under_load=beside)
-        for number in range(3):
-            assert await answer(batcher.submit(images(number))) == [number]
-        assert (alone.batches, beside.batches) == ([1, 1, 1], [])
-        assert await answer(batcher.submit(images(1, 2))) == [1, 2]  # a part for each instance
+        batcher = Batcher(alone, ServeOptions(max_batch=4, instances=2).batching, under_load=beside)
+        await ask(batcher, 3)
+        await batcher.submit(images(1, 2))  # a part for each instance
         assert (alone.batches, beside.batches) == ([1, 1, 1], [1, 1])
-        clients = [asyncio.create_task(ask_often(batcher, 6)) for _ in range(2)]
+        clients = [asyncio.create_task(ask(batcher, 6)) for _ in range(2)]
+        await asyncio.wait(clients, return_when=asyncio.FIRST_COMPLETED)
+        assert len(alone.batches) == 3  # also for a batch that begins while no other runs
         await asyncio.gather(*clients)
-        assert len(alone.batches) == 3  # also for the batch that begins while no other runs
-        for number in range(9):  # the load is forgotten
-            await batcher.submit(images(number))
+        await ask(batcher, 9)  # the load is forgotten
         assert len(alone.batches) > 3
         await batcher.close()
 
     run(test)
-
-
-async def ask_often(batcher: Batcher, times: int) -> None:
-    for number in range(times):
-        assert await answer(batcher.submit(images(number))) == [number]
 
 
 def test_what_arrives_while_the_model_runs_becomes_one_batch() -> None:
