@@ -4,6 +4,7 @@ import io
 import struct
 import subprocess
 import sys
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -337,3 +338,17 @@ def test_other_processes_print_no_warning_of_pillow(capfd: pytest.CaptureFixture
     with pytest.raises(InputError, match=r"large\.png: cannot decode the image"):
         next(data.batches(0, workers=1))
     assert "DecompressionBomb" not in capfd.readouterr().err
+
+
+def test_a_large_grey_image_of_16_bits_is_in_memory_by_rows() -> None:
+    values = np.random.default_rng(0).integers(0, 65536, (1100, 700)).astype(np.int32)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "TIFF")
+    tracemalloc.start()
+    try:
+        image = decode(file.getvalue())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.array_equal(np.asarray(image), (values >> 8)[..., None].repeat(3, axis=2))
+    assert peak < 2 * values.nbytes  # the file is one of them

@@ -35,6 +35,7 @@ MAX_SIDE = 65_536
 
 # Not every format Pillow reads: EPS runs a program, an ICO holds images of other sizes than its header says.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+_ROWS = 256  # of 16-bit grey at once
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -227,7 +228,16 @@ def _not_an_image(source: bytes | Path) -> str:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):  # 16-bit grey: keep the high byte, where convert("RGB") would clip to white
-        values = np.asarray(image)
-        high = (values.view(np.uint32) if values.dtype == np.int32 else values) >> 8  # few copies: it may be large
-        image = Image.fromarray(np.minimum(high, 255, out=high).astype(np.uint8))
+        image = _high_bytes(image)
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _high_bytes(image: Image.Image) -> Image.Image:
+    """Rows by rows: all at once, a large image would be in memory four times."""
+    grey = Image.new("L", image.size)
+    for top in range(0, image.height, _ROWS):
+        box = (0, top, image.width, min(top + _ROWS, image.height))
+        values = np.asarray(image.crop(box))
+        high = (values.view(np.uint32) if values.dtype == np.int32 else values) >> 8
+        grey.paste(Image.fromarray(np.minimum(high, 255, out=high).astype(np.uint8)), box)
+    return grey
