@@ -85,3 +85,24 @@ def test_another_contract_is_refused(tiny_bundle: Bundle) -> None:
     )
     with pytest.raises(CheckFailed, match=r"the tensors of .* are not those of the model that runs"):
         check_contract(tiny_bundle, Bundle(tiny_bundle.path, manifest))
+
+
+def test_a_drain_waits_for_requests_that_began_before_a_model_was_switched(tiny_bundle: Bundle) -> None:
+    async def test() -> None:
+        loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=1)
+        offer = loader.verify(tiny_bundle.path)
+        models, metrics = ModelSet((offer.key,)), Metrics()
+        models.switch(ServedModel(loader.warm(offer), metrics), 0)
+        begun = models.enter()
+        for _ in range(2):
+            models.switch(ServedModel(loader.warm(offer), metrics), 60)
+        assert models.active == 1
+        idle = asyncio.create_task(models.idle())
+        await asyncio.sleep(0)
+        assert not idle.done()
+        begun.leave()
+        await asyncio.wait_for(idle, 20)
+        assert models.active == 0
+        await models.close()
+
+    asyncio.run(test())

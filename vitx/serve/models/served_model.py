@@ -256,6 +256,7 @@ class ModelSet:
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
         self._generation = InFlight()  # begun since the last switch: a model they may use is closed after they ended
+        self._earlier: list[InFlight] = []  # those before that have not ended
         self._retiring: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -286,12 +287,13 @@ class ModelSet:
 
     @property
     def active(self) -> int:
-        """How many requests are in flight, without those that began before the last switch."""
-        return self._generation.count
+        """How many requests are in flight."""
+        return sum(requests.count for requests in (*self._earlier, self._generation))
 
     async def idle(self) -> None:
-        """Return when none is."""
-        await self._generation.end()
+        """Return when none is; call when no more begin."""
+        for requests in (*self._earlier, self._generation):
+            await requests.end()
 
     def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
@@ -356,8 +358,9 @@ class ModelSet:
         await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
-        ended, self._generation = self._generation, InFlight()
-        task = asyncio.create_task(self._close_after(ended, model, seconds))
+        before, self._generation = self._generation, InFlight()
+        self._earlier = [requests for requests in (*self._earlier, before) if requests.count]
+        task = asyncio.create_task(self._close_after(before, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
