@@ -244,12 +244,13 @@ class GrpcServer:
                 size, request = self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
-                reply.add_done_callback(
-                    partial(lambda size, _: self.budget.give(size), size)
-                )  # also if it never starts
+                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
                 del request, reply
         finally:
             replies.put_nowait(None)
+
+    def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
+        self.budget.give(size)
 
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
