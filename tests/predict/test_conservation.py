@@ -1,6 +1,5 @@
 """What is listed is predicted, unreadable or skipped: `summary.json` counts all, and says when they do not add up."""
 
-import io
 import json
 import tarfile
 from pathlib import Path
@@ -12,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import NumpySession, colour_image, png
+from bundle_fixture import NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed
@@ -69,11 +68,8 @@ def test_a_remote_folder_counts_the_same(tiny_bundle: Bundle, tmp_path: Path) ->
 
 def test_a_pattern_counts_images_containers_and_the_rest(tiny_bundle: Bundle, tmp_path: Path) -> None:
     write(tmp_path / "in", "a.png", "b.png", "c.txt")
-    with tarfile.open(tmp_path / "in" / "d.tar", "w") as archive:
-        for name in ("1.png", "1.json", "2.png", ".3.png"):
-            info = tarfile.TarInfo(name)
-            info.size = len(IMAGES[1])
-            archive.addfile(info, io.BytesIO(IMAGES[1]))
+    members = dict.fromkeys(("1.png", "1.json", "2.png", ".3.png"), IMAGES[1])
+    (tmp_path / "in" / "d.tar").write_bytes(tar_of(members))
     pq.write_table(pa.table({"image": [*IMAGES, b"no image"]}), tmp_path / "in" / "e.parquet", row_group_size=3)
     summary = run(tiny_bundle, tmp_path / "in" / "*", tmp_path / "out")
     assert counts(summary) == {"pattern": (3, 2, 0, 1), "parquet": (5, 4, 1, 0), "tar": (4, 2, 0, 2)}

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, NumpySession, colour_image, png
+from bundle_fixture import LABELS, NumpySession, colour_image, png, tar_of
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, VitxError
 from vitx.predict import PREDICTIONS, predict
@@ -40,14 +40,9 @@ Fault = Callable[[Path, Random], str]
 
 def tar() -> tuple[bytes, list[int]]:
     """A whole tar file, and where the headers of its members begin."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, data in zip(CLASSES, IMAGES, strict=True):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    with tarfile.open(fileobj=io.BytesIO(file.getvalue())) as archive:
-        return file.getvalue(), [member.offset for member in archive]
+    whole = tar_of(dict(zip(CLASSES, IMAGES, strict=True)))
+    with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
+        return whole, [member.offset for member in archive]
 
 
 TAR, HEADERS = tar()

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import tarfile
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, NumpySession, colour_image, png
+from bundle_fixture import LABELS, NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
@@ -75,13 +74,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def tar(path: Path, members: dict[str, bytes]) -> None:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    write(path, file.getvalue())
+    write(path, tar_of(members))
 
 
 def table(path: Path, images: Sequence[bytes], row_group_size: int, **columns: Any) -> None:

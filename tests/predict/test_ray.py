@@ -1,6 +1,5 @@
 """`vitx predict --ray` on a cluster of two nodes, simulated on this machine: the same files as without Ray."""
 
-import io
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bundle_fixture import LABELS, PREPROCESSING, colour_image, png
+from bundle_fixture import LABELS, PREPROCESSING, colour_image, png, tar_of
 from cli_fixture import Vitx
 from ray_fixtures import processes
 from server_process import wait_until
@@ -255,10 +253,7 @@ def test_shard_that_kills_its_actors_is_given_up_and_the_others_done(
     folder.mkdir()
     os.mkfifo(folder / "0.tar")
     for name in ("1.tar", "2.tar"):
-        with tarfile.open(folder / name, "w") as tar:
-            image = tarfile.TarInfo("a.png")
-            image.size = len(IMAGE)
-            tar.addfile(image, io.BytesIO(IMAGE))
+        (folder / name).write_bytes(tar_of({"a.png": IMAGE}))
 
     def kill() -> None:
         with (folder / "0.tar").open("wb"):  # when an actor has opened it

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import NumpySession, colour_image, png
+from bundle_fixture import NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.files import sha256_file
@@ -87,13 +87,7 @@ def test_what_still_fails_stays_a_row(tiny_bundle: Bundle, folder: Path, tmp_pat
 
 
 def test_a_mended_tar_gives_the_images_behind_the_damage(tiny_bundle: Bundle, tmp_path: Path) -> None:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for index, data in enumerate(IMAGES):
-            info = tarfile.TarInfo(f"{index:02d}.png")
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    whole = file.getvalue()
+    whole = tar_of({f"{index:02d}.png": data for index, data in enumerate(IMAGES)})
     with tarfile.open(fileobj=io.BytesIO(whole)) as archive:
         fifth = archive.getmembers()[5].offset
     (tmp_path / "a.tar").write_bytes(whole[:fifth] + b"\xff" * 100 + whole[fifth + 100 :])
@@ -109,12 +103,8 @@ def test_a_row_whose_place_has_another_image_is_not_kept(tiny_bundle: Bundle, tm
     """A tar file was written anew, with its members in another order."""
 
     def write(order: list[int]) -> None:
-        with tarfile.open(tmp_path / "a.tar", "w") as archive:
-            for index in order:
-                data = IMAGES[index] if order[0] or index else b""
-                info = tarfile.TarInfo(f"{index}.png")
-                info.size = len(data)
-                archive.addfile(info, io.BytesIO(data))
+        members = {f"{index}.png": IMAGES[index] if order[0] or index else b"" for index in order}
+        (tmp_path / "a.tar").write_bytes(tar_of(members))
 
     write([0, 1, 2, 3])
     run(tiny_bundle, tmp_path / "a.tar", tmp_path / "out")

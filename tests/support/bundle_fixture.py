@@ -5,6 +5,7 @@ images whose class is known.
 """
 
 import io
+import tarfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -232,6 +233,17 @@ def colour_image(label: int, rng: np.random.Generator, size: int = IMAGE_SIZE) -
 def png(pixels: UInt8Array) -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def tar_of(members: Mapping[str, bytes]) -> bytes:
+    """A tar file, by name and content."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
     return buffer.getvalue()
 
 

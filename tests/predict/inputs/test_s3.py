@@ -6,7 +6,6 @@ What counts as a word: an error of the command, or a row with a reason. The coun
 import io
 import itertools
 import os
-import tarfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, NumpySession, colour_image, png
+from bundle_fixture import LABELS, NumpySession, colour_image, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
@@ -28,6 +27,7 @@ from vitx.predict.options import PredictOptions
 PIXELS = [colour_image(index, np.random.default_rng(index)) for index in range(4)]
 IMAGES = [png(pixels) for pixels in PIXELS]
 NAMES = [f"{index}.png" for index in range(4)]
+TAR = tar_of(dict(zip(NAMES, IMAGES, strict=True)))
 CLASSES = dict(zip(NAMES, (LABELS[best] for best in NumpySession().infer(np.stack(PIXELS)).argmax(1)), strict=True))
 # Of a request, "METHOD /bucket/key?query": a status to answer, how many bytes of the body to send, or None.
 Fault = Callable[[str], int | None]
@@ -176,16 +176,6 @@ def errors(bundle: Bundle, source: str, out: Path, **options: Any) -> dict[str, 
     return reasons
 
 
-def tar() -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for name, data in zip(NAMES, IMAGES, strict=True):
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
 def table(rows: int = 4) -> bytes:
     file = io.BytesIO()
     pq.write_table(
@@ -205,7 +195,7 @@ def test_what_is_whole_gives_every_image(certified_original: Bundle, tmp_path: P
     found = set(pq.read_table(tmp_path / "out" / PREDICTIONS)["path"].to_pylist())
     assert found >= {*NAMES, *(key.removeprefix("in/") for key in strange[2:])}
     assert len(found) == 9
-    store.put("in.tar", tar())
+    store.put("in.tar", TAR)
     assert errors(certified_original, store.url("in.tar"), tmp_path / "tar") == {}
     store.put("in.parquet", table())
     assert errors(certified_original, store.url("in.parquet"), tmp_path / "table", key="name") == {}
@@ -283,8 +273,8 @@ def flipped(data: bytes, place: int) -> bytes:
 
 PAGE = pq.ParquetFile(io.BytesIO(table())).metadata.row_group(1).column(0).data_page_offset
 FILES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "header of a tar": ("a.tar", lambda: flipped(tar(), tar().index(b"2.png"))),
-    "tar cut short": ("a.tar", lambda: tar()[:1500]),
+    "header of a tar": ("a.tar", lambda: flipped(TAR, TAR.index(b"2.png"))),
+    "tar cut short": ("a.tar", lambda: TAR[:1500]),
     "empty tar": ("a.tar", lambda: b""),
     "Parquet cut short": ("a.parquet", lambda: table()[:-50]),
     "empty Parquet": ("a.parquet", lambda: b""),
@@ -308,8 +298,8 @@ def test_a_tar_that_is_replaced_or_removed_while_it_is_read_is_noticed(
     """In blocks of 1 KiB, before the third is read."""
     monkeypatch.setattr(remote, "BLOCK_BYTES", 1024)
     monkeypatch.setattr(stores, "BLOCK_BYTES", 1024)
-    store.put("a.tar", tar())
-    action = (lambda: store.remove("a.tar")) if removed else (lambda: store.put("a.tar", tar() + bytes(512)))
+    store.put("a.tar", TAR)
+    action = (lambda: store.remove("a.tar")) if removed else (lambda: store.put("a.tar", TAR + bytes(512)))
     store.before("GET /B/a.tar", action, but_first=2)
     found = errors(certified_original, store.url("a.tar"), tmp_path / "out")
     assert list(found) == ["a.tar"]

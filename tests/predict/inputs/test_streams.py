@@ -2,7 +2,6 @@
 
 import io
 import re
-import tarfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,23 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bundle_fixture import tar_of
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory, remote
 from vitx.predict.inputs.inventory import Shard, read_shard, take_inventory
 from vitx.predict.inputs.stores import exists, open_stream
 
-TAR = io.BytesIO()
-with tarfile.open(fileobj=TAR, mode="w") as archive:
-    for number in range(40):
-        member = tarfile.TarInfo(f"{number:02d}.png")
-        member.size = 1000
-        archive.addfile(member, io.BytesIO(bytes([number]) * 1000))
+TAR = tar_of({f"{number:02d}.png": bytes([number]) * 1000 for number in range(40)})
 NAMES = [f"a.tar/{number:02d}.png" for number in range(40)]
 TABLE = io.BytesIO()
 pq.write_table(pa.table({"image": [bytes([number]) * 1000 for number in range(40)]}), TABLE, use_dictionary=False)
 FILES = {
-    "a.tar": TAR.getvalue(),
+    "a.tar": TAR,
     "a.parquet": TABLE.getvalue(),
     "list.txt": b"".join(b"%d.png\n" % n for n in range(9)),
 }
