@@ -164,6 +164,8 @@ class Decoder:
             image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, most)
+        except ImageError as failure:
+            return ImageError(str(failure))  # its own frames have the image, and a circle with them is freed late
         except Exception as failure:  # noqa: BLE001 - the edge of one image
             return failure
         if self._on_decode is not None:
