@@ -7,7 +7,7 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,12 @@ from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import check_fields, message_class
 from vitx.serve.grpc.service import Call, GrpcService
-from vitx.serve.limits import Limits, MemoryBudget
-from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import InFlight, ModelSet
+from vitx.serve.limits import Limits
+from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
-from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
-from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Kind, Tokens
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.security import Kind
+from vitx.serve.server_core import ServerCore
 
 Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 
@@ -55,40 +53,23 @@ class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
     def __init__(
-        self,
-        models: ModelSet,
-        limits: Limits,
-        metrics: Metrics,
-        memory: SharedMemory,
-        *,
-        host: str,
-        port: int,
-        credentials: grpc.ServerCredentials | None = None,
-        repository: Repository | None = None,
-        tokens: Tokens | None = None,
-        observers: Sequence[RequestObserver] = (),
-        shared_port: bool = False,
+        self, core: ServerCore, port: int, *, shared_port: bool = False, pem: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken. No TLS without credentials.
+        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken.
 
-        shared_port: other workers of the same parent listen on it too.
+        shared_port: other workers of the same parent listen on it too. pem: key and certificate chain; None: no TLS.
         """
-        self.budget = MemoryBudget(limits.memory_bytes)  # `Server` sets the one that HTTP has too
-        self._models = models
-        self._metrics = metrics
-        self._service = GrpcService(models, limits, memory, repository)
-        self._tokens = tokens
-        self._observers = observers
-        self._message_seconds = limits.message_seconds
+        self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
+        self._service = GrpcService(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
-        self._server = grpc.aio.server(
-            handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
-        )
+        options = _options(core.limits, shared_port=shared_port)
+        self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
+        host = core.options.host
         host = f"[{host}]" if ":" in host else host
         add = self._server.add_insecure_port
-        if credentials is not None:
-            add = partial(self._server.add_secure_port, server_credentials=credentials)
+        if pem is not None:
+            add = partial(self._server.add_secure_port, server_credentials=grpc.ssl_server_credentials([pem]))
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:
@@ -137,7 +118,7 @@ class GrpcServer:
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
             finally:
-                self.budget.give(size)
+                self._budget.give(size)
                 self._in_flight.leave()
 
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
@@ -146,7 +127,7 @@ class GrpcServer:
     async def _message(self, context: Any) -> Any:
         """The message of a call, as bytes; a RequestError if it has none, or none arrives in time."""
         try:
-            async with asyncio.timeout(self._message_seconds):
+            async with asyncio.timeout(self._core.limits.message_seconds):
                 data = await context.read()
         except TimeoutError:
             return RequestError("the call's message took too long", status=408, reason="slow_client")
@@ -159,7 +140,7 @@ class GrpcServer:
         """
         size = 0
         try:
-            self.budget.take(len(data))
+            self._budget.take(len(data))
             size = len(data)
             check_fields(data)
             return size, parse(data)
@@ -175,9 +156,9 @@ class GrpcServer:
         status = CLIENT_GONE
         record = self._record(context)
         try:
-            if self._tokens is not None and route not in _WITHOUT_TOKEN:
+            if route not in _WITHOUT_TOKEN:
                 kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
-                self._tokens.check(kind, _metadata(context, "authorization"))
+                self._core.tokens.check(kind, _metadata(context, "authorization"))
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
@@ -195,12 +176,12 @@ class GrpcServer:
         else:
             status = 200
             self._metrics.answer(route, 200, time.perf_counter() - started if timed else None, record.model or "")
-            if self._observers:
+            if self._core.observers:
                 record.sent = response.ByteSize()
             return response
         finally:
             generation.leave()
-            for observer in self._observers:
+            for observer in self._core.observers:
                 observer.write(record, "gRPC", route, status, time.perf_counter() - started)
         self._metrics.reject(failure.reason, record.model or "")
         self._metrics.answer(route, failure.status, model=record.model or "")
@@ -209,7 +190,7 @@ class GrpcServer:
     def _record(self, context: Any) -> RequestRecord:
         """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""
         record = RequestRecord("")
-        if self._observers:
+        if self._core.observers:
             names = ("x-request-id", "traceparent", "tracestate")
             given, parent, state = (_metadata(context, name) for name in names)
             record = RequestRecord(request_id(given), parent, state, context.peer())
@@ -250,7 +231,7 @@ class GrpcServer:
             replies.put_nowait(None)
 
     def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
-        self.budget.give(size)
+        self._budget.give(size)
 
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
@@ -265,11 +246,6 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
-
-
-def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:
-    """Server credentials from (key, certificate chain) in PEM; None without TLS."""
-    return None if pem is None else grpc.ssl_server_credentials([pem])
 
 
 def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:

@@ -6,12 +6,12 @@ Only these two count it, time it, and turn an exception into a reply.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import record_times
@@ -34,16 +34,14 @@ from vitx.serve.http.asgi import (
     start_task,
 )
 from vitx.serve.http.classify import Classifier
-from vitx.serve.http.decode import Decoder
 from vitx.serve.http.encoding import WORTH_ENCODING
+from vitx.serve.http.gate import Gate
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
+from vitx.serve.http.observer_middleware import ObserverMiddleware
 from vitx.serve.http.routes import other_routes
-from vitx.serve.limits import Limits
-from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
-from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.infer import (
     HEADER_LENGTH,
     InferRequest,
@@ -52,7 +50,7 @@ from vitx.serve.protocol.infer import (
     header_length,
 )
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.server_core import ServerCore
 
 ACCEPT_ENCODING = b"accept-encoding"
 _OF_HEAD = (ACCEPT_ENCODING, b"x-request-id", b"traceparent", b"tracestate")
@@ -63,31 +61,20 @@ Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 _log = logging.getLogger("vitx.serve")
 
 
+def asgi_application(core: ServerCore, bound: str | None) -> ASGIApp:
+    """The routes of a server behind the checks of who asks, and the observers. `bound`: see `Gate`."""
+    gate = Gate(App(core), core, bound)
+    return ObserverMiddleware(gate, core.observers) if core.observers else gate
+
+
 class App:
     """The server's routes."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        decoder: Decoder,
-        limits: Limits,
-        metrics: Metrics,
-        memory: SharedMemory,
-        repository: Repository | None = None,
-        observers: Sequence[RequestObserver] = (),
-    ) -> None:
-        """`repository`: lets clients load and unload models over HTTP; None refuses that with 501.
-
-        observers: of requests whose head is known; ObserverMiddleware tells them of all others.
-        """
-        self.idle = models.idle  # until no request is in flight
-        self._observers = observers
-        self._models = models
-        self._limits = limits
-        self._metrics = metrics
-        self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics).prepare
-        self._other = other_routes(models, limits, metrics, memory, repository)
+    def __init__(self, core: ServerCore) -> None:
+        self._models, self._limits, self._metrics, self._memory = core.models, core.limits, core.metrics, core.memory
+        self._observers = core.observers  # of requests whose head is known; ObserverMiddleware tells them of all others
+        self._classify = Classifier(core).prepare
+        self._other = other_routes(core)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         found = self._find(scope["path"]) if scope["type"] == "http" else None
@@ -99,11 +86,6 @@ class App:
             error = RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
             self._metrics.answer(found[0], error.status)
             await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
-
-    @property
-    def active(self) -> int:
-        """How many requests are in flight."""
-        return self._models.active
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""

@@ -16,15 +16,13 @@ from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import Hold, OnReply, Reply, StartRequest, beside, header, json_reply, start_task
-from vitx.serve.http.decode import Decoder
 from vitx.serve.http.multipart import parse_multipart
-from vitx.serve.limits import Limits
-from vitx.serve.models.served_model import ModelSet, ServedModel
-from vitx.serve.observe.metrics import Metrics
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.base64_images import base64_images
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
+from vitx.serve.server_core import ServerCore
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
@@ -60,11 +58,8 @@ class _Options:
 class Classifier:
     """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
-    def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
-        self._models = models
-        self._decoder = decoder
-        self._limits = limits
-        self._metrics = metrics
+    def __init__(self, core: ServerCore) -> None:
+        self._core = core
 
     def prepare(self, scope: Scope) -> tuple[StartRequest, bool]:
         """What starts the requests of this head, and whether others may have the same. Raises RequestError."""
@@ -115,13 +110,13 @@ class Classifier:
         results = await self._classify(options, images, record)
         for result in results:
             if "error" in result:
-                self._metrics.reject("bad_image", options.model.name)
+                self._core.metrics.reject("bad_image", options.model.name)
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
         return json_reply({"model": options.model.name, "results": results})
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
-        model = self._models.get(query.get("model"), query.get("version"))
+        model = self._core.models.get(query.get("model"), query.get("version"))
         classes = len(model.bundle.manifest.labels)
         top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
@@ -135,7 +130,7 @@ class Classifier:
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
-        parts = parse_multipart(content_type, body, self._limits.images)
+        parts = parse_multipart(content_type, body, self._core.limits.images)
         for part in parts:
             if part.filename is None:
                 raise RequestError(f"form field '{part.name[:80]}' is not a file: expected images only")
@@ -144,7 +139,7 @@ class Classifier:
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
     def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
-        return None, base64_images(body, self._limits)
+        return None, base64_images(body, self._core.limits)
 
     async def _classify(
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
@@ -153,7 +148,7 @@ class Classifier:
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
         record.decode_started, client = time.monotonic(), record.client or ""
-        decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
+        decoding = self._core.decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
         decoded = iter(await decoding)
         record.decode = time.monotonic() - record.decode_started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]

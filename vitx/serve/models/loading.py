@@ -1,6 +1,6 @@
 """Loads a bundle from disk to a warm model: hashes, certificate, session, warm-up, canary, latency curve."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +17,10 @@ from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.runtimes.instances import sessions_on, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import Device, Session, image_shape, is_cpu
+from vitx.runtimes.session import Session, image_shape, is_cpu
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
-from vitx.serve.models.offer import ModelKey, Offer, WarmModel, WarmOutputs, key_text
+from vitx.serve.models.offer import ModelKey, Offer, WarmModel, WarmOutputs
 from vitx.serve.models.served_model import RowsSession, load_warm
 from vitx.serve.models.warm_up import measure_curve, starting_curve
 from vitx.serve.options import ServeOptions
@@ -31,23 +31,14 @@ Judgement = TypeVar("Judgement", Certificate, Verdict)
 
 @dataclass(frozen=True)
 class Loader:
-    """How bundles are loaded.
+    """Loads bundles as the options of the server ask for."""
 
-    instances, threads: with neither, on a CPU, what `vitx bench --tune` found here, else as the load asks for.
-    """
-
-    batching: Batching
-    device: Device = "auto"
-    runtime: str = "auto"
-    instances: int | None = None
-    threads: int | None = None
-    allow_uncertified: bool = False
-    require_signature: Path | None = None
+    options: ServeOptions
 
     def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
         """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
-        if self.require_signature is not None:
-            require_signature(path, self.require_signature)
+        if self.options.require_signature is not None:
+            require_signature(path, self.options.require_signature)
         bundle = Bundle.open(path)
         bundle.latency_file()  # not in the manifest: it has its own digest
         name = bundle.manifest.name
@@ -58,10 +49,10 @@ class Loader:
 
     def warm(self, offer: Offer) -> WarmModel:
         """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
-        instances, threads = self._setting(offer.bundle)
-        batching = replace(self.batching, instances=instances)
-        runtimes = runtimes_by_speed(offer.bundle, self.runtime, device=self.device, threads=threads)
-        session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=runtimes[0])
+        device, (instances, threads) = self.options.device, self._setting(offer.bundle)
+        batching = replace(self.options.batching, instances=instances)
+        runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
+        session = load_warm(offer.bundle, batching, device=device, threads=threads, runtime=runtimes[0])
         with ExitStack() as opened:  # closes the session of a model that is refused
             opened.enter_context(session)
             offer, verdict = self._judged(offer, session)
@@ -77,8 +68,8 @@ class Loader:
         bundle, names = offer.bundle, tuple(str(spec.name) for spec in offer.bundle.manifest.outputs)
         if not names:
             return offer, None
-        setting: dict[str, Any] = {"device": self.device, "threads": threads, "outputs": names}
-        runtime = runtimes_by_speed(bundle, self.runtime, **setting)[0]
+        setting: dict[str, Any] = {"device": self.options.device, "threads": threads, "outputs": names}
+        runtime = runtimes_by_speed(bundle, self.options.runtime, **setting)[0]
         if not RUNTIMES[runtime].outputs:
             log(f"vitx: '{bundle.manifest.name}' is served without {', '.join(names)}: {runtime} gives logits alone")
             return offer, None
@@ -103,37 +94,15 @@ class Loader:
         try:
             return judge()
         except CheckFailed as refusal:
-            if not self.allow_uncertified:
+            if not self.options.allow_uncertified:
                 raise
             log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
             return None
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
         """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
-        if not is_cpu(self.device) or self.instances is not None or self.threads is not None:
-            return self.instances or 1, self.threads
+        given = self.options
+        if not is_cpu(given.device) or given.instances is not None or given.threads is not None:
+            return given.instances or 1, given.threads
         tuned = tuned_setting(bundle)
         return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
-
-
-def open_offers(
-    paths: Sequence[Path],
-    found: Mapping[ModelKey, Path] | None = None,
-    *,
-    allow_uncertified: bool,
-    required_signature: Path | None = None,
-) -> list[Offer]:
-    """Open and verify bundles, signatures if that key is given, and certificates; raise InputError or CheckFailed.
-
-    `paths`: bundles that serve as version 1; `found`: those of a repository, by name and version.
-    """
-    if not paths and not found:
-        raise InputError("no bundle to serve: give one, or a --repository that has some")
-    loader = Loader(ServeOptions().batching, allow_uncertified=allow_uncertified, require_signature=required_signature)
-    offers: dict[ModelKey, Offer] = {}
-    for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
-        offer = loader.verify(path, key)
-        if offer.key in offers:
-            raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
-        offers[offer.key] = offer
-    return list(offers.values())

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,10 @@ from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, is_cpu
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.limits import Batching
-from vitx.serve.models.offer import ModelKey
+from vitx.serve.models.offer import ModelKey, WarmModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.infer import Contract
-
-if TYPE_CHECKING:
-    from vitx.serve.models.offer import WarmModel
 
 # Keys of a certificate and of provenance whose value may be a path that is not absolute, or an address.
 _PATHS = {"source", "data", "reference", "candidate"}
@@ -34,7 +31,7 @@ _PATHS = {"source", "data", "reference", "candidate"}
 class ServedModel:
     """One model that answers requests. Create it on a running event loop. `fault`: what its canary found, or None."""
 
-    def __init__(self, warm: "WarmModel", metrics: Metrics) -> None:
+    def __init__(self, warm: WarmModel, metrics: Metrics) -> None:
         self.bundle = warm.offer.bundle
         self.certificate = warm.offer.certificate
         self.verdict = warm.verdict

@@ -3,7 +3,7 @@
 import os
 from contextlib import ExitStack
 
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import InputError, naming_extra
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
 from vitx.serve.process.supervisor import ENVIRONMENT, supervise
@@ -12,10 +12,8 @@ from vitx.serve.process.supervisor import ENVIRONMENT, supervise
 def launch(options: ServeOptions) -> int:
     """Serve until a signal comes; return the exit code. Raises what `serve`, `supervise` and `serve_on_ray` raise."""
     if options.ray is not None:
-        try:
+        with naming_extra("ray"):
             from vitx.serve.process.ray_cluster import serve_on_ray
-        except ModuleNotFoundError as error:
-            raise missing_package(str(error.name), "ray") from None
         serve_on_ray(options, options.ray)
         return 0
     if options.replicas is not None:

@@ -8,10 +8,7 @@ from functools import partial
 from typing import Any
 
 from vitx.serve.errors import RequestError
-from vitx.serve.models.loading import Loader
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import ModelSet
-from vitx.serve.observe.metrics import Metrics
 from vitx.serve.process.siblings import Handler, Siblings
 
 Work = Callable[[Repository, str], Awaitable[None]]  # Repository.load or .unload
@@ -27,9 +24,9 @@ class SharedRepository(Repository):
     the index of all.
     """
 
-    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, *, siblings: Siblings, **given: Any) -> None:
-        """As `Repository`; `siblings` reaches the other workers."""
-        super().__init__(models, loader, metrics, **given)
+    def __init__(self, siblings: Siblings, *given: Any) -> None:
+        """`siblings` reaches the other workers; `given`: as for `Repository`."""
+        super().__init__(*given)
         self._siblings = siblings
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.serve.process.siblings import Siblings
 
 ENVIRONMENT = "VITX_WORKER"
 _BEAT_SECONDS = 1.0  # between two signs of life of a worker
@@ -31,13 +32,12 @@ _EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
 @dataclass(frozen=True)
 class WorkerLink:
-    """What a worker gets from its parent. folder: for the sockets of all workers. grpc_port: 0 for no gRPC."""
+    """What a worker gets from its parent, and the other workers. grpc_port: 0 for no gRPC."""
 
-    index: int
     listener: socket.socket
     parent: socket.socket
     grpc_port: int
-    folder: Path
+    siblings: Siblings
 
     async def beat(self) -> None:
         """Tell the parent now that this worker is warm, and every second that it lives, until cancelled."""
@@ -55,7 +55,8 @@ def worker_link() -> WorkerLink | None:
     index, listener, parent, grpc_port, folder = given.split(" ", 4)
     listening = socket.socket(fileno=int(listener))
     listening.setblocking(False)
-    return WorkerLink(int(index), listening, socket.socket(fileno=int(parent)), int(grpc_port), Path(folder))
+    siblings = Siblings(Path(folder), int(index))
+    return WorkerLink(listening, socket.socket(fileno=int(parent)), int(grpc_port), siblings)
 
 
 @dataclass(eq=False)
