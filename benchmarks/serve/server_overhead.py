@@ -29,8 +29,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
 from vitx.serve.http.head_cache import protocol_class
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.offer import WarmModel
+from vitx.serve.models.loading import Loader, WarmModel
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.process_settings import configure_process
@@ -102,7 +101,7 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     core = ServerCore(ServeOptions(), [warm.offer])
     core.models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), core.metrics), 0)
     protocol = protocol_class(core.limits, core.metrics.reject)
-    config, state = _uvicorn_config(App(core), protocol, ServeOptions()), ServerState()
+    config, state = _uvicorn_config(App(core, None), protocol, ServeOptions()), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
     request = infer_request(SMALL.name, np.zeros((SMALL.image_size, SMALL.image_size, 3), np.uint8))

@@ -210,8 +210,7 @@ def test_a_model_of_which_the_second_copy_cannot_be_loaded_is_closed() -> None:
 def test_a_server_on_a_cpu_takes_the_cores_as_the_load_asks(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("vitx.serve.models.loading", "vitx.serve.models.served_model"):
-        monkeypatch.setattr(f"{module}.usable_cores", lambda: 4)
+    monkeypatch.setattr("vitx.serve.models.loading.usable_cores", lambda: 4)
 
     def described(instances: int | None, threads: int | None) -> Any:
         loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=instances, threads=threads))
@@ -235,7 +234,7 @@ def test_a_model_that_is_refused_is_closed(tiny_bundle: Bundle, monkeypatch: pyt
 
     loader = Loader(ServeOptions(max_batch=2, device="cpu", allow_uncertified=True))
     session = Infinite()
-    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: session)
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: session)
     with pytest.raises(CheckFailed, match="not finite"):
         loader.warm(loader.verify(tiny_bundle.path))
     assert session.freed == 1

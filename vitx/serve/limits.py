@@ -13,7 +13,6 @@ class Limits:
 
     body_bytes: int  # as sent, and once more when decompressed
     images: int  # in one request
-    pixels: int  # of one image, before it is decoded
     header_bytes: int  # request line and headers
     json_depth: int  # nesting of objects and lists
     connections: int

@@ -18,9 +18,9 @@ from vitx.core.bundle import MANIFEST
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.ray_connection import cluster_nodes
-from vitx.serve.http.app import asgi_application
+from vitx.serve.http.app import App
 from vitx.serve.http.asgi import CONNECTION
-from vitx.serve.models.offer import Offer
+from vitx.serve.models.loading import Offer
 from vitx.serve.observe.metrics import merged
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.process_settings import configure_process
@@ -107,7 +107,7 @@ class Replica:
                 raise InputError(f"{what}: every node needs the same one there; if it is a new one, deploy it again")
         self._core = ServerCore(args, verified(args))
         self._core.metrics.gather = self._exposition
-        self._routes = asgi_application(self._core, bound=None)
+        self._routes = App(self._core, bound=None)
         await self._core.load()
         self._canaries = asyncio.create_task(self._core.replay_canaries())
 

@@ -7,8 +7,7 @@ from vitx.core.errors import InputError
 from vitx.serve.http.decode import Decoder
 from vitx.serve.limits import MemoryBudget
 from vitx.serve.models.canary import replay_once
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.offer import ModelKey, Offer, key_text
+from vitx.serve.models.loading import Loader, ModelKey, Offer, key_text
 from vitx.serve.models.repository import Repository, bundles_in
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics

@@ -50,7 +50,7 @@ def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: p
     class WithProfiles(NumpySession):
         profiles = (Profile(minimum=1, optimum=6, maximum=8), Profile(minimum=1, optimum=3, maximum=4))
 
-    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: WithProfiles())
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: WithProfiles())
     loader = Loader(ServeOptions(max_batch=8, device="cpu", instances=1, allow_uncertified=True))
     warm = loader.warm(loader.verify(tiny_bundle.path))
     assert warm.batching.preferred == (3, 6)

@@ -352,7 +352,7 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
         core = ServerCore(args, [offer])
         core.models.switch(ServedModel(replace(warm, session=held), core.metrics), 0)
         batcher = core.models.get("tiny").batcher
-        replica: Any = SimpleNamespace(_routes=App(core), _core=core)
+        replica: Any = SimpleNamespace(_routes=App(core, None), _core=core)
         statuses: list[int] = []
 
         async def send(message: Any) -> None:
@@ -360,7 +360,8 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
 
         def request() -> asyncio.Task[None]:
             path = "/prefix/v2/models/tiny/infer"
-            scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix", "headers": []}
+            scope: Any = {"type": "http", "http_version": "1.0", "method": "POST", "headers": []}
+            scope |= {"path": path, "root_path": "/prefix"}
             messages = iter([{"type": "http.request", "body": INFER_BODY}])
 
             async def receive() -> Any:

@@ -151,7 +151,6 @@ class GrpcServer:
 
     async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
-        started = time.perf_counter()
         generation = self._models.enter()
         status = CLIENT_GONE
         record = self._record(context)
@@ -162,30 +161,28 @@ class GrpcServer:
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
-        except RequestError as error:
-            failure, status = error, error.status
+            seconds = time.monotonic() - record.started if timed else None
+            status, record.sent = 200, response.ByteSize() if self._core.observers else None
+            self._metrics.answer(route, status, seconds, record.model or "")
+            return response
         except asyncio.CancelledError:  # by the call's deadline, or by the client
             passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
             self._metrics.reject("deadline" if passed else "disconnected", record.model or "")
             status = 503 if passed else CLIENT_GONE
             raise
-        except Exception:  # noqa: BLE001 - the edge of one request: others must not be affected
-            _log.exception("internal error while answering %s", route)
-            failure = RequestError("internal error: see the server's log", status=500, reason="internal")
-            status = failure.status
-        else:
-            status = 200
-            self._metrics.answer(route, 200, time.perf_counter() - started if timed else None, record.model or "")
-            if self._core.observers:
-                record.sent = response.ByteSize()
-            return response
+        except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
+            error = failure
+            if not isinstance(error, RequestError):
+                _log.exception("internal error while answering %s", route)
+                error = RequestError("internal error: see the server's log", status=500, reason="internal")
+            status = error.status
+            self._metrics.reject(error.reason, record.model or "")
+            self._metrics.answer(route, status, model=record.model or "")
+            raise error from None
         finally:
             generation.leave()
             for observer in self._core.observers:
-                observer.write(record, "gRPC", route, status, time.perf_counter() - started)
-        self._metrics.reject(failure.reason, record.model or "")
-        self._metrics.answer(route, failure.status, model=record.model or "")
-        raise failure
+                observer.write(record, "gRPC", route, status, time.monotonic() - record.started)
 
     def _record(self, context: Any) -> RequestRecord:
         """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""

@@ -6,12 +6,11 @@ Only these two count it, time it, and turn an exception into a reply.
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import record_times
@@ -37,7 +36,6 @@ from vitx.serve.http.classify import Classifier
 from vitx.serve.http.encoding import WORTH_ENCODING
 from vitx.serve.http.gate import Gate
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
-from vitx.serve.http.observer_middleware import ObserverMiddleware
 from vitx.serve.http.routes import other_routes
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
@@ -61,31 +59,44 @@ Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 _log = logging.getLogger("vitx.serve")
 
 
-def asgi_application(core: ServerCore, bound: str | None) -> ASGIApp:
-    """The routes of a server behind the checks of who asks, and the observers. `bound`: see `Gate`."""
-    gate = Gate(App(core), core, bound)
-    return ObserverMiddleware(gate, core.observers) if core.observers else gate
-
-
 class App:
-    """The server's routes."""
+    """The server's routes, behind the checks of who asks."""
 
-    def __init__(self, core: ServerCore) -> None:
+    def __init__(self, core: ServerCore, bound: str | None) -> None:
+        """`bound`: see `Gate`."""
         self._models, self._limits, self._metrics, self._memory = core.models, core.limits, core.metrics, core.memory
-        self._observers = core.observers  # of requests whose head is known; ObserverMiddleware tells them of all others
+        self._gate, self._observers = Gate(core, bound), core.observers
         self._classify = Classifier(core).prepare
         self._other = other_routes(core)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._find(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self._other(scope, receive, self._counted(scope, send))
-        elif scope["method"] == "POST":
-            await self._run(*found, scope, receive, send)
-        else:
-            error = RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
-            self._metrics.answer(found[0], error.status)
-            await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
+        """Answer a request, and tell the observers when it ended; for them each reply has an X-Request-Id."""
+        status, (_, id, parent, state) = CLIENT_GONE, _of_head(scope)
+        record = RequestRecord(request_id(id) if self._observers else "", parent, state, client_of(scope), 0)
+
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if record.id:
+                    message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+            else:
+                record.sent = (record.sent or 0) + len(message.get("body", b""))
+            await send(message)
+
+        token = CURRENT_RECORD.set(record)  # in which the model is found
+        try:
+            self._gate.check(scope)
+            if (found := self._find(scope["path"])) is not None:
+                await self._run(*found, scope, receive, observed, record)
+            else:
+                await self._other(scope, receive, self._counted(scope, observed))
+        except RequestError as error:  # of the gate: the connection ends, as the body is not read
+            await send_reply(observed, self._error_reply(error, scope["path"], record), close=True)
+        finally:
+            CURRENT_RECORD.reset(token)
+            for observer in self._observers:
+                observer.write(record, scope["method"], scope["path"], status, time.monotonic() - record.started)
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""
@@ -123,13 +134,12 @@ class App:
         length: int | None,
         body: bytes,
         record: RequestRecord,
-        started: float,
         on_reply: OnReply,
         hold: Hold,
     ) -> Callable[[], object]:
         """Answer an infer request; see `StartRequest`. `length`: bytes of JSON before the tensor; None: all."""
         record.model = name  # it was served, when the head was read
-        decode = partial(self._decode, name, version, length, body, started)
+        decode = partial(self._decode, name, version, length, body, record.started)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
@@ -162,8 +172,7 @@ class App:
         self, head: "_Head", start: StartRequest, connection: HeadCacheProtocol, body: bytes
     ) -> Callable[[], None] | None:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
-        started, accepted = time.monotonic(), head.accepted
-        client = connection.client[0] if connection.client else ""
+        client, accepted = connection.client[0] if connection.client else "", head.accepted
         id = request_id(head.id) if self._observers else ""  # it takes a microsecond
         record = RequestRecord(id, head.traceparent, head.tracestate, client)
         generation = self._models.enter()
@@ -178,7 +187,7 @@ class App:
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
                 reply = self._error_reply(reply, head.path, record)
-            self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
+            self._metrics.answer(head.route, reply.status, time.monotonic() - record.started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
             record.sent = len(reply.body)
             end(reply.status)
@@ -191,40 +200,39 @@ class App:
         def end(status: int) -> None:
             generation.leave()
             for observer in self._observers:
-                observer.write(record, "POST", head.path, status, time.monotonic() - started)
+                observer.write(record, "POST", head.path, status, time.monotonic() - record.started)
 
         try:
-            cancel_work = start(body, record, started, on_reply, connection.hold)
+            cancel_work = start(body, record, on_reply, connection.hold)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
             on_reply(failure)
             return None
         return cancel
 
-    async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.monotonic()
+    async def _run(
+        self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send, record: RequestRecord
+    ) -> None:
         generation = self._models.enter()
-        record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
-        token = CURRENT_RECORD.set(record)  # in which the model is found
         try:
             try:
+                if scope["method"] != "POST":
+                    raise RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
                 start, cacheable = prepare(scope)
                 body = await read_body(scope, receive, self._limits.body_bytes)
-                reply = await answered(scope, start, body, record, started)
+                reply = await answered(scope, start, body, record)
                 if cacheable:
-                    of_head = (header(scope, name) for name in _OF_HEAD)
-                    cache_head(scope, partial(self._run_cached, _Head(route, scope["path"], *of_head), start))
+                    cache_head(scope, partial(self._run_cached, _Head(route, scope["path"], *_of_head(scope)), start))
             except ClientGone:
                 raise
             except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = self._error_reply(error, scope["path"], record)
             reply = await compressed(reply, header(scope, ACCEPT_ENCODING))
-            self._metrics.answer(route, reply.status, time.monotonic() - started, record.model or "")
+            self._metrics.answer(route, reply.status, time.monotonic() - record.started, record.model or "")
             await send_reply(send, reply, close=self._models.draining or self._models.leaving)
         except ClientGone:
             if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
                 self._metrics.reject("disconnected", record.model or "")
         finally:
-            CURRENT_RECORD.reset(token)
             generation.leave()
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
@@ -258,3 +266,7 @@ class _Head(NamedTuple):
     id: str | None
     traceparent: str | None
     tracestate: str | None
+
+
+def _of_head(scope: Scope) -> Iterator[str | None]:
+    return (header(scope, name) for name in _OF_HEAD)

@@ -18,6 +18,10 @@ from vitx.serve.observe.request_record import RequestRecord
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
+_ERROR_HEADERS: dict[int, Headers] = {
+    401: ((b"www-authenticate", b'Bearer realm="vitx"'),),
+    405: ((b"allow", b"POST"),),
+}
 CONNECTION = "vitx.connection"  # scope key of the request's connection, an HttpProtocol
 
 
@@ -37,9 +41,9 @@ class Reply:
 OnReply = Callable[[Reply | Exception], None]
 # Told what goes on reading a request's body even when its client hangs up; `HttpProtocol.hold`.
 Hold = Callable[["asyncio.Future[Any]"], None]
-# (body, record to fill in, time.monotonic() of its arrival, callback, hold): starts to answer a request without an
-# asyncio task, and returns a function that cancels it. May raise instead of calling back.
-StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
+# (body, record to fill in, callback, hold): starts to answer a request without an asyncio task, and returns a function
+# that cancels it. May raise instead of calling back.
+StartRequest = Callable[[bytes, RequestRecord, OnReply, Hold], Callable[[], object]]
 
 
 def json_reply(value: Any) -> Reply:
@@ -48,7 +52,9 @@ def json_reply(value: Any) -> Reply:
 
 def error_reply(error: RequestError) -> Reply:
     """`{"error": text}` with the error's status, as Triton answers, and Retry-After if the error has one."""
-    headers = ((b"retry-after", str(error.retry_after).encode()),) if error.retry_after is not None else ()
+    headers = _ERROR_HEADERS.get(error.status, ())
+    if error.retry_after is not None:
+        headers += ((b"retry-after", str(error.retry_after).encode()),)
     return Reply(json.dumps({"error": str(error)}).encode(), error.status, headers=headers)
 
 
@@ -133,16 +139,13 @@ async def beside(hold: Hold, work: Callable[[], T]) -> T:
     return await asyncio.shield(reading)
 
 
-async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord, started: float) -> Reply:
-    """The reply that `start` calls back with. Call after the request was read; raises ClientGone, and cancels it then.
-
-    started: time.monotonic() of the request's arrival.
-    """
+async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord) -> Reply:
+    """The reply that `start` calls back with, once the request was read; raises ClientGone, and cancels it then."""
     connection = scope[CONNECTION]
     if connection.lost:
         raise ClientGone
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    cancel = start(body, record, started, partial(settle, reply), connection.hold)
+    cancel = start(body, record, partial(settle, reply), connection.hold)
     connection.on_lost = reply.cancel
     try:
         return await reply
@@ -156,6 +159,10 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
             cancel()
         else:
             reply.exception()  # marks it as retrieved; asyncio would log it otherwise
+
+
+def started_as_task(answer: Callable[[bytes, RequestRecord, Hold], Coroutine[Any, Any, Reply]]) -> StartRequest:
+    return lambda body, record, on_reply, hold: start_task(answer(body, record, hold), on_reply).cancel
 
 
 def start_task(work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":

@@ -15,7 +15,7 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import Hold, OnReply, Reply, StartRequest, beside, header, json_reply, start_task
+from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, json_reply, started_as_task
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -79,27 +79,19 @@ class Classifier:
                 status=415,
                 reason="unsupported_media",
             )
-        return partial(self._start, options, several), several is None
+        return started_as_task(partial(self._reply, options, several)), several is None
 
-    def _start(
+    async def _reply(
         self,
-        options: Callable[[float], _Options],
+        asked: Callable[[float], _Options],
         several: ReadImages | None,
         body: bytes,
         record: RequestRecord,
-        started: float,
-        on_reply: OnReply,
         hold: Hold,
-    ) -> Callable[[], object]:
-        """See `StartRequest`. `several`: reads a body of several images."""
-        asked = options(started)
-        record.model = asked.model.name
-        return start_task(self._reply(asked, several, body, record, hold), on_reply).cancel
-
-    async def _reply(
-        self, options: _Options, several: ReadImages | None, body: bytes, record: RequestRecord, hold: Hold
     ) -> Reply:
-        CURRENT_RECORD.set(record)  # of this task alone
+        """`several`: reads a body of several images."""
+        CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
+        options = asked(record.started)
         if several is None:
             (result,) = await self._classify(options, [body], record)
             if "error" in result:

@@ -12,8 +12,7 @@ from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.offer import ModelKey, Offer, WarmModel, key_text
+from vitx.serve.models.loading import Loader, ModelKey, Offer, WarmModel, key_text
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.protocol.infer import FIRST_VERSION, Contract

@@ -16,10 +16,10 @@ from starlette.types import ASGIApp
 
 from vitx.core.console import log
 from vitx.core.errors import InputError, naming_extra
-from vitx.serve.http.app import asgi_application
+from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.head_cache import protocol_class
-from vitx.serve.models.offer import Offer
+from vitx.serve.models.loading import Offer
 from vitx.serve.models.repository import Repository
 from vitx.serve.observe.access_log import AccessLog
 from vitx.serve.observe.metrics import merged
@@ -95,7 +95,7 @@ class Server:
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
         core, link = self._core, self._link
-        routes = asgi_application(core, self._listener.getsockname()[0])
+        routes = App(core, self._listener.getsockname()[0])
         protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
         self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options))
         self._uvicorn.config.load()
