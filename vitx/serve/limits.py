@@ -57,5 +57,6 @@ class MemoryBudget:
             raise unavailable(f"requests in flight have {self.used} of {self._limit} bytes", "memory")
         self.used += size
 
-    def give(self, size: int) -> None:
+    def give(self, size: int, _: object = None) -> None:
+        """Also the callback of a future."""
         self.used -= size

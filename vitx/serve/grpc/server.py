@@ -18,7 +18,6 @@ from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import check_fields, message_class
 from vitx.serve.grpc.service import Call, GrpcService
-from vitx.serve.limits import Limits
 from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -31,6 +30,8 @@ _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no 
 _CALLS = 4096  # concurrent calls
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
+_OF_CALL = ("x-request-id", "traceparent", "tracestate")
+_TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -63,7 +64,14 @@ class GrpcServer:
         self._service = GrpcService(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
-        options = _options(core.limits, shared_port=shared_port)
+        options = [
+            ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
+            ("grpc.max_receive_message_length", core.limits.body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", _CALLS),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message must not grow beyond the limit
+            ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
+        ]
         self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
         host = core.options.host
         host = f"[{host}]" if ":" in host else host
@@ -103,7 +111,6 @@ class GrpcServer:
 
     def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
         parse, route = message.FromString, f"grpc.{name}"
-        timed = name == "ModelInfer"
 
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
             size, request = 0, await self._message(context)
@@ -111,7 +118,7 @@ class GrpcServer:
                 size, request = self._reserved(parse, request)
             self._in_flight.enter()
             try:
-                response = await self._counted(route, call, request, context, timed=timed)
+                response = await self._counted(route, call, request, context)
                 return bytes(response.SerializeToString())
             except RequestError as error:
                 error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
@@ -149,11 +156,15 @@ class GrpcServer:
         except DecodeError:
             return size, RequestError("the bytes are not a message of this call")
 
-    async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
+    async def _counted(self, route: str, call: Call, request: Any, context: Any) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
         generation = self._models.enter()
         status = CLIENT_GONE
-        record = self._record(context)
+        record = RequestRecord("")
+        if self._core.observers:
+            given, record.traceparent, record.tracestate = (_metadata(context, name) for name in _OF_CALL)
+            record.id, record.client = request_id(given), context.peer()
+        CURRENT_RECORD.set(record)  # of this call, or request of a stream, alone: each has its own task
         try:
             if route not in _WITHOUT_TOKEN:
                 kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
@@ -161,7 +172,7 @@ class GrpcServer:
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
-            seconds = time.monotonic() - record.started if timed else None
+            seconds = time.monotonic() - record.started if route in _TIMED else None
             status, record.sent = 200, response.ByteSize() if self._core.observers else None
             self._metrics.answer(route, status, seconds, record.model or "")
             return response
@@ -183,16 +194,6 @@ class GrpcServer:
             generation.leave()
             for observer in self._core.observers:
                 observer.write(record, "gRPC", route, status, time.monotonic() - record.started)
-
-    def _record(self, context: Any) -> RequestRecord:
-        """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""
-        record = RequestRecord("")
-        if self._core.observers:
-            names = ("x-request-id", "traceparent", "tracestate")
-            given, parent, state = (_metadata(context, name) for name in names)
-            record = RequestRecord(request_id(given), parent, state, context.peer())
-        CURRENT_RECORD.set(record)
-        return record
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
@@ -222,19 +223,15 @@ class GrpcServer:
                 size, request = self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
-                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
+                reply.add_done_callback(partial(self._budget.give, size))  # also if it never starts
                 del request, reply
         finally:
             replies.put_nowait(None)
 
-    def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
-        self._budget.give(size)
-
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
         try:
-            infer = self._service.model_infer
-            answer = await self._counted("grpc.ModelStreamInfer", infer, request, context, timed=True)
+            answer = await self._counted("grpc.ModelStreamInfer", self._service.model_infer, request, context)
             response.infer_response.MergeFrom(answer)
             # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True
@@ -243,17 +240,6 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
-
-
-def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
-        ("grpc.max_receive_message_length", limits.body_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", _CALLS),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # no compression: a message must not grow beyond the limit
-        ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
-    ]
 
 
 def _metadata(context: Any, name: str) -> str | None:

@@ -9,16 +9,14 @@ from inspect import isawaitable
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from vitx import __version__
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.http import openapi as api
-from vitx.serve.http.asgi import ClientGone, error_reply, read_body
+from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import Repository, managed
 from vitx.serve.models.served_model import ServedModel
@@ -39,8 +37,8 @@ _PAGE_POLICY = (
 _PAGE_PARTS = ("page.css", "page.js")
 
 
-def other_routes(core: ServerCore) -> Starlette:
-    """The Starlette application with every route except `infer` and `classify`."""
+def other_routes(core: ServerCore) -> Router:
+    """Every route except `infer` and `classify`. They raise RequestError and ClientGone, the router HTTPException."""
     routes: list[Route] = []
     paths = api.run_paths()
 
@@ -64,10 +62,7 @@ def other_routes(core: ServerCore) -> Starlette:
     add("openapi", "This description", lambda _: api.document(paths, __version__), "/openapi.json", reply=api.OBJECT)
     for add_routes in (_page_routes, _model_routes, _memory_routes, _repository_routes):
         add_routes(core, add)
-    handlers: dict[Any, Any] = {RequestError: _refused, HTTPException: _http_error, ClientGone: _client_gone}
-    application = Starlette(routes=routes, exception_handlers=handlers)
-    application.router.redirect_slashes = False
-    return application
+    return Router(routes, redirect_slashes=False)
 
 
 def _page_routes(core: ServerCore, add: Add) -> None:
@@ -187,19 +182,3 @@ async def _json_body(request: Request, limits: Limits, *, optional: bool = False
     """The JSON object that a request brings; {} where there may be none."""
     body = await read_body(request.scope, request.receive, min(SMALL_BYTES, limits.body_bytes))
     return {} if optional and not body else parse_json_object(body, limits.json_depth)
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    reply = error_reply(error)
-    headers = {name.decode(): value.decode() for name, value in reply.headers}
-    return Response(reply.body, reply.status, headers, media_type="application/json")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return JSONResponse({"error": str(error.detail)}, error.status_code, error.headers)
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody reads it

@@ -39,6 +39,7 @@ class RequestObserver(Protocol):
     """Its `write` is called for every request that has ended; `seconds`: its whole time."""
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 
 # The record of the request that the present task handles.

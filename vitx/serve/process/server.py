@@ -6,8 +6,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from vitx.serve.models.loading import Offer
 from vitx.serve.models.repository import Repository
 from vitx.serve.observe.access_log import AccessLog
 from vitx.serve.observe.metrics import merged
+from vitx.serve.observe.request_record import RequestObserver
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import claim_port, url_of
 from vitx.serve.process.process_settings import configure_process
@@ -33,7 +34,6 @@ from vitx.serve.server_core import ServerCore, verified
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
-    from vitx.serve.observe.opentelemetry import Tracing
 
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
 # How long a worker that leaves waits for the next request on each open connection, to answer it and close.
@@ -53,21 +53,16 @@ def serve(options: ServeOptions) -> None:
         raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
     configure_process()
     link = worker_link()
-    with claim_port(options.host, options.port) if link is None else link.listener as listener:
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    if sys.platform != "win32":
+        from uvloop import new_event_loop as new_loop
+    with ExitStack() as ending:
+        listener = ending.enter_context(claim_port(options.host, options.port) if link is None else link.listener)
         offers = verified(options)
-        with _callers_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        for number in _SIGNALS:  # at the end a program that ran a server has its own handlers again
+            ending.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(Server(options, offers, listener, link).run())
-
-
-@contextmanager
-def _callers_handlers() -> Iterator[None]:
-    """At the end a program that ran a server has its own signal handlers again."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class Server:
@@ -81,10 +76,14 @@ class Server:
         skipped = set() if link is None else link.siblings.unloaded()
         offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
         self._pem = read_pem(options)
-        self._access_log = None if options.access_log is None else AccessLog(options.access_log)
-        tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
-        self._observers = [observer for observer in (self._access_log, tracing) if observer is not None]
-        self._core = core = ServerCore(options, offers, self._observers)
+        observers: list[RequestObserver] = []
+        if options.access_log is not None:
+            observers.append(AccessLog(options.access_log))
+        if options.otlp_endpoint is not None:
+            with naming_extra("otel"):
+                from vitx.serve.observe.opentelemetry import Tracing
+            observers.append(Tracing(options.otlp_endpoint))
+        self._core = core = ServerCore(options, offers, observers)
         kind = Repository if link is None else partial(SharedRepository, link.siblings)
         self._repository = kind(core.models, core.loader, core.metrics, offers)
         core.repository = self._repository if options.management else None
@@ -97,7 +96,9 @@ class Server:
         core, link = self._core, self._link
         routes = App(core, self._listener.getsockname()[0])
         protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
-        self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options))
+        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, protocol, self._options))
+        # It would raise the signals that it got again, and a drained server would not exit with 0.
+        self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.config.load()
         if link is None:
             self._grpc = await self._start_grpc()
@@ -117,14 +118,16 @@ class Server:
             raise
         finally:
             await serving
-            await self._end_tasks()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._grpc is not None:
                 await self._grpc.stop()
             if link is not None:
                 link.siblings.close()
             core.decoder.close()
             core.memory.close()
-            for observer in self._observers:
+            for observer in core.observers:
                 await asyncio.to_thread(observer.close)
 
     async def _start_grpc(self) -> "GrpcServer | None":
@@ -172,11 +175,6 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
         actions = (self._on_signal, self._on_signal, self._on_hangup, self._on_log_rotation)
@@ -210,8 +208,9 @@ class Server:
             self._start_task(self._repository.load_all())
 
     def _on_log_rotation(self, number: int, frame: object) -> None:
-        if self._access_log is not None:
-            self._access_log.reopen()
+        for observer in self._core.observers:
+            if isinstance(observer, AccessLog):
+                observer.reopen()
 
     def _start_drain(self) -> None:
         self._draining = asyncio.create_task(self._drain_worker() if self._link is not None else self._drain())
@@ -241,19 +240,6 @@ class Server:
         self._uvicorn.should_exit = True
 
 
-def _tracing(endpoint: str) -> "Tracing":
-    with naming_extra("otel"):
-        from vitx.serve.observe.opentelemetry import Tracing
-    return Tracing(endpoint)
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals to `Server`: uvicorn would raise them again, and a drained server would not exit with 0."""
-        yield
-
-
 def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
@@ -270,11 +256,3 @@ def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOp
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # accepted requests are done by then
     )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop

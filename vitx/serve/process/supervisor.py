@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.serve.options import ServeOptions
+from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
 from vitx.serve.process.siblings import Siblings
 
 ENVIRONMENT = "VITX_WORKER"
@@ -75,25 +77,32 @@ class _Worker:
         self.link.shutdown(socket.SHUT_WR)
 
 
-def supervise(listener: socket.socket, workers: int, serving: str, grpc_port: int = 0) -> int:
-    """Keep `workers` processes with this process's own command line serving on `listener`; return the exit code.
+def supervise(options: ServeOptions) -> int:
+    """Claim the ports, and keep processes with this process's own command line serving there; return the exit code.
 
-    serving: printed when all are warm. grpc_port: a port that they share and the caller holds, or 0. SIGTERM and SIGINT
-    drain the workers, a second one kills them. SIGHUP replaces them one after another, without a gap; with gRPC it is
-    passed on, as SIGUSR1 is.
+    SIGTERM and SIGINT drain the workers, a second one kills them. SIGHUP replaces them one after another, without a
+    gap; with gRPC it is passed on, as SIGUSR1 is. Raises what `claim_port` raises.
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
-    with tempfile.TemporaryDirectory(prefix="vitx-") as folder:
-        return asyncio.run(_Supervisor(listener, workers, serving, grpc_port, Path(folder)).run())
+    with ExitStack() as held:
+        listener, grpc_port = held.enter_context(claim_port(options.host, options.port)), 0
+        url = url_of(listener, tls=options.tls_cert is not None)
+        serving = f"vitx: serving with {options.workers} workers on {url}"
+        if options.grpc_port is not None:
+            holder = held.enter_context(hold_shared_port(options.host, options.grpc_port))
+            serving += f"\nvitx: gRPC on {address_of(holder)}"
+            grpc_port = holder.getsockname()[1]
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vitx-"))
+        return asyncio.run(_Supervisor(listener, options.workers, serving, grpc_port, Path(folder)).run())
 
 
 @dataclass
 class _Supervisor:
     listener: socket.socket
     count: int
-    serving: str
-    grpc_port: int
+    serving: str  # printed when all are warm
+    grpc_port: int  # that the workers share, 0 for none
     folder: Path
     workers: list[_Worker] = field(default_factory=list)
     to_replace: list[_Worker] = field(default_factory=list)
