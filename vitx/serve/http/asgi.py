@@ -53,10 +53,6 @@ Hold = Callable[["asyncio.Future[Any]"], None]
 StartRequest = Callable[[bytes, RequestRecord, OnReply, Hold], Callable[[], object]]
 
 
-def json_reply(value: Any) -> Reply:
-    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
-
-
 def error_reply(error: RequestError) -> Reply:
     """`{"error": text}` with the error's status, as Triton answers, and Retry-After if the error has one."""
     headers = _ERROR_HEADERS.get(error.status, ())

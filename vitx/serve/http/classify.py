@@ -15,11 +15,12 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, json_reply, started_as_task
+from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, started_as_task
 from vitx.serve.http.multipart import parse_multipart
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.base64_images import base64_images
+from vitx.serve.protocol.infer import to_json
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
 from vitx.serve.server_core import ServerCore
@@ -96,7 +97,7 @@ class Classifier:
             (result,) = await self._classify(options, [body], record)
             if "error" in result:
                 raise RequestError(result["error"], reason="bad_image")
-            return json_reply({"model": options.model.name, **result})
+            return Reply(to_json({"model": options.model.name, **result}))
         read = partial(several, body)
         names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
         results = await self._classify(options, images, record)
@@ -105,7 +106,7 @@ class Classifier:
                 self._core.metrics.reject("bad_image", options.model.name)
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
-        return json_reply({"model": options.model.name, "results": results})
+        return Reply(to_json({"model": options.model.name, "results": results}))
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
         model = self._core.models.get(query.get("model"), query.get("version"))

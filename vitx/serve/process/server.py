@@ -187,13 +187,12 @@ class Server:
             os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
         if self._link is None:
             log("vitx: draining; a second signal stops at once")
-        self._start_drain()
+        self._draining = asyncio.create_task(self._drain())
 
     def _on_parent(self, link: WorkerLink) -> None:
         """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
         asyncio.get_running_loop().remove_reader(link.parent)
-        if self._draining is None:
-            self._start_drain()
+        self._draining = self._draining or asyncio.create_task(self._drain())
 
     def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
@@ -212,22 +211,16 @@ class Server:
             if isinstance(observer, AccessLog):
                 observer.reopen()
 
-    def _start_drain(self) -> None:
-        self._draining = asyncio.create_task(self._drain_worker() if self._link is not None else self._drain())
-
-    async def _drain_worker(self) -> None:
-        """Leave new connections to the other workers, answer and close the open ones, then drain."""
-        self._core.models.leaving = True
-        for server in getattr(self._uvicorn, "servers", ()):
-            server.close()
-        end = time.monotonic() + _LINGER_SECONDS
-        while self._uvicorn.server_state.connections and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self._drain()
-
     async def _drain(self) -> None:
         """Let the requests in flight finish, then stop the HTTP server."""
         models, seconds = self._core.models, self._core.limits.drain_seconds
+        if self._link is not None:  # leave new connections to the other workers, answer and close the open ones
+            models.leaving = True
+            for server in getattr(self._uvicorn, "servers", ()):
+                server.close()
+            end = time.monotonic() + _LINGER_SECONDS
+            while self._uvicorn.server_state.connections and time.monotonic() < end:
+                await asyncio.sleep(0.02)
         models.draining = True
         try:
             async with asyncio.timeout(seconds):

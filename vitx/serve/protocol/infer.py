@@ -331,7 +331,7 @@ def encode_infer_response(
             tensor["parameters"] = {"binary_data_size": len(behind[-1])}
         else:
             tensor["data"] = values if isinstance(values, list) else values.ravel().tolist()
-    header = _to_json(reply)
+    header = to_json(reply)
     return header + b"".join(behind), len(header) if behind else None
 
 
@@ -341,18 +341,15 @@ def _binary_header(contract: Contract, rows: int) -> bytes:
     size = {"binary_data_size": 4 * rows * contract.classes}
     shape = (rows, contract.classes)
     output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
-    return _to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
+    return to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
 
 
-def _to_json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        raise RequestError(
-            "the logits are not all finite, and JSON has no word for that: ask for binary output",
-            status=500,
-            reason="not_finite",
-        ) from None
+        text = "the logits are not all finite, and JSON has no word for that: ask for binary output"
+        raise RequestError(text, status=500, reason="not_finite") from None
 
 
 def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, Any]:
