@@ -26,7 +26,6 @@ from vitx.serve.http.asgi import (
     StartRequest,
     answered,
     beside,
-    client_of,
     compressed,
     error_reply,
     header,
@@ -75,7 +74,8 @@ class App:
         """Answer a request, and tell the observers when it ended; for them each reply has an X-Request-Id."""
         status = CLIENT_GONE
         _, id, parent, state = of_head = [header(scope, name) for name in _OF_HEAD]
-        record = RequestRecord(request_id(id) if self._observers else "", parent, state, client_of(scope), 0)
+        client = scope.get("client") or ("",)
+        record = RequestRecord(request_id(id) if self._observers else "", parent, state, client[0], 0)
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -229,7 +229,7 @@ class App:
         self, route: str, prepare: Prepare, scope: Scope, receive: Receive, record: RequestRecord, of_head: OfHead
     ) -> Reply:
         if scope["method"] != "POST":
-            raise RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
+            raise HTTPException(405, f"method {scope['method']} is not allowed: use POST", {"allow": "POST"})
         start, cacheable = prepare(scope)
         body = await read_body(scope, receive, self._limits.body_bytes)
         reply = await answered(scope, start, body, record)

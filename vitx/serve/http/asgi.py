@@ -18,10 +18,7 @@ from vitx.serve.observe.request_record import RequestRecord
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
-_ERROR_HEADERS: dict[int, Headers] = {
-    401: ((b"www-authenticate", b'Bearer realm="vitx"'),),
-    405: ((b"allow", b"POST"),),
-}
+_CHALLENGE: Headers = ((b"www-authenticate", b'Bearer realm="vitx"'),)
 CONNECTION = "vitx.connection"  # scope key of the request's connection, an HttpProtocol
 
 # zlib's `wbits` for a gzip header and for a zlib header.
@@ -55,7 +52,7 @@ StartRequest = Callable[[bytes, RequestRecord, OnReply, Hold], Callable[[], obje
 
 def error_reply(error: RequestError) -> Reply:
     """`{"error": text}` with the error's status, as Triton answers, and Retry-After if the error has one."""
-    headers = _ERROR_HEADERS.get(error.status, ())
+    headers = _CHALLENGE if error.status == 401 else ()
     if error.retry_after is not None:
         headers += ((b"retry-after", str(error.retry_after).encode()),)
     return Reply(json.dumps({"error": str(error)}).encode(), error.status, headers=headers)
@@ -100,12 +97,6 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
-
-
-def client_of(scope: Scope) -> str:
-    """The client's address, "" where it is not known."""
-    client = scope.get("client")
-    return client[0] if client else ""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:

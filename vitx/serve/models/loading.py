@@ -244,17 +244,15 @@ def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> Late
     return measure_curve(session, image_shape(bundle), batching)
 
 
-def measure_curve(
-    session: Session, shape: Sequence[int], batching: Batching, seconds: float = _SECONDS
-) -> LatencyCurve:
-    """Time batches of 1, 2, 4, … images alternately, on all instances at once, for about `seconds`.
+def measure_curve(session: Session, shape: Sequence[int], batching: Batching) -> LatencyCurve:
+    """Time batches of 1, 2, 4, … images alternately, on all instances at once, for about `_SECONDS`.
 
     shape: of one image. The first pass goes from the smallest size up, so that of a slow model at least the small sizes
     are measured. The first call of each size allocates, compiles or chooses algorithms, and is not counted.
     """
     images, several = np.zeros((batching.max_batch, *shape), dtype=np.uint8), session.under_load
     taken: dict[int, list[float]] = {}
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + _SECONDS
     with ThreadPoolExecutor(batching.instances) as callers:
 
         def measured(rows: int) -> list[float]:

@@ -171,7 +171,11 @@ class _Supervisor:
         self.loop.remove_reader(worker.link)
         worker.link.close()
         self.workers.remove(worker)
-        code = _exit_code(worker.process)
+        try:
+            code = worker.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            code = worker.process.wait()
         if worker.stopping:
             self.exit_code = self.exit_code or max(0, code)
             self._end_if_last()
@@ -236,14 +240,6 @@ class _Supervisor:
     def _end_if_last(self) -> None:
         if self.stopping and not self.workers and not self.ended.done():
             self.ended.set_result(None)
-
-
-def _exit_code(process: "subprocess.Popen[bytes]") -> int:
-    try:
-        return process.wait(_EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def _ended(code: int) -> str:
