@@ -23,7 +23,7 @@ _TRIM_UNDER_LOAD = 30  # it takes a millisecond, and as much again until the fre
 
 def configure_process() -> None:
     """Call once, before anything is loaded."""
-    Image.MAX_IMAGE_PIXELS = None  # `Limits.pixels` alone decides, before an image is decoded
+    Image.MAX_IMAGE_PIXELS = None  # `--max-pixels` alone decides, before an image is decoded
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # clients could fill the log with gRPC's warnings
     gc.set_threshold(_YOUNG_OBJECTS)
     sys.setswitchinterval(_SWITCH_SECONDS)

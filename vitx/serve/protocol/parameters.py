@@ -5,12 +5,9 @@ Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
@@ -18,8 +15,6 @@ from vitx.serve.protocol.shared_memory import SharedMemory
 
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
-_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MAX_VALUES = 16_384
 
 
@@ -74,12 +69,16 @@ def parse_json(text: bytes, max_depth: int) -> Any:
     opened = text.count(b"[") + text.count(b"{")
     if opened + text.count(b",") > _MAX_VALUES:  # each becomes a Python object of a hundred bytes
         raise too_large(f"JSON of more than {_MAX_VALUES} values")
-    if opened > max_depth and _depth(text) > max_depth:
-        raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        value = json.loads(text)
+        too_deep = opened > max_depth and _depth(value) > max_depth
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:  # UnicodeDecodeError is one
         raise RequestError(f"failed to parse the request's JSON: {str(error)[:200]}") from None
+    if too_deep:
+        raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
+    return value
 
 
 def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
@@ -142,8 +141,7 @@ def flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _depth(text: bytes) -> int:
-    """The deepest nesting of JSON text; any number if the text is not JSON."""
-    brackets = np.frombuffer(_TEXTS.sub(b"", text).translate(None, _NO_BRACKETS), dtype=np.uint8)
-    opens = (brackets == ord("[")) | (brackets == ord("{"))
-    return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
