@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ByteSize
 
 from vitx.core.options import (
     AllowUncertified,
@@ -53,6 +53,9 @@ class ServeOptions(Options):
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
     max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
+    cache: ByteSize | None = option(
+        None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
+    )
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
     watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")

@@ -13,6 +13,7 @@ from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, open_offers
 from vitx.serve.models.offer import Offer
 from vitx.serve.models.repository import Repository, bundles_in
+from vitx.serve.models.response_cache import ResponseCache
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import RequestObserver
@@ -36,7 +37,8 @@ class ServerCore:
         self._options = options
         self._offers = offers
         self.metrics = Metrics()
-        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id)
+        cache = ResponseCache(options.cache) if options.cache else None
+        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id, cache)
         self.memory = SharedMemory(enabled=options.shared_memory)
         self.tokens = Tokens.read(options)
         self.loader = Loader(
