@@ -1,9 +1,10 @@
 """What `vitx serve` may be told. Every number has its default here, and nowhere else."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize
+from pydantic import AfterValidator, BeforeValidator, ByteSize
 
 from vitx.core.options import (
     AllowUncertified,
@@ -17,12 +18,26 @@ from vitx.core.options import (
 )
 from vitx.serve.limits import Batching, Limits
 
+_POLICY = re.compile("([^=]+=)?(all|latest:[1-9][0-9]{0,8}|[1-9][0-9]{0,17}(,[1-9][0-9]{0,17})*)")
+
+
+def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        if not _POLICY.fullmatch(text):
+            raise ValueError(f"'{text}': expected all, latest:2 or 1,3, with NAME= before it for one model")
+    return given
+
 
 class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
     bundles: tuple[Path, ...] = option((), "Bundles made by `vitx export`.", metavar="BUNDLE...", argument=True)
     repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
+    versions: Annotated[tuple[str, ...], AfterValidator(_version_policies)] = option(
+        (),
+        "Versions of the repository's models, or of model NAME: all (the default), latest:2, or 1,3; may be repeated.",
+        metavar="[NAME=]POLICY",
+    )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
     grpc_port: int | None = option(

@@ -102,6 +102,7 @@ class Server:
             *(core.models, core.loader, core.metrics),
             given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
             folder=options.repository,
+            policies=options.versions,
             retire_seconds=options.limits.drain_seconds,
         )
         self._grpc: GrpcServer | None = None

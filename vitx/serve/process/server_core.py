@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp
 
+from vitx.core.errors import InputError
 from vitx.serve.http.app import App
 from vitx.serve.http.decode import Decoder
 from vitx.serve.http.gate import Gate
@@ -25,7 +26,11 @@ from vitx.serve.security import AllowedHosts, Tokens
 
 def verified(options: ServeOptions) -> list[Offer]:
     """The bundles that the options name. Raises InputError or CheckFailed for one that may not be served."""
-    found = {} if options.repository is None else bundles_in(options.repository)
+    found = {} if options.repository is None else bundles_in(options.repository, options.versions)
+    for text in options.versions:
+        name = text.rpartition("=")[0]
+        if options.repository is None or (name and not any(key[0] == name for key in found)):
+            raise InputError(f"--versions {text}: there is no such version in a --repository")
     key, uncertified = options.require_signature, options.allow_uncertified
     return open_offers(options.bundles, found, allow_uncertified=uncertified, required_signature=key)
 
