@@ -81,7 +81,7 @@ def test_a_cached_header_is_used_with_new_pixels() -> None:
 def test_shared_memory_is_read_each_time(name: str) -> None:
     places = {"REGION": "gone", "shared_memory_byte_size": 6}
     text = json.dumps({"inputs": [tensor(data=None, parameters=places)]}).replace("REGION", name).encode()
-    for memory, status in ((NO_MEMORY, 403), (SharedMemory(enabled=True), 404)):
+    for memory, status in ((NO_MEMORY, 501), (SharedMemory(enabled=True), 404)):
         with pytest.raises(RequestError) as error:
             decode_infer_request(text, len(text), CONTRACT, LIMITS, memory)
         assert error.value.status == status

@@ -17,6 +17,7 @@ from vitx.serve.errors import RequestError
 _FOLDER = "/dev/shm"  # of Linux's shm_open
 _OFFSETS = 2**63  # the kernel's file offsets are below it
 _LONGEST_NAME = 255
+_RESERVED = "triton_python_backend_shm_region_"  # of a Triton server on this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class _Region:
 class SharedMemory:
     """The regions that clients have registered. Not thread-safe: use it on the event loop.
 
-    Every method raises RequestError: 400 for malformed or out-of-bounds arguments, 403 where the operator or the
-    operating system forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions.
+    Every method raises RequestError: 400 for malformed or out-of-bounds arguments, 403 where the operating system
+    forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions, 501 where it is off.
     """
 
     def __init__(self, *, enabled: bool, max_regions: int = 128) -> None:
@@ -52,14 +53,14 @@ class SharedMemory:
             raise _refused(f"shared memory region '{name}' already in manager", status=409)
         if len(self._regions) >= self._max_regions:
             raise _refused(f"{self._max_regions} regions are registered, no more are allowed: unregister some", 429)
-        _check_range(name, offset, byte_size)
-        file = _open(key)
+        refusal = f"failed to register shared memory region '{name}': invalid args"
+        _check_range(refusal, offset, byte_size)
+        file = _open(key, name)
         try:
             _check_file(file, key)
             if offset + byte_size > (size := os.fstat(file).st_size):
                 raise _refused(
-                    f"failed to register shared memory region '{name}': bytes {offset} to {offset + byte_size} "
-                    f"are not all within '{key}', which has {size}"
+                    f"{refusal}: bytes {offset} to {offset + byte_size} are not all within '{key}', which has {size}"
                 )
         except BaseException:
             os.close(file)
@@ -73,8 +74,7 @@ class SharedMemory:
             os.close(self._regions.pop(known).file)
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None."""
-        self._check_enabled()
+        """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None; none where memory is off."""
         regions = list(self._regions.values()) if name is None else [self._find(name)]
         return [{name: getattr(region, name) for name in ("name", "key", "offset", "byte_size")} for region in regions]
 
@@ -110,7 +110,7 @@ class SharedMemory:
 
     def _check_enabled(self) -> None:
         if not self.enabled:
-            raise _refused("shared memory is off: it needs a server started with --shared-memory", status=403)
+            raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
 
     def _find(self, name: str) -> _Region:
         region = self._regions.get(name)
@@ -122,7 +122,7 @@ class SharedMemory:
         """The region; raise what `write` would raise for this range."""
         self._check_enabled()
         region = self._find(name)
-        _check_range(name, offset, byte_size)
+        _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)
         if offset + byte_size > region.byte_size:
             raise _refused(
                 f"bytes {offset} to {offset + byte_size} are not all within shared memory region '{name}', "
@@ -131,13 +131,14 @@ class SharedMemory:
         return region
 
 
-def _open(key: str) -> int:
+def _open(key: str, region: str) -> int:
     """Open POSIX shared memory by its key, which may start with a slash, as for shm_open."""
+    refusal = f"cannot register shared memory region '{region}'"
+    if isinstance(key, str) and key.lstrip("/").startswith(_RESERVED):
+        raise _refused(f"{refusal} with key '{key[:80]}' as the key contains the reserved prefix '{_RESERVED}'")
     file_name = key.removeprefix("/") if isinstance(key, str) else ""
     if not file_name or file_name in (".", "..") or "/" in file_name or "\0" in file_name:
-        raise _refused(
-            f"{str(key)[:80]!r} is not a key of shared memory: expected a name, with or without a leading slash"
-        )
+        raise _refused(f"{refusal} - invalid shm key {str(key)[:80]!r}: expected a name, which may start with a slash")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(f"{_FOLDER}/{file_name}", flags)
@@ -165,10 +166,10 @@ def _check_file(file: int, key: str) -> None:
         raise _foreign(key)
 
 
-def _check_range(name: str, offset: int, byte_size: int) -> None:
-    for what, value, least in (("offset", offset, 0), ("byte size", byte_size, 1)):
+def _check_range(refusal: str, offset: int, byte_size: int) -> None:
+    for what, value, least in (("an offset", offset, 0), ("a size", byte_size, 1)):
         if type(value) is not int or not least <= value < _OFFSETS:
-            raise _refused(f"invalid {what} for shared memory region '{name[:80]}': expected {least} or more bytes")
+            raise _refused(f"{refusal}: expected {what} of {least} or more bytes")
 
 
 def _refused(message: str, status: int = 400) -> RequestError:
