@@ -3,8 +3,8 @@
     python benchmarks/serve/triton_qa.py --qa FOLDER --python VENV/bin/python [--json FILE] [SCRIPT …]
 
 FOLDER is `qa` of a checkout of github.com/triton-inference-server/server. The environment has what the scripts import:
-`pip install 'tritonclient[all]' requests psutil ml_dtypes`. SCRIPT is a part of a name in `RUNS`, by default all but the
-fuzzer, which takes half an hour and needs an environment of Python 3.8, as its test.sh says, with `boofuzz==0.3.0
+`pip install 'tritonclient[all]' requests psutil ml_dtypes`. SCRIPT is a part of a name in `RUNS`, by default all but
+the fuzzer, which takes half an hour and needs an environment of Python 3.8, as its test.sh says, with `boofuzz==0.3.0
 'numpy<2' ml_dtypes`. The scripts ask ports 8000 and 8001, which must be free.
 
 A method is here if what it asks does not depend on the pixels or numbers of a model that is no image classifier. Models
@@ -33,7 +33,7 @@ from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.files import write_json
 
 HTTP, GRPC, FUZZER = 8000, 8001, "L0_http_fuzz/fuzztest.py"
-FUZZ_SECONDS, METHOD_SECONDS = 2400, 120
+FUZZ_SECONDS, METHOD_SECONDS = 3600, 120
 MODELS = ("onnx_int32_int8_int8", "onnx_zero_1_float32", "onnx_int32_int32_int32", "libtorch_int32_int32_int32")
 ASYNCHRONOUS = (
     "is_server_live is_server_ready is_model_ready get_server_metadata get_model_metadata get_model_config "

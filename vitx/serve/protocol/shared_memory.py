@@ -8,6 +8,7 @@ region costs one file descriptor and no memory. Source: Triton's docs/protocol/e
 import os
 import stat
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +21,10 @@ _LONGEST_NAME = 255
 _RESERVED = "triton_python_backend_shm_region_"  # of a Triton server on this machine
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class MemoryRegion:
+    """A registered region. Its file is closed when it is unregistered and no request that was accepted needs it."""
+
     name: str
     key: str
     offset: int
@@ -42,7 +45,7 @@ class SharedMemory:
             raise EnvironmentMissing(f"shared memory is offered on Linux only, this is {sys.platform}")
         self.enabled = enabled
         self._max_regions = max_regions
-        self._regions: dict[str, _Region] = {}
+        self._regions: dict[str, MemoryRegion] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register bytes [offset, offset + byte_size) of the POSIX shared memory `key` as the region `name`."""
@@ -65,13 +68,14 @@ class SharedMemory:
         except BaseException:
             os.close(file)
             raise
-        self._regions[name] = _Region(name, key, offset, byte_size, file)
+        region = self._regions[name] = MemoryRegion(name, key, offset, byte_size, file)
+        weakref.finalize(region, os.close, file)
 
     def unregister(self, name: str | None = None) -> None:
         """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
         self._check_enabled()
         for known in [*self._regions] if name is None else self._regions.keys() & {name}:
-            os.close(self._regions.pop(known).file)
+            del self._regions[known]
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
         """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None; none where memory is off."""
@@ -90,9 +94,9 @@ class SharedMemory:
             raise _shrunk(region)
         return data
 
-    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Copy bytes to `offset` in a region."""
-        region = self.check(name, offset, len(data))
+    def write(self, name: str, offset: int, data: bytes | memoryview, held: MemoryRegion | None = None) -> None:
+        """Copy bytes to `offset` in a region; in `held`, which a check of this range returned, if it is given."""
+        region = held or self.check(name, offset, len(data))
         begin = region.offset + offset
         try:
             if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
@@ -112,14 +116,14 @@ class SharedMemory:
         if not self.enabled:
             raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
 
-    def _find(self, name: str) -> _Region:
+    def _find(self, name: str) -> MemoryRegion:
         region = self._regions.get(name)
         if region is None:
             raise _refused(f"unable to find system shared memory region '{name[:_LONGEST_NAME]}'", status=404)
         return region
 
-    def check(self, name: str, offset: int, byte_size: int) -> _Region:
-        """The region; raise what `write` would raise for this range."""
+    def check(self, name: str, offset: int, byte_size: int) -> MemoryRegion:
+        """The region, which is open for as long as it is kept; raise what `write` would raise for this range."""
         self._check_enabled()
         region = self._find(name)
         _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)
@@ -180,9 +184,9 @@ def _foreign(key: str) -> RequestError:
     return _refused(f"unable to open shared memory region '{key[:80]}': it belongs to another user", status=403)
 
 
-def _shrunk(region: _Region) -> RequestError:
+def _shrunk(region: MemoryRegion) -> RequestError:
     return _refused(f"shared memory region '{region.name}' was shrunk after it was registered")
 
 
-def _failed(what: str, region: _Region, error: OSError) -> RequestError:
+def _failed(what: str, region: MemoryRegion, error: OSError) -> RequestError:
     return _refused(f"cannot {what} shared memory region '{region.name}': {error.strerror}")
