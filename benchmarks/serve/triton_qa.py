@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from support.server_peers import TINY, bundle_of, wait_until_ready
@@ -32,69 +32,68 @@ from vitx import __version__
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.files import write_json
 
-HTTP, GRPC, FUZZER = 8000, 8001, "L0_http_fuzz/fuzztest.py"
-FUZZ_SECONDS, METHOD_SECONDS = 3600, 120
+HTTP, GRPC = 8000, 8001
+METHOD_SECONDS, FUZZ_SECONDS = 120, 3600
 MODELS = ("onnx_int32_int8_int8", "onnx_zero_1_float32", "onnx_int32_int32_int32", "libtorch_int32_int32_int32")
 ASYNCHRONOUS = (
     "is_server_live is_server_ready is_model_ready get_server_metadata get_model_metadata get_model_config "
     "get_inference_statistics get_system_shared_memory_status unregister_system_shared_memory "
     "get_cuda_shared_memory_status unregister_cuda_shared_memory"
 )
-# Script -> class -> its methods without "test_".
-RUNS: dict[str, dict[str, str]] = {
-    "L0_http/python_http_aio_test.py": {
-        "TestHttpAioClient": f"{ASYNCHRONOUS} register_system_shared_memory register_cuda_shared_memory"
-    },
-    "L0_grpc/python_grpc_aio_test.py": {"TestGrpcAioClient": ASYNCHRONOUS},
-    "L0_http/http_client_plugin_test.py": {
-        "HTTPClientPluginTest": "server_is_live simple_infer",
-        "HTTPClientPluginAsyncTest": "server_is_live simple_infer",
-    },
-    "L0_http/http_test.py": {
-        "HttpTest": "content_encoding_unsupported_client inference_header_content_length_out_of_range"
-    },
-    "L0_http/http_input_size_limit_test.py": {"InferSizeLimitTest": "no_leak_on_invalid_inference_header_length"},
-    "L0_server_status/server_status_test.py": {
-        "ServerMetadataTest": "unknown_model unknown_model_version",
-        "ModelMetadataTest": "model_versions_deleted infer_stats_no_model_version",
-    },
-    "L0_shared_memory/shared_memory_test.py": {
-        "SharedMemoryTest": "invalid_create_shm valid_create_set_register unregister_before_register "
-        "unregister_after_register reregister_after_register unregisterall register_out_of_bound "
-        "register_reserved_names register_invalid_shm_key"
-    },
-    FUZZER: {"FuzzTest": "failures_from_db"},
-}
-# Run once more over gRPC, and once on a server without shared memory.
-BOTH_PROTOCOLS, WITHOUT_MEMORY = "L0_shared_memory/shared_memory_test.py", "client_shm_disabled_by_default"
+MEMORY = (
+    "invalid_create_shm valid_create_set_register unregister_before_register unregister_after_register "
+    "reregister_after_register unregisterall register_out_of_bound register_reserved_names register_invalid_shm_key"
+)
+HTTP_AIO, STATUS = "L0_http/python_http_aio_test.py", "L0_server_status/server_status_test.py"
+PLUGIN, SHARED = "L0_http/http_client_plugin_test.py", "L0_shared_memory/shared_memory_test.py"
+FUZZER = "L0_http_fuzz/fuzztest.py"
+BOTH = ("http", "grpc")
 
 
-def cases(names: Sequence[str]) -> Iterator[tuple[bool, str, str, str]]:
-    """Whether the server has shared memory, the script, the method, and the protocol it shall ask with."""
-    for script, classes in RUNS.items():
-        if not any(name in script for name in names or [script if script != FUZZER else "none"]):
-            continue
-        for protocol in ("http", "grpc") if script == BOTH_PROTOCOLS else ("http",):
-            for test_class, methods in classes.items():
-                yield from ((True, script, f"{test_class}.test_{method}", protocol) for method in methods.split())
-            if script == BOTH_PROTOCOLS:
-                yield False, script, f"SharedMemoryTest.test_{WITHOUT_MEMORY}", protocol
+class Run(NamedTuple):
+    """Methods of a script, without "test_". memory: whether the server has shared memory."""
+
+    script: str
+    test_class: str
+    methods: str
+    protocols: tuple[str, ...] = ("",)
+    memory: bool = True
+
+    def tests(self) -> Iterator[tuple[str, str]]:
+        """Each method as unittest takes it, and the protocol it is to ask with."""
+        for protocol in self.protocols:
+            yield from ((f"{self.test_class}.test_{method}", protocol) for method in self.methods.split())
 
 
-def run_method(python: Path, folder: Path, script: str, method: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Run one method in the script's own folder, where it writes its results."""
-    command = [str(python.absolute()), Path(script).name, method]
-    limit = FUZZ_SECONDS if script == FUZZER else METHOD_SECONDS
-    where = (folder / script).parent
+RUNS = (
+    Run(HTTP_AIO, "TestHttpAioClient", ASYNCHRONOUS),
+    Run(HTTP_AIO, "TestHttpAioClient", "register_system_shared_memory register_cuda_shared_memory"),
+    Run("L0_grpc/python_grpc_aio_test.py", "TestGrpcAioClient", ASYNCHRONOUS),
+    Run(PLUGIN, "HTTPClientPluginTest", "server_is_live simple_infer"),
+    Run(PLUGIN, "HTTPClientPluginAsyncTest", "server_is_live simple_infer"),
+    Run("L0_http/http_test.py", "HttpTest", "content_encoding_unsupported_client"),
+    Run("L0_http/http_test.py", "HttpTest", "inference_header_content_length_out_of_range"),
+    Run("L0_http/http_input_size_limit_test.py", "InferSizeLimitTest", "no_leak_on_invalid_inference_header_length"),
+    Run(STATUS, "ServerMetadataTest", "unknown_model unknown_model_version"),
+    Run(STATUS, "ModelMetadataTest", "model_versions_deleted infer_stats_no_model_version"),
+    Run(SHARED, "SharedMemoryTest", MEMORY, BOTH),
+    Run(SHARED, "SharedMemoryTest", "client_shm_disabled_by_default", BOTH, memory=False),
+    Run(FUZZER, "FuzzTest", "failures_from_db"),
+)
+
+
+def run_method(python: Path, script: Path, method: str, environment: dict[str, str]) -> dict[str, Any]:
+    """Run one method in its script's own folder, where it writes its results."""
+    command = [str(python.absolute()), script.name, method]
+    limit = FUZZ_SECONDS if FUZZER.endswith(script.name) else METHOD_SECONDS
     try:
         done = subprocess.run(
-            command, cwd=where, env=environment, capture_output=True, text=True, timeout=limit, check=False
+            command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=limit, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"holds": False, "said": f"not done after {limit} s"} | sent_by_fuzzer(where)
-    found: dict[str, Any] = {"holds": done.returncode == 0}
-    said = {} if found["holds"] else {"said": "\n".join(done.stderr.strip().splitlines()[-6:])[-600:]}
-    return found | said | sent_by_fuzzer(where)
+        return {"holds": False, "said": f"not done after {limit} s", **sent_by_fuzzer(script.parent)}
+    said = {} if done.returncode == 0 else {"said": "\n".join(done.stderr.strip().splitlines()[-6:])[-600:]}
+    return {"holds": done.returncode == 0, **said, **sent_by_fuzzer(script.parent)}
 
 
 def sent_by_fuzzer(folder: Path) -> dict[str, int]:
@@ -120,13 +119,8 @@ def models(folder: Path) -> list[Bundle]:
 @contextmanager
 def server(bundles: Sequence[Bundle], log: Path, *options: str) -> Iterator["subprocess.Popen[str]"]:
     """A server called triton on Triton's ports, as its methods ask; what it writes goes into `log`."""
-    command = [
-        sys.executable,
-        "-c",
-        "from vitx.cli import main; main()",
-        "serve",
-        *(str(each.path) for each in bundles),
-    ]
+    program, paths = "from vitx.cli import main; main()", [str(bundle.path) for bundle in bundles]
+    command = [sys.executable, "-c", program, "serve", *paths]
     command += ["--allow-uncertified", "--server-id", "triton", "--port", str(HTTP), "--grpc-port", str(GRPC), *options]
     with log.open("ab") as file, subprocess.Popen(command, stdout=file, stderr=file, text=True) as process:
         try:
@@ -136,36 +130,43 @@ def server(bundles: Sequence[Bundle], log: Path, *options: str) -> Iterator["sub
             process.terminate()
 
 
+def run_all(runs: Sequence[Run], given: Path, python: Path, folder: Path) -> dict[str, Any]:
+    """The outcome of each method by its script; `given`: Triton's qa, of which `folder` gets what is run."""
+    report: dict[str, Any] = {}
+    qa, log, bundles = folder / "qa", folder / "server.log", models(folder)
+    for part in {"common", *(run.script.split("/")[0] for run in runs)}:
+        shutil.copytree(given / part, qa / part)
+    if (fuzzer := qa / FUZZER).is_file():  # it would write 10 GB of what it sends
+        fuzzer.with_name("fuzz_results.csv").symlink_to(os.devnull)
+    for memory in sorted({run.memory for run in runs}):
+        of_memory = [run for run in runs if run.memory is memory]
+        with server(bundles, log, *["--shared-memory"] * memory) as process:
+            environment = os.environ | {"SERVER_PID": str(process.pid), "TRITON_SERVER_VERSION": __version__}
+            for run, (test, protocol) in ((each, test) for each in of_memory for test in each.tests()):
+                if memory:
+                    forget = f"http://localhost:{HTTP}/v2/systemsharedmemory/unregister"
+                    urllib.request.urlopen(urllib.request.Request(forget, method="POST")).close()
+                found = run_method(python, qa / run.script, test, environment | {"CLIENT_TYPE": protocol})
+                if process.poll() is not None or b"Traceback" in log.read_bytes():
+                    found |= {"holds": False, "server": log.read_text()[-600:]}
+                title = f"{test} {protocol}".strip()
+                report.setdefault(run.script, {})[title] = found
+                print(f"{run.script} {title}: {verdict(found)} {found.get('said', '')}", flush=True)
+    return report
+
+
 def main() -> int:
     parser = command_line(__doc__)
     parser.add_argument("--qa", required=True, type=Path)
     parser.add_argument("--python", required=True, type=Path)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT")
     arguments = parser.parse_args()
-    report: dict[str, Any] = report_header()
-    chosen = list(cases(arguments.scripts))
-    with tempfile.TemporaryDirectory() as name:
-        qa = Path(name) / "qa"
-        for part in ("common", *{script.split("/")[0] for _, script, _, _ in chosen}):
-            shutil.copytree(arguments.qa / part, qa / part)
-        (qa / FUZZER).parent.mkdir(exist_ok=True)
-        (qa / FUZZER).with_name("fuzz_results.csv").symlink_to(os.devnull)  # else 10 GB of what was sent
-        bundles, log = models(Path(name)), Path(name) / "server.log"
-        for memory in (True, False):
-            with server(bundles, log, *["--shared-memory"] * memory) as process:
-                environment = os.environ | {"SERVER_PID": str(process.pid), "TRITON_SERVER_VERSION": __version__}
-                for _, script, method, protocol in (case for case in chosen if case[0] is memory):
-                    if memory:
-                        forget = f"http://localhost:{HTTP}/v2/systemsharedmemory/unregister"
-                        urllib.request.urlopen(urllib.request.Request(forget, method="POST")).close()
-                    asked = environment | {"CLIENT_TYPE": protocol}
-                    found = run_method(arguments.python, qa, script, method, asked)
-                    title = f"{method} {protocol}" if script == BOTH_PROTOCOLS else method
-                    report.setdefault(script, {})[title] = found
-                    print(f"{script} {title}: {verdict(found)} {found.get('said', '')}", flush=True)
-                alive, tracebacks = process.poll() is None, log.read_bytes().count(b"Traceback")
-                report["server"] = {"alive": alive, "tracebacks": tracebacks, "holds": alive and not tracebacks}
-    save_report(report, arguments.json, "python benchmarks/serve/triton_qa.py --qa FOLDER --python VENV/bin/python")
+    names = arguments.scripts
+    runs = [run for run in RUNS if (any(name in run.script for name in names) if names else run.script != FUZZER)]
+    with tempfile.TemporaryDirectory() as folder:
+        report = report_header() | run_all(runs, arguments.qa, arguments.python, Path(folder))
+    command = ["python benchmarks/serve/triton_qa.py --qa FOLDER --python VENV/bin/python", *names]
+    save_report(report, arguments.json, " ".join(command))
     return 0 if all_hold(report) else 1
 
 
