@@ -91,6 +91,13 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
         memory.register(name, block.name, 0, 10)
     status, text = refusal(memory.register, "d", block.name, 0, 10)
     assert (status, text) == (429, "3 regions are registered, no more are allowed: unregister some")
+    held = memory.check("a", 0, 10)  # as a request in flight does
+    memory.close()
+    for name in "de":
+        memory.register(name, block.name, 0, 10)
+    assert refusal(memory.register, "f", block.name, 0, 10)[0] == 429
+    del held
+    memory.register("f", block.name, 0, 10)
     memory.close()
     assert refusal(memory.register, "d", block.name, 0, 4097)[0] == 400
     assert len(os.listdir("/proc/self/fd")) == before

@@ -46,6 +46,7 @@ class SharedMemory:
         self.enabled = enabled
         self._max_regions = max_regions
         self._regions: dict[str, MemoryRegion] = {}
+        self._open = weakref.WeakSet[MemoryRegion]()  # with those that only requests in flight still have
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register bytes [offset, offset + byte_size) of the POSIX shared memory `key` as the region `name`."""
@@ -54,7 +55,7 @@ class SharedMemory:
             raise _refused(f"a region's name has 1 to {_LONGEST_NAME} characters, this one {len(name)}")
         if name in self._regions:
             raise _refused(f"shared memory region '{name}' already in manager", status=409)
-        if len(self._regions) >= self._max_regions:
+        if len(self._open) >= self._max_regions:
             raise _refused(f"{self._max_regions} regions are registered, no more are allowed: unregister some", 429)
         refusal = f"failed to register shared memory region '{name}': invalid args"
         _check_range(refusal, offset, byte_size)
@@ -70,6 +71,7 @@ class SharedMemory:
             raise
         region = self._regions[name] = MemoryRegion(name, key, offset, byte_size, file)
         weakref.finalize(region, os.close, file)
+        self._open.add(region)
 
     def unregister(self, name: str | None = None) -> None:
         """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
