@@ -31,7 +31,9 @@ def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
 class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
-    bundles: tuple[Path, ...] = option((), "Bundles made by `vitx export`.", metavar="BUNDLE...", argument=True)
+    bundles: tuple[Path, ...] = option(
+        (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE...", argument=True
+    )
     repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
     versions: Annotated[tuple[str, ...], AfterValidator(_version_policies)] = option(
         (),
