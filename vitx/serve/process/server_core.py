@@ -56,7 +56,12 @@ class ServerCore:
             require_signature=options.require_signature,
         )
         observe = self.metrics.decode_seconds.observe
-        self.decoder = Decoder(max_pixels=options.max_pixels, capacity=options.queue, on_decode=observe)
+        self.decoder = Decoder(
+            max_pixels=options.max_pixels,
+            capacity=options.queue,
+            processes=options.decode == "processes",
+            on_decode=observe,
+        )
 
     def routes(
         self, bound: str | None, repository: Repository | None = None, observers: Sequence[RequestObserver] = ()
