@@ -28,16 +28,13 @@ from support.server_peers import INSTANCES, SMALL, bundle_of, infer_request
 from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
-from vitx.serve.http.decode import Decoder
 from vitx.serve.http.head_cache import protocol_class
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.offer import WarmModel
-from vitx.serve.models.served_model import ModelSet, ServedModel
-from vitx.serve.observe.metrics import Metrics
+from vitx.serve.models.loading import Loader, WarmModel
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.process_settings import configure_process, freeze_heap
+from vitx.serve.process.process_settings import configure_process
 from vitx.serve.process.server import _uvicorn_config
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.server_core import ServerCore
 
 CONNECTIONS = 64
 
@@ -100,13 +97,11 @@ class Client(asyncio.Transport):
 
 async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile | None) -> float:
     """Processor time of one request on this thread, the event loop's."""
-    limits, metrics, models = ServeOptions().limits, Metrics(), ModelSet((warm.offer.key,), freeze_heap)
     configure_process()
-    models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), metrics), 0)
-    decoder = Decoder(max_pixels=1, capacity=1)
-    app = App(models, decoder, limits, metrics, SharedMemory(enabled=False))
-    protocol = protocol_class(limits, metrics.reject)
-    config, state = _uvicorn_config(app, protocol, ServeOptions()), ServerState()
+    core = ServerCore(ServeOptions(), [warm.offer])
+    core.models.switch(ServedModel(replace(warm, session=NoModel(warm.session.describe())), core.metrics), 0)
+    protocol = protocol_class(core.limits, core.metrics.reject)
+    config, state = _uvicorn_config(App(core, None), protocol, ServeOptions()), ServerState()
     config.load()
     loop = asyncio.get_running_loop()
     request = infer_request(SMALL.name, np.zeros((SMALL.image_size, SMALL.image_size, 3), np.uint8))
@@ -121,8 +116,8 @@ async def microseconds(warm: WarmModel, requests: int, profile: cProfile.Profile
     if profile is not None:
         profile.disable()
     taken = time.thread_time() - started
-    await models.close()
-    decoder.close()
+    await core.models.close()
+    core.decoder.close()
     return 1e6 * taken / requests
 
 
@@ -135,7 +130,7 @@ def main() -> None:
     arguments = parser.parse_args()
     profile = cProfile.Profile() if arguments.profile else None
     with tempfile.TemporaryDirectory() as folder:
-        loader = Loader(ServeOptions().batching, device="cpu", instances=INSTANCES, threads=1, allow_uncertified=True)
+        loader = Loader(ServeOptions(device="cpu", instances=INSTANCES, threads=1, allow_uncertified=True))
         warm = loader.warm(loader.verify(bundle_of(SMALL, arguments.folder or Path(folder)).path))
     runs = [uvloop.run(microseconds(warm, arguments.requests, profile)) for _ in range(arguments.runs)]
     print(f"{min(runs):.1f} µs a request, the least of {', '.join(f'{value:.1f}' for value in runs)}")

@@ -20,7 +20,8 @@ from vitx.data.open import open_images
 from vitx.parity import certify_models
 from vitx.parity.loaded_model import open_model
 from vitx.parity.replay import verify_files
-from vitx.serve.models.loading import open_offers
+from vitx.serve.options import ServeOptions
+from vitx.serve.server_core import verified
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def test_verify_refuses_one_byte(bundle: Bundle, vitx: Vitx, name: str, change: 
     assert code in (1, 2), out
     assert err.startswith("error: ")
     with pytest.raises(VitxError):
-        open_offers([bundle.path], allow_uncertified=False)
+        verified(ServeOptions(bundles=(bundle.path,)))
 
 
 @pytest.mark.parametrize("name", EVERY_FILE)
@@ -84,7 +85,7 @@ def test_one_changed_byte_anywhere_is_refused(bundle: Bundle, name: str) -> None
         for changed in (original[place] ^ 1, ord("\t") if original[place] == ord(" ") else original[place] ^ 4):
             path.write_bytes(original[:place] + bytes([changed]) + original[place + 1 :])
             with pytest.raises(VitxError):
-                open_offers([bundle.path], allow_uncertified=False)
+                verified(ServeOptions(bundles=(bundle.path,)))
             with pytest.raises(VitxError):
                 verify_files(Bundle.open(bundle.path))
     path.write_bytes(original)

@@ -38,7 +38,7 @@ from vitx.runtimes.instances import load_instances
 from vitx.runtimes.onnxruntime import OnnxRuntimeSession, compute_elsewhere, tensorrt_options
 from vitx.runtimes.requirements import RUNTIMES, why_unusable
 from vitx.runtimes.session import Session
-from vitx.serve.models.served_model import load_warm
+from vitx.serve.models.loading import load_warm
 from vitx.serve.options import ServeOptions
 
 needs_no_gpu = pytest.mark.skipif(bool(local_gpus()), reason="this machine has a GPU")

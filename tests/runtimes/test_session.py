@@ -210,12 +210,10 @@ def test_a_model_of_which_the_second_copy_cannot_be_loaded_is_closed() -> None:
 def test_a_server_on_a_cpu_takes_the_cores_as_the_load_asks(
     tiny_bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("vitx.serve.models.loading", "vitx.serve.models.served_model"):
-        monkeypatch.setattr(f"{module}.usable_cores", lambda: 4)
+    monkeypatch.setattr("vitx.serve.models.loading.usable_cores", lambda: 4)
 
     def described(instances: int | None, threads: int | None) -> Any:
-        batching = ServeOptions(max_batch=2, instances=instances).batching
-        loader = Loader(batching, device="cpu", instances=instances, threads=threads)
+        loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=instances, threads=threads))
         warm = loader.warm(loader.verify(tiny_bundle.path))
         with warm.session as session:
             assert warm.batching.instances == session.callers
@@ -234,9 +232,9 @@ def test_a_model_that_is_refused_is_closed(tiny_bundle: Bundle, monkeypatch: pyt
         def _infer(self, images: UInt8Array) -> Float32Array:
             return np.full((len(images), self.classes), np.inf, dtype=np.float32)
 
-    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", allow_uncertified=True)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", allow_uncertified=True))
     session = Infinite()
-    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: session)
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: session)
     with pytest.raises(CheckFailed, match="not finite"):
         loader.warm(loader.verify(tiny_bundle.path))
     assert session.freed == 1

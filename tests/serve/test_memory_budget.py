@@ -27,7 +27,6 @@ def test_the_limits_without_options() -> None:
     assert asdict(ServeOptions().limits) == {
         "body_bytes": 64 * 2**20,
         "images": 256,
-        "pixels": 50_000_000,
         "header_bytes": 32 * 2**10,
         "json_depth": 16,
         "connections": 1000,

@@ -26,8 +26,8 @@ INFER_BODY = json.dumps(
 SLOW_MODEL = """
 import time
 from vitx.runtimes import Session
-from vitx.serve.models import served_model
-load = served_model.load_session
+from vitx.serve.models import loading
+load = loading.load_session
 class Slow(Session):
     def __init__(self, session):
         super().__init__()
@@ -40,7 +40,7 @@ class Slow(Session):
         if (images[:, 0, 0, 0] == 13).any():
             raise RuntimeError("unlucky")
         return self.session.infer(images)
-served_model.load_session = lambda *args, **options: Slow(load(*args, **options))
+loading.load_session = lambda *args, **options: Slow(load(*args, **options))
 from vitx.cli import main
 main()
 """

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from vitx import __version__
-from vitx.core.errors import VitxError, missing_package
+from vitx.core.errors import VitxError, naming_extra
 
 
 class Verb(NamedTuple):
@@ -96,15 +96,11 @@ def _naming_the_extra(command: Callable[..., None], extra: str) -> Callable[...,
 
     @functools.wraps(command)
     def run(*arguments: Any, **options: Any) -> None:
-        try:
+        with naming_extra(extra):
             from vitx.core.preprocess import ignore_bomb_warnings  # here, so that --help imports no Pillow
 
             ignore_bomb_warnings()
             command(*arguments, **options)
-        except ModuleNotFoundError as error:
-            if not error.name or error.name.startswith("vitx"):
-                raise
-            raise missing_package(error.name, extra) from None
 
     return run
 

@@ -1,7 +1,8 @@
 """Errors that reach the user as one message: what was given, what was expected, what to do."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 LISTED_NAMES = 100  # of those that are known, where a name is not: timm alone has more than a thousand
 
@@ -37,6 +38,17 @@ def unknown_name(kind: str, given: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(given, names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return InputError(f"unknown {kind} '{given}': {hint}known: {', '.join(shown)}")
+
+
+@contextmanager
+def naming_extra(extra: str) -> Iterator[None]:
+    """A package that is not installed becomes an error that names the extra which brings it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.startswith("vitx"):
+            raise
+        raise missing_package(error.name, extra) from None
 
 
 def missing_package(package: str, extra: str) -> EnvironmentMissing:

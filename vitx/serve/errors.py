@@ -9,17 +9,10 @@ class RequestError(Exception):
     """A refused request. `reason`: its label in `vitx_rejections_total`. `retry_after`: whole seconds."""
 
     def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        reason: str = "bad_request",
-        retry_after: int | None = None,
+        self, message: str, *, status: int = 400, reason: str = "bad_request", retry_after: int | None = None
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.reason = reason
-        self.retry_after = retry_after
+        self.status, self.reason, self.retry_after = status, reason, retry_after
 
 
 class QueueFull(RequestError):

@@ -13,7 +13,6 @@ class Limits:
 
     body_bytes: int  # as sent, and once more when decompressed
     images: int  # in one request
-    pixels: int  # of one image, before it is decoded
     header_bytes: int  # request line and headers
     json_depth: int  # nesting of objects and lists
     connections: int
@@ -58,5 +57,6 @@ class MemoryBudget:
             raise unavailable(f"requests in flight have {self.used} of {self._limit} bytes", "memory")
         self.used += size
 
-    def give(self, size: int) -> None:
+    def give(self, size: int, _: object = None) -> None:
+        """Also the callback of a future."""
         self.used -= size

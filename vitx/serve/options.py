@@ -121,7 +121,6 @@ class ServeOptions(Options):
         return Limits(
             body_bytes=int(self.max_body_mib * 2**20),
             images=min(self.max_images, self.queue),  # more could never be queued
-            pixels=self.max_pixels,
             header_bytes=int(self.max_header_kib * 2**10),
             json_depth=self.max_json_depth,
             connections=self.max_connections,

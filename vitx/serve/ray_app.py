@@ -18,13 +18,14 @@ from vitx.core.bundle import MANIFEST
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.ray_connection import cluster_nodes
+from vitx.serve.http.app import App
 from vitx.serve.http.asgi import CONNECTION
-from vitx.serve.models.offer import Offer
+from vitx.serve.models.loading import Offer
+from vitx.serve.observe.metrics import merged
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.process_settings import configure_process
-from vitx.serve.process.server_core import ServerCore, verified
-from vitx.serve.process.worker_metrics import merge
 from vitx.serve.security import Tokens
+from vitx.serve.server_core import ServerCore, verified
 
 # What replicas do not take, by what to do instead.
 _NOT_ON_RAY = {
@@ -106,7 +107,7 @@ class Replica:
                 raise InputError(f"{what}: every node needs the same one there; if it is a new one, deploy it again")
         self._core = ServerCore(args, verified(args))
         self._core.metrics.gather = self._exposition
-        self._routes = self._core.routes(bound=None)[1]
+        self._routes = App(self._core, bound=None)
         await self._core.load()
         self._canaries = asyncio.create_task(self._core.replay_canaries())
 
@@ -120,7 +121,7 @@ class Replica:
 
     async def _exposition(self) -> bytes:
         name = serve.get_replica_context().replica_tag
-        return merge({name: self._core.metrics.exposition()}, label="replica")
+        return merged({name: self._core.metrics.exposition()}, "replica")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Below a prefix perhaps, and cancelled when the client hangs up."""

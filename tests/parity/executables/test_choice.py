@@ -160,7 +160,7 @@ def judge_both(bundle: Bundle) -> None:
 def test_the_server_says_what_it_chose(witnessed: Bundle) -> None:
     judge_both(witnessed)
     set_speed(witnessed, onnxruntime=5.0, openvino=6.0)
-    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=1, threads=1)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1, threads=1))
     warm = loader.warm(loader.verify(witnessed.path))
     assert warm.runtimes == ("openvino", "onnxruntime-cpu")
 

@@ -67,7 +67,7 @@ def test_auto_takes_it_where_it_is_the_fastest(with_int8: Callable[[Fault | None
 def test_the_server_s_canary_has_the_limit_of_what_runs(with_int8: Callable[[Fault | None], Bundle]) -> None:
     """Int8 rounds a value the other way for less than what float32 is allowed."""
     bundle = with_int8(None)
-    loader = Loader(ServeOptions().batching, device="cpu", runtime=INT8, threads=1)
+    loader = Loader(ServeOptions(device="cpu", runtime=INT8, threads=1))
     warm = loader.warm(loader.verify(bundle.path))
     warm.session.close()
     assert warm.verdict is not None

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -444,7 +443,7 @@ def test_a_closed_session_refuses(bundle: Bundle) -> None:
 
 
 def test_the_server_judges_both_executables_on_first_load(bundle: Bundle, cache: Path) -> None:
-    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime", threads=1)
+    loader = Loader(ServeOptions(device="cpu", runtime="onnxruntime", threads=1))
     warm = loader.warm(loader.verify(bundle.path))
     assert warm.verdict is not None
     assert warm.outputs is not None
@@ -465,11 +464,11 @@ def test_the_server_refuses_an_embedding_that_is_not_the_checkpoint_s(bundle: Bu
     wrong = with_embedding(bundle, embedding_part(["features"], 3, {"weight": np.full(3, 1.01, np.float32)}))
     sealed = seal_manifest(wrong.path)
     seal_certificate(sealed)
-    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime", threads=1)
+    loader = Loader(ServeOptions(device="cpu", runtime="onnxruntime", threads=1))
     with pytest.raises(CheckFailed, match="embedding: 340 of 340 witness images too far from the checkpoint's"):
         loader.warm(loader.verify(sealed.path))
     # With --allow-uncertified it is served, and shown as uncertified as a whole.
-    loader = replace(loader, allow_uncertified=True)
+    loader = Loader(loader.options.model_copy(update={"allow_uncertified": True}))
     warm = loader.warm(loader.verify(sealed.path))
     assert warm.outputs is not None
     assert (warm.offer.certificate, warm.outputs.verdict) == (None, None)

@@ -25,7 +25,7 @@ Change = Callable[[Bundle], Any]
 
 def load(bundle: Bundle, runtime: str) -> None:
     """As the server loads it: verified, then loaded."""
-    loader = Loader(ServeOptions(max_batch=4).batching, device="cpu", runtime=runtime, instances=1, threads=1)
+    loader = Loader(ServeOptions(max_batch=4, device="cpu", runtime=runtime, instances=1, threads=1))
     loader.warm(loader.verify(bundle.path)).session.close()
 
 
@@ -215,7 +215,7 @@ def test_a_plan_of_another_gpu(witnessed: Bundle) -> None:
     verdicts = {each.executable.runtime: each for each in verdicts_of_bundle(bundle, 0.02, "cpu", quiet=True)}
     assert (verdicts["tensorrt"].verdict, verdicts["tensorrt"].executable.architecture) == ("not run", "sm70")
     assert verdicts["tensorrt"].reasons[0].startswith("built, not run")
-    loader = Loader(ServeOptions().batching, runtime="tensorrt")
+    loader = Loader(ServeOptions(runtime="tensorrt"))
     with pytest.raises(VitxError, match="needs an NVIDIA GPU"):
         loader.warm(loader.verify(bundle.path))
 

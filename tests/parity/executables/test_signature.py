@@ -14,8 +14,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from vitx.core.bundle import CERTIFICATE, LATENCY, MODEL, SIGNATURE, WITNESS, Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.parity.signature import _reason, require_signature, sign_bundle
-from vitx.serve.models.loading import Loader, open_offers
+from vitx.serve.models.loading import Loader
 from vitx.serve.options import ServeOptions
+from vitx.serve.server_core import verified
 from witnessed_bundle import seal_certificate, seal_manifest, write_ir
 
 
@@ -150,9 +151,9 @@ def test_an_error_of_several_lines_is_told_by_its_first() -> None:
 def test_serve_and_predict_ask_for_it(
     signed: Bundle, witnessed: Bundle, keys: Keys, vitx: Any, colours_folder: Path, tmp_path: Path
 ) -> None:
-    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", threads=1, require_signature=keys.public)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", threads=1, require_signature=keys.public))
     assert loader.verify(signed.path).bundle.path == signed.path
-    assert len(open_offers([signed.path], allow_uncertified=False, required_signature=keys.public)) == 1
+    assert len(verified(ServeOptions(bundles=(signed.path,), require_signature=keys.public))) == 1
     (signed.path / SIGNATURE).unlink()
     serve = ("serve", signed.path, "--port", "0", "--require-signature", keys.public)
     predict = (

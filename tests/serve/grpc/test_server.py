@@ -35,8 +35,8 @@ NO_GRPC = "import sys; sys.modules['grpc'] = None; from vitx.cli import main; ma
 HELD_MODEL = """
 import os, time
 from vitx.runtimes import Session
-from vitx.serve.models import served_model
-load = served_model.load_session
+from vitx.serve.models import loading
+load = loading.load_session
 class Held(Session):
     def __init__(self, session):
         super().__init__()
@@ -47,7 +47,7 @@ class Held(Session):
         while images.any() and os.path.exists(gate):
             time.sleep(0.005)
         return self.session.infer(images)
-served_model.load_session = lambda *args, **options: Held(load(*args, **options))
+loading.load_session = lambda *args, **options: Held(load(*args, **options))
 from vitx.cli import main
 main()
 """

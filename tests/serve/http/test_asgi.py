@@ -19,12 +19,12 @@ def test_work_for_a_client_that_hangs_up_is_cancelled_and_nothing_after_it() -> 
         cancelled: list[bool] = []
         replies: list[OnReply] = []
 
-        def start(body: bytes, record: RequestRecord, started: float, on_reply: OnReply, hold: Any) -> Any:
+        def start(body: bytes, record: RequestRecord, on_reply: OnReply, hold: Any) -> Any:
             replies.append(on_reply)
             return lambda: cancelled.append(True)
 
         def ask() -> "asyncio.Future[Reply]":
-            return asyncio.ensure_future(answered(scope, start, b"", RequestRecord(""), 0.0))
+            return asyncio.ensure_future(answered(scope, start, b"", RequestRecord("")))
 
         asked = ask()
         await asyncio.sleep(0)

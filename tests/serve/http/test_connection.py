@@ -148,6 +148,24 @@ def test_what_is_no_http_is_refused_and_closed() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("line", [b"GET http://[::1", b"GET http://host:99999/", b"CONNECT host:80"])
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_target_that_is_no_url_is_refused(line: bytes, answered: int) -> None:
+    """The head was taken as read before its target was: a traceback without, or silence after an earlier reply."""
+
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        protocol.data_received(request() * answered)
+        await settled()
+        transport.written = b""
+        protocol.data_received(line + b" HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert refused(transport) == (400, "the request is not valid HTTP/1.1")
+        assert server.refused == ["bad_request"]
+
+    run(test)
+
+
 def test_a_connection_beyond_the_limit_is_refused_or_closed_after_a_second() -> None:
     async def test() -> None:
         server = Server(connections=2, header_seconds=60)

@@ -106,7 +106,7 @@ def test_without_a_list_of_outputs_there_are_logits_alone(server: ServerProcess,
             "unexpected inference output 'rollout' for model 'tiny': its outputs are 'logits', 'embedding', 'a",
         ),
         (["logits", "Embedding"], "unexpected inference output 'Embedding' for model 'tiny'"),
-        (["embedding", "embedding"], "output 'embedding' is asked for 2 times"),
+        (["embedding", "embedding"], "output 'embedding' already exists in request"),
         (["x" * 9000], f"unexpected inference output '{'x' * 79}"),
     ],
 )
@@ -186,7 +186,7 @@ def test_clients_that_ask_for_other_things_get_their_own(server: ServerProcess) 
 
 def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request for logits runs what it ran before there were outputs; statistics and metrics are of both."""
-    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime", threads=1, allow_uncertified=True)
+    loader = Loader(ServeOptions(device="cpu", runtime="onnxruntime", threads=1, allow_uncertified=True))
     warm = loader.warm(loader.verify(bundle.path))
     assert warm.outputs is not None
     assert (warm.session.outputs, warm.outputs.names) == ((), ("embedding", "attention"))
@@ -218,9 +218,9 @@ def test_logits_alone_run_another_session(bundle: Bundle, monkeypatch: pytest.Mo
 def test_a_runtime_of_logits_alone_serves_logits_alone(
     bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loader = Loader(ServeOptions().batching, device="cpu", runtime="onnxruntime-int8", allow_uncertified=True)
+    loader = Loader(ServeOptions(device="cpu", runtime="onnxruntime-int8", allow_uncertified=True))
     offer = loader.verify(bundle.path)
-    assert loader._with_outputs(offer, loader.batching, None) == (offer, None)
+    assert loader._with_outputs(offer, loader.options.batching, None) == (offer, None)
     assert (
         "'tiny' is served without embedding, attention: onnxruntime-int8 gives logits alone" in capsys.readouterr().err
     )

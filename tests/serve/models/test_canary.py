@@ -19,8 +19,8 @@ from vitx.serve.models.canary import Canary, canary_images
 DRIFTING = """
 from pathlib import Path
 from vitx.runtimes import Session
-from vitx.serve.models import served_model
-load, drift = served_model.load_session, Path("DRIFT")
+from vitx.serve.models import loading
+load, drift = loading.load_session, Path("DRIFT")
 class Drifting(Session):
     def __init__(self, session):
         super().__init__()
@@ -29,7 +29,7 @@ class Drifting(Session):
         return self.session.describe()
     def _infer(self, images):
         return self.session.infer(images) + (float(drift.read_text()) if drift.exists() else 0)
-served_model.load_session = lambda *args, **options: Drifting(load(*args, **options))
+loading.load_session = lambda *args, **options: Drifting(load(*args, **options))
 from vitx.cli import main
 main()
 """

@@ -32,7 +32,7 @@ def tuned_bundle(tiny_bundle: Bundle) -> Bundle:
 
 
 def test_instances_and_threads_are_the_tuned_ones(tuned_bundle: Bundle) -> None:
-    loader = Loader(ServeOptions(max_batch=4).batching, device="cpu")
+    loader = Loader(ServeOptions(max_batch=4, device="cpu"))
     warm = loader.warm(loader.verify(tuned_bundle.path))
     assert (warm.batching.instances, warm.batching.max_batch) == (2, 4)
     assert warm.session.describe()["threads"] == 1
@@ -42,7 +42,7 @@ def test_instances_and_threads_are_the_tuned_ones(tuned_bundle: Bundle) -> None:
 def test_given_options_override_the_tuned_ones(
     tuned_bundle: Bundle, instances: int | None, threads: int | None, expected: int
 ) -> None:
-    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=instances, threads=threads)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=instances, threads=threads))
     assert loader.warm(loader.verify(tuned_bundle.path)).batching.instances == expected
 
 
@@ -50,15 +50,15 @@ def test_batches_aim_at_the_optima_of_a_plan(tiny_bundle: Bundle, monkeypatch: p
     class WithProfiles(NumpySession):
         profiles = (Profile(minimum=1, optimum=6, maximum=8), Profile(minimum=1, optimum=3, maximum=4))
 
-    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: WithProfiles())
-    loader = Loader(ServeOptions(max_batch=8).batching, device="cpu", instances=1, allow_uncertified=True)
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: WithProfiles())
+    loader = Loader(ServeOptions(max_batch=8, device="cpu", instances=1, allow_uncertified=True))
     warm = loader.warm(loader.verify(tiny_bundle.path))
     assert warm.batching.preferred == (3, 6)
     assert warm.curve.best_size(8, warm.batching.preferred) in (3, 6)
 
 
 def test_a_model_that_is_replaced_is_freed(tiny_bundle: Bundle) -> None:
-    loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=1, threads=1)
+    loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1, threads=1))
     offer = loader.verify(tiny_bundle.path)
 
     async def switch_twice() -> None:
@@ -89,7 +89,7 @@ def test_another_contract_is_refused(tiny_bundle: Bundle) -> None:
 
 def test_a_drain_waits_for_requests_that_began_before_a_model_was_switched(tiny_bundle: Bundle) -> None:
     async def test() -> None:
-        loader = Loader(ServeOptions(max_batch=2).batching, device="cpu", instances=1)
+        loader = Loader(ServeOptions(max_batch=2, device="cpu", instances=1))
         offer = loader.verify(tiny_bundle.path)
         models, metrics = ModelSet((offer.key,)), Metrics()
         models.switch(ServedModel(loader.warm(offer), metrics), 0)

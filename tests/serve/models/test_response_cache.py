@@ -36,8 +36,8 @@ SIZE = 512 + 4  # of an answer of one number
 FAULTY = """
 from pathlib import Path
 from vitx.runtimes import Session
-from vitx.serve.models import served_model
-load, fault = served_model.load_session, Path("FAULT")
+from vitx.serve.models import loading
+load, fault = loading.load_session, Path("FAULT")
 class Faulty(Session):
     def __init__(self, session):
         super().__init__()
@@ -49,7 +49,7 @@ class Faulty(Session):
         return self.session.infer(images) + (float(fault.read_text()) if fault.exists() else 0)
     def _infer_outputs(self, images):
         return self.session.infer_outputs(images)
-served_model.load_session = lambda *args, **options: Faulty(load(*args, **options))
+loading.load_session = lambda *args, **options: Faulty(load(*args, **options))
 from vitx.cli import main
 main()
 """
@@ -137,7 +137,7 @@ def test_what_is_forgotten_is_given_back_and_requests_in_flight_leave_nothing() 
 
 def test_a_model_that_is_replaced_or_unloaded_gives_its_bytes_back(tiny_bundle: Bundle) -> None:
     async def test() -> None:
-        loader = Loader(ServeOptions(max_batch=1).batching, device="cpu", instances=1)
+        loader = Loader(ServeOptions(max_batch=1, device="cpu", instances=1))
         offer, cache = loader.verify(tiny_bundle.path), ResponseCache(2**20)
         models = ModelSet((offer.key,), cache=cache)
         models.switch(ServedModel(loader.warm(offer), Metrics()), 0)

@@ -60,12 +60,10 @@ from vitx.runtimes import load_session
 from vitx.runtimes.session import Float32Array, Session
 from vitx.serve.http.app import App
 from vitx.serve.http.classify import top_predictions
-from vitx.serve.http.decode import Decoder
-from vitx.serve.models.loading import Loader, open_offers
-from vitx.serve.models.served_model import ModelSet, ServedModel
-from vitx.serve.observe.metrics import Metrics
+from vitx.serve.models.loading import Loader
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.process.port import claim_port
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.server_core import ServerCore, verified
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 NO_RAY = "import sys; sys.modules['ray'] = None; from vitx.cli import main; main()"  # importing it now raises
@@ -345,17 +343,16 @@ class Held(Session):
 
 def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None:
     """Ray cancels the requests of clients that hang up."""
-    offer = open_offers([tiny_bundle.path], allow_uncertified=False)[0]
-    warm = Loader(ServeOptions().batching, device="cpu", threads=1).warm(offer)
+    args = ServeOptions(bundles=(tiny_bundle.path,), device="cpu", threads=1)
+    (offer,) = verified(args)
+    warm = Loader(args).warm(offer)
     held = Held(warm.session)
 
     async def run() -> list[int]:
-        metrics, models = Metrics(), ModelSet([offer.key])
-        models.switch(ServedModel(replace(warm, session=held), metrics), 0)
-        batcher = models.get("tiny").batcher
-        decoder = Decoder(max_pixels=1000, capacity=1)
-        app = App(models, decoder, ServeOptions().limits, metrics, SharedMemory(enabled=False))
-        replica: Any = SimpleNamespace(_routes=app, _core=SimpleNamespace(metrics=metrics))
+        core = ServerCore(args, [offer])
+        core.models.switch(ServedModel(replace(warm, session=held), core.metrics), 0)
+        batcher = core.models.get("tiny").batcher
+        replica: Any = SimpleNamespace(_routes=App(core, None), _core=core)
         statuses: list[int] = []
 
         async def send(message: Any) -> None:
@@ -363,7 +360,8 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
 
         def request() -> asyncio.Task[None]:
             path = "/prefix/v2/models/tiny/infer"
-            scope = {"type": "http", "method": "POST", "path": path, "root_path": "/prefix", "headers": []}
+            scope: Any = {"type": "http", "http_version": "1.0", "method": "POST", "headers": []}
+            scope |= {"path": path, "root_path": "/prefix"}
             messages = iter([{"type": "http.request", "body": INFER_BODY}])
 
             async def receive() -> Any:
@@ -383,12 +381,12 @@ def test_a_request_that_ray_cancels_frees_its_place(tiny_bundle: Bundle) -> None
         second.cancel()
         await asyncio.wait([second])
         assert batcher.queued == 0
-        assert b'vitx_rejections_total{model="",reason="disconnected"} 1.0' in metrics.exposition()
+        assert b'vitx_rejections_total{model="",reason="disconnected"} 1.0' in core.metrics.exposition()
 
         held.go.set()
         await first
-        await models.close()
-        decoder.close()
+        await core.models.close()
+        core.decoder.close()
         return [status for status in statuses if status]
 
     assert asyncio.run(run()) == [200]

@@ -18,7 +18,7 @@ from bundle_fixture import IMAGE_SIZE, Float32Array, NumpySession, colour_image,
 from server_process import SLOW_MODEL, end_under_load, http_client, run_serve, running_server, wait_until
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.preprocess import UInt8Array
-from vitx.serve.models.served_model import load_warm
+from vitx.serve.models.loading import load_warm
 from vitx.serve.options import ServeOptions
 
 NO_TORCH = """
@@ -236,6 +236,6 @@ def test_loading_runs_one_image_and_a_batch(tiny_bundle: Bundle, monkeypatch: py
             sizes.append(len(images))
             return super()._infer(images)
 
-    monkeypatch.setattr("vitx.serve.models.served_model.load_session", lambda *args, **options: Recording())
+    monkeypatch.setattr("vitx.serve.models.loading.load_session", lambda *args, **options: Recording())
     load_warm(tiny_bundle, ServeOptions(max_batch=6).batching, device="cpu", threads=1)
     assert sorted(sizes) == [1, 2]

@@ -22,7 +22,7 @@ from server_process import (
     wait_until,
 )
 from vitx.core.bundle import Bundle
-from vitx.serve.process.worker_metrics import merge
+from vitx.serve.observe.metrics import merged
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="POSIX processes, and /proc")
 
@@ -120,7 +120,7 @@ def test_a_bundle_that_is_refused_is_refused_once(tmp_path: Path, tiny_bundle: B
 def test_the_exposition_of_several_workers_is_one() -> None:
     first = b'# HELP a_total A.\n# TYPE a_total counter\na_total{b="x y{"} 1.0\n# HELP c C.\n# TYPE c gauge\nc 2.0\n'
     second = first.replace(b"1.0", b"3.0")
-    assert merge({"0": first, "1": second}).decode() == (
+    assert merged({"0": first, "1": second}, "worker").decode() == (
         "# HELP a_total A.\n# TYPE a_total counter\n"
         'a_total{worker="0",b="x y{"} 1.0\na_total{worker="1",b="x y{"} 3.0\n'
         '# HELP c C.\n# TYPE c gauge\nc{worker="0"} 2.0\nc{worker="1"} 2.0\n'

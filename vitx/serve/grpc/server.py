@@ -7,7 +7,7 @@ parsed and serialized here and not by grpcio, so that malformed bytes are the cl
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,11 @@ from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import check_fields, message_class
 from vitx.serve.grpc.service import Call, GrpcService
-from vitx.serve.limits import Limits, MemoryBudget
-from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import InFlight, ModelSet
+from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
-from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
-from vitx.serve.protocol.shared_memory import SharedMemory
-from vitx.serve.security import Kind, Tokens
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
+from vitx.serve.security import Kind
+from vitx.serve.server_core import ServerCore
 
 Replies = asyncio.Queue["asyncio.Task[bytes] | None"]
 
@@ -33,6 +30,8 @@ _STREAM_WINDOW = 64  # concurrent requests of one stream; beyond, it is read no 
 _CALLS = 4096  # concurrent calls
 _GRACE_SECONDS = 1.0  # for replies to reach their clients, once every call is done
 _TIMER_GRAIN = 0.001  # seconds: gRPC may end a call this much before its deadline
+_OF_CALL = ("x-request-id", "traceparent", "tracestate")
+_TIMED = ("grpc.ModelInfer", "grpc.ModelStreamInfer")
 _WITHOUT_TOKEN = ("grpc.ServerLive", "grpc.ServerReady", "grpc.Check")  # health checks, as over HTTP
 _CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -55,40 +54,30 @@ class GrpcServer:
     """Serves a set of models on one port. Create it on a running event loop, which claims the port; then `start` it."""
 
     def __init__(
-        self,
-        models: ModelSet,
-        limits: Limits,
-        metrics: Metrics,
-        memory: SharedMemory,
-        *,
-        host: str,
-        port: int,
-        credentials: grpc.ServerCredentials | None = None,
-        repository: Repository | None = None,
-        tokens: Tokens | None = None,
-        observers: Sequence[RequestObserver] = (),
-        shared_port: bool = False,
+        self, core: ServerCore, port: int, *, shared_port: bool = False, pem: tuple[bytes, bytes] | None = None
     ) -> None:
-        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken. No TLS without credentials.
+        """Claim the port (0: any free one); raise EnvironmentMissing if it is taken.
 
-        shared_port: other workers of the same parent listen on it too.
+        shared_port: other workers of the same parent listen on it too. pem: key and certificate chain; None: no TLS.
         """
-        self.budget = MemoryBudget(limits.memory_bytes)  # `Server` sets the one that HTTP has too
-        self._models = models
-        self._metrics = metrics
-        self._service = GrpcService(models, limits, memory, repository)
-        self._tokens = tokens
-        self._observers = observers
-        self._message_seconds = limits.message_seconds
+        self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
+        self._service = GrpcService(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
-        self._server = grpc.aio.server(
-            handlers=self._handlers(), options=_options(limits, shared_port=shared_port), maximum_concurrent_rpcs=_CALLS
-        )
+        options = [
+            ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
+            ("grpc.max_receive_message_length", core.limits.body_bytes),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.max_concurrent_streams", _CALLS),
+            ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message must not grow beyond the limit
+            ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
+        ]
+        self._server = grpc.aio.server(handlers=self._handlers(), options=options, maximum_concurrent_rpcs=_CALLS)
+        host = core.options.host
         host = f"[{host}]" if ":" in host else host
         add = self._server.add_insecure_port
-        if credentials is not None:
-            add = partial(self._server.add_secure_port, server_credentials=credentials)
+        if pem is not None:
+            add = partial(self._server.add_secure_port, server_credentials=grpc.ssl_server_credentials([pem]))
         try:
             port = add(f"{host}:{port}")
         except RuntimeError as error:
@@ -122,7 +111,6 @@ class GrpcServer:
 
     def _unary(self, name: str, message: Any, call: Call) -> grpc.RpcMethodHandler:
         parse, route = message.FromString, f"grpc.{name}"
-        timed = name == "ModelInfer"
 
         async def answer(_: AsyncIterator[bytes], context: Any) -> bytes:
             size, request = 0, await self._message(context)
@@ -130,14 +118,14 @@ class GrpcServer:
                 size, request = self._reserved(parse, request)
             self._in_flight.enter()
             try:
-                response = await self._counted(route, call, request, context, timed=timed)
+                response = await self._counted(route, call, request, context)
                 return bytes(response.SerializeToString())
             except RequestError as error:
                 error.__traceback__ = None  # a circle with its frames, which have the message, is freed late
                 await _abort(context, error)
                 raise  # not reached: `abort` raises
             finally:
-                self.budget.give(size)
+                self._budget.give(size)
                 self._in_flight.leave()
 
         # The same on the wire as a unary call; for a unary handler grpcio itself would wait for the message, for ever.
@@ -146,7 +134,7 @@ class GrpcServer:
     async def _message(self, context: Any) -> Any:
         """The message of a call, as bytes; a RequestError if it has none, or none arrives in time."""
         try:
-            async with asyncio.timeout(self._message_seconds):
+            async with asyncio.timeout(self._core.limits.message_seconds):
                 data = await context.read()
         except TimeoutError:
             return RequestError("the call's message took too long", status=408, reason="slow_client")
@@ -159,7 +147,7 @@ class GrpcServer:
         """
         size = 0
         try:
-            self.budget.take(len(data))
+            self._budget.take(len(data))
             size = len(data)
             check_fields(data)
             return size, parse(data)
@@ -168,53 +156,44 @@ class GrpcServer:
         except DecodeError:
             return size, RequestError("the bytes are not a message of this call")
 
-    async def _counted(self, route: str, call: Call, request: Any, context: Any, *, timed: bool) -> Any:
+    async def _counted(self, route: str, call: Call, request: Any, context: Any) -> Any:
         """Run one call and count it under its HTTP status; raise only RequestError or CancelledError."""
-        started = time.perf_counter()
         generation = self._models.enter()
         status = CLIENT_GONE
-        record = self._record(context)
+        record = RequestRecord("")
+        if self._core.observers:
+            given, record.traceparent, record.tracestate = (_metadata(context, name) for name in _OF_CALL)
+            record.id, record.client = request_id(given), context.peer()
+        CURRENT_RECORD.set(record)  # of this call, or request of a stream, alone: each has its own task
         try:
-            if self._tokens is not None and route not in _WITHOUT_TOKEN:
+            if route not in _WITHOUT_TOKEN:
                 kind: Kind = "management" if route.startswith("grpc.Repository") else "inference"
-                self._tokens.check(kind, _metadata(context, "authorization"))
+                self._core.tokens.check(kind, _metadata(context, "authorization"))
             if isinstance(request, RequestError):
                 raise request
             response = await call(request, context)
-        except RequestError as error:
-            failure, status = error, error.status
+            seconds = time.monotonic() - record.started if route in _TIMED else None
+            status, record.sent = 200, response.ByteSize() if self._core.observers else None
+            self._metrics.answer(route, status, seconds, record.model or "")
+            return response
         except asyncio.CancelledError:  # by the call's deadline, or by the client
             passed = (left := context.time_remaining()) is not None and left < _TIMER_GRAIN
             self._metrics.reject("deadline" if passed else "disconnected", record.model or "")
             status = 503 if passed else CLIENT_GONE
             raise
-        except Exception:  # noqa: BLE001 - the edge of one request: others must not be affected
-            _log.exception("internal error while answering %s", route)
-            failure = RequestError("internal error: see the server's log", status=500, reason="internal")
-            status = failure.status
-        else:
-            status = 200
-            self._metrics.answer(route, 200, time.perf_counter() - started if timed else None, record.model or "")
-            if self._observers:
-                record.sent = response.ByteSize()
-            return response
+        except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
+            error = failure
+            if not isinstance(error, RequestError):
+                _log.exception("internal error while answering %s", route)
+                error = RequestError("internal error: see the server's log", status=500, reason="internal")
+            status = error.status
+            self._metrics.reject(error.reason, record.model or "")
+            self._metrics.answer(route, status, model=record.model or "")
+            raise error from None
         finally:
             generation.leave()
-            for observer in self._observers:
-                observer.write(record, "gRPC", route, status, time.perf_counter() - started)
-        self._metrics.reject(failure.reason, record.model or "")
-        self._metrics.answer(route, failure.status, model=record.model or "")
-        raise failure
-
-    def _record(self, context: Any) -> RequestRecord:
-        """Set CURRENT_RECORD for this call or request of a stream, which has its own task and so its own context."""
-        record = RequestRecord("")
-        if self._observers:
-            names = ("x-request-id", "traceparent", "tracestate")
-            given, parent, state = (_metadata(context, name) for name in names)
-            record = RequestRecord(request_id(given), parent, state, context.peer())
-        CURRENT_RECORD.set(record)
-        return record
+            for observer in self._core.observers:
+                observer.write(record, "gRPC", route, status, time.monotonic() - record.started)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """`ModelStreamInfer`: runs requests concurrently and answers in order; a refused one gets an error message."""
@@ -244,19 +223,15 @@ class GrpcServer:
                 size, request = self._reserved(_InferRequest.FromString, data)
                 del data
                 replies.put_nowait(reply := asyncio.create_task(self._stream_reply(request, context)))
-                reply.add_done_callback(partial(self._give_back, size))  # also if it never starts
+                reply.add_done_callback(partial(self._budget.give, size))  # also if it never starts
                 del request, reply
         finally:
             replies.put_nowait(None)
 
-    def _give_back(self, size: int, _: "asyncio.Task[bytes]") -> None:
-        self.budget.give(size)
-
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
         try:
-            infer = self._service.model_infer
-            answer = await self._counted("grpc.ModelStreamInfer", infer, request, context, timed=True)
+            answer = await self._counted("grpc.ModelStreamInfer", self._service.model_infer, request, context)
             response.infer_response.MergeFrom(answer)
             # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True
@@ -265,22 +240,6 @@ class GrpcServer:
             response.error_message = str(error)
             response.infer_response.id = getattr(request, "id", "")
         return bytes(response.SerializeToString())
-
-
-def server_credentials(pem: tuple[bytes, bytes] | None) -> grpc.ServerCredentials | None:
-    """Server credentials from (key, certificate chain) in PEM; None without TLS."""
-    return None if pem is None else grpc.ssl_server_credentials([pem])
-
-
-def _options(limits: Limits, *, shared_port: bool) -> list[tuple[str, int]]:
-    return [
-        ("grpc.so_reuseport", int(shared_port)),  # on by default: two servers would silently share a port
-        ("grpc.max_receive_message_length", limits.body_bytes),
-        ("grpc.max_send_message_length", -1),
-        ("grpc.max_concurrent_streams", _CALLS),
-        ("grpc.compression_enabled_algorithms_bitset", 1),  # no compression: a message must not grow beyond the limit
-        ("grpc.keepalive_time_ms", 60_000),  # detects clients that vanished
-    ]
 
 
 def _metadata(context: Any, name: str) -> str | None:

@@ -12,11 +12,10 @@ from vitx import __version__
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
-from vitx.serve.limits import Limits
-from vitx.serve.models.repository import Repository, managed
-from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.models.repository import managed
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.protocol.infer import InferRequest, extensions
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.server_core import ServerCore
 
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
 Answer = Callable[[Any], Any]  # request → the response as JSON, or what is awaited for it
@@ -26,24 +25,19 @@ _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 
 
 class GrpcService:
-    """The calls on a set of models. Each takes a message and the call's context, and may raise RequestError."""
+    """The calls on a server's models. Each takes a message and the call's context, and may raise RequestError."""
 
-    def __init__(
-        self, models: ModelSet, limits: Limits, memory: SharedMemory, repository: Repository | None = None
-    ) -> None:
-        self._models = models
-        self._limits = limits
-        self._memory = memory
-        self._repository = repository
+    def __init__(self, core: ServerCore) -> None:
+        self._core, self._models = core, core.models
 
     def calls(self) -> dict[str, tuple[Any, Call]]:
         """Method name → class of its request message and its function, of all methods except the stream.
 
         "HealthCheck" is `grpc.health.v1.Health/Check`. Answers are JSON, mostly that of HTTP; None: an empty message.
         """
-        models, memory, named = self._models, self._memory, self._named
+        models, memory, repository, named = self._models, self._core.memory, self._core.repository, self._named
         # `binary_tensor_data` is HTTP's.
-        offered = extensions(memory=memory.enabled, repository=self._repository is not None)[1:]
+        offered = extensions(memory=memory.enabled, repository=repository is not None)[1:]
         about = {"name": models.server_id, "version": __version__, "extensions": offered}
         answers: dict[str, Answer] = {
             "ServerLive": lambda asked: {"live": True},
@@ -56,9 +50,9 @@ class GrpcService:
             "ModelStatistics": lambda asked: {
                 "model_stats": [model.statistics() for model in ([named(asked)] if asked.name else models)]
             },
-            "RepositoryIndex": lambda asked: {"models": managed(self._repository).index(ready=asked.ready)},
-            "RepositoryModelLoad": lambda asked: managed(self._repository, asked.parameters).load(asked.model_name),
-            "RepositoryModelUnload": lambda asked: managed(self._repository, asked.parameters).unload(asked.model_name),
+            "RepositoryIndex": lambda asked: {"models": managed(repository).index(ready=asked.ready)},
+            "RepositoryModelLoad": lambda asked: managed(repository, asked.parameters).load(asked.model_name),
+            "RepositoryModelUnload": lambda asked: managed(repository, asked.parameters).unload(asked.model_name),
             "SystemSharedMemoryStatus": lambda asked: {
                 "regions": {region["name"]: region for region in memory.status(asked.name or None)}
             },
@@ -79,14 +73,14 @@ class GrpcService:
 
     async def model_infer(self, request: Any, context: Any) -> Any:
         model = self._models.get(request.model_name, request.model_version or None)
-        asked = (request, model.contract, self._limits, self._memory)
+        asked = (request, model.contract, self._core.limits, self._core.memory)
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
         decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
         given = [seconds for seconds in (context.time_remaining(), decoded.timeout) if seconds is not None]
         deadline = time.monotonic() + min(given) if given else None
         rows = await model.infer(decoded, deadline)
         labels = model.bundle.manifest.labels
-        return encode_infer_response(rows, decoded, model.contract, labels, self._memory)
+        return encode_infer_response(rows, decoded, model.contract, labels, self._core.memory)
 
     def _health(self, request: Any) -> dict[str, Any]:
         """Of the server ("") or of a model."""

@@ -1,17 +1,17 @@
 """The ASGI application. `infer` and `classify`, which run a model, are dispatched here; Starlette has all other routes.
 
-A request that runs a model goes through `App._run`, or through `App._run_cached` if its head is in the head cache.
-Only these two count it, time it, and turn an exception into a reply.
+A request goes through `App.__call__`, or through `App._run_cached` if its head is in the head cache. Only these two
+count it, time it, and turn an exception into a reply.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
+from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
 from vitx.runtimes.session import Float32Array
@@ -19,6 +19,7 @@ from vitx.serve.batching.batcher import record_times
 from vitx.serve.errors import RequestError
 from vitx.serve.http.asgi import (
     CONNECTION,
+    WORTH_ENCODING,
     ClientGone,
     Hold,
     OnReply,
@@ -26,7 +27,6 @@ from vitx.serve.http.asgi import (
     StartRequest,
     answered,
     beside,
-    client_of,
     compressed,
     error_reply,
     header,
@@ -35,16 +35,12 @@ from vitx.serve.http.asgi import (
     start_task,
 )
 from vitx.serve.http.classify import Classifier
-from vitx.serve.http.decode import Decoder
-from vitx.serve.http.encoding import WORTH_ENCODING
+from vitx.serve.http.gate import Gate
 from vitx.serve.http.head_cache import HeadCacheProtocol, cache_head
 from vitx.serve.http.routes import other_routes
-from vitx.serve.limits import Limits
-from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
-from vitx.serve.observe.metrics import Metrics
-from vitx.serve.observe.request_record import CURRENT_RECORD, RequestObserver, RequestRecord
+from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.infer import (
     HEADER_LENGTH,
     InferRequest,
@@ -53,58 +49,77 @@ from vitx.serve.protocol.infer import (
     header_length,
 )
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.server_core import ServerCore
 
-ACCEPT_ENCODING = b"accept-encoding"
-_OF_HEAD = (ACCEPT_ENCODING, b"x-request-id", b"traceparent", b"tracestate")
+_OF_HEAD = (b"accept-encoding", b"x-request-id", b"traceparent", b"tracestate")
+OfHead = list[str | None]  # the values of these headers
 # What starts requests of this scope, and whether the head cache may call it for later ones; refuses others unread.
 Prepare = Callable[[Scope], tuple[StartRequest, bool]]
+Asked = tuple[str, str | None, int | None]  # model, version, bytes of JSON before the tensor; None: all
 Decoded = tuple[ServedModel, InferRequest, float | None]  # with the deadline
 
 _log = logging.getLogger("vitx.serve")
 
 
 class App:
-    """The server's routes."""
+    """The server's routes, behind the checks of who asks."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        decoder: Decoder,
-        limits: Limits,
-        metrics: Metrics,
-        memory: SharedMemory,
-        repository: Repository | None = None,
-        observers: Sequence[RequestObserver] = (),
-    ) -> None:
-        """`repository`: lets clients load and unload models over HTTP; None refuses that with 501.
-
-        observers: of requests whose head is known; ObserverMiddleware tells them of all others.
-        """
-        self.idle = models.idle  # until no request is in flight
-        self._observers = observers
-        self._models = models
-        self._limits = limits
-        self._metrics = metrics
-        self._memory = memory
-        self._classify = Classifier(models, decoder, limits, metrics).prepare
-        self._other = other_routes(models, limits, metrics, memory, repository)
+    def __init__(self, core: ServerCore, bound: str | None) -> None:
+        """`bound`: see `Gate`."""
+        self._models, self._limits, self._metrics, self._memory = core.models, core.limits, core.metrics, core.memory
+        self._gate, self._observers = Gate(core, bound), core.observers
+        self._classify = Classifier(core).prepare
+        self._other = other_routes(core)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = self._find(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
-            await self._other(scope, receive, self._counted(scope, send))
-        elif scope["method"] == "POST":
-            await self._run(*found, scope, receive, send)
-        else:
-            error = RequestError(f"method {scope['method']} is not allowed: use POST", status=405)
-            self._metrics.answer(found[0], error.status)
-            await send_reply(send, replace(error_reply(error), headers=((b"allow", b"POST"),)))
+        """Answer a request, and tell the observers when it ended; for them each reply has an X-Request-Id."""
+        status = CLIENT_GONE
+        _, id, parent, state = of_head = [header(scope, name) for name in _OF_HEAD]
+        client = scope.get("client") or ("",)
+        record = RequestRecord(request_id(id) if self._observers else "", parent, state, client[0], 0)
 
-    @property
-    def active(self) -> int:
-        """How many requests are in flight."""
-        return self._models.active
+        async def observed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if record.id:
+                    message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+            else:
+                record.sent = (record.sent or 0) + len(message.get("body", b""))
+            await send(message)
+
+        found, reply = self._find(scope["path"]), None
+        may_ask = False
+        generation = self._models.enter() if found else None
+        token = CURRENT_RECORD.set(record)  # in which the model is found
+        try:
+            try:
+                self._gate.check(scope)
+                may_ask = True
+                if found is not None:
+                    reply = await self._run(*found, scope, receive, record, of_head)
+                else:
+                    scope["app"] = self  # else the router would answer itself what it does not find
+                    await self._other(scope, receive, observed)
+            except ClientGone:
+                if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
+                    self._metrics.reject("disconnected", record.model or "")
+                return
+            except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
+                reply = self._error_reply(error, scope["path"], record)
+            if reply is not None:
+                close = not may_ask or self._models.draining or self._models.leaving  # what may not ask is not read
+                await send_reply(observed, reply, close=close)
+        finally:
+            CURRENT_RECORD.reset(token)
+            seconds = time.monotonic() - record.started
+            if may_ask and status != CLIENT_GONE:
+                route = found[0] if found else getattr(scope.get("endpoint"), "__name__", "other")
+                self._metrics.answer(route, status, seconds if found else None, record.model or "")
+            if generation is not None:
+                generation.leave()
+            for observer in self._observers:
+                observer.write(record, scope["method"], scope["path"], status, seconds)
 
     def _find(self, path: str) -> tuple[str, Prepare] | None:
         """The route name of a path that runs a model, and what starts its requests; else None."""
@@ -119,10 +134,11 @@ class App:
 
     def _infer(self, name: str, version: str | None, scope: Scope) -> tuple[StartRequest, bool]:
         self._models.get(name, version)  # refuse an unknown model before its body is read
-        length = header_length(header(scope, HEADER_LENGTH.encode()))
-        return partial(self._start_infer, name, version, length), True
+        asked = name, version, header_length(header(scope, HEADER_LENGTH.encode()))
+        return partial(self._start_infer, asked), True
 
-    def _decode(self, name: str, version: str | None, length: int | None, body: bytes, started: float) -> Decoded:
+    def _decode(self, asked: Asked, body: bytes, started: float) -> Decoded:
+        name, version, length = asked
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
         return model, request, None if request.timeout is None else started + request.timeout
@@ -136,19 +152,11 @@ class App:
         return Reply(reply, content_type=b"application/octet-stream", headers=headers)
 
     def _start_infer(
-        self,
-        name: str,
-        version: str | None,
-        length: int | None,
-        body: bytes,
-        record: RequestRecord,
-        started: float,
-        on_reply: OnReply,
-        hold: Hold,
+        self, asked: Asked, body: bytes, record: RequestRecord, on_reply: OnReply, hold: Hold
     ) -> Callable[[], object]:
-        """Answer an infer request; see `StartRequest`. `length`: bytes of JSON before the tensor; None: all."""
-        record.model = name  # it was served, when the head was read
-        decode = partial(self._decode, name, version, length, body, started)
+        """Answer an infer request; see `StartRequest`."""
+        record.model, _, length = asked  # it was served, when the head was read
+        decode = partial(self._decode, asked, body, record.started)
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
@@ -185,13 +193,12 @@ class App:
         return self._rows_reply(await model.infer(request, deadline), request, model)
 
     def _run_cached(
-        self, head: "_Head", start: StartRequest, connection: HeadCacheProtocol, body: bytes
+        self, route: str, path: str, of_head: OfHead, start: StartRequest, connection: HeadCacheProtocol, body: bytes
     ) -> Callable[[], None] | None:
         """`_run` with callbacks instead of a task; return a function that cancels the request."""
-        started, accepted = time.monotonic(), head.accepted
-        client = connection.client[0] if connection.client else ""
-        id = request_id(head.id) if self._observers else ""  # it takes a microsecond
-        record = RequestRecord(id, head.traceparent, head.tracestate, client)
+        accepted, id, parent, state = of_head
+        id = request_id(id) if self._observers else ""  # it takes a microsecond
+        record = RequestRecord(id, parent, state, connection.client[0] if connection.client else "")
         generation = self._models.enter()
 
         def on_reply(reply: Reply | Exception) -> None:
@@ -203,8 +210,8 @@ class App:
 
         def finish(reply: Reply | Exception) -> None:
             if isinstance(reply, Exception):
-                reply = self._error_reply(reply, head.path, record)
-            self._metrics.answer(head.route, reply.status, time.monotonic() - started, record.model or "")
+                reply = self._error_reply(reply, path, record)
+            self._metrics.answer(route, reply.status, time.monotonic() - record.started, record.model or "")
             connection.reply(reply, close=self._models.draining or self._models.leaving, request_id=record.id)
             record.sent = len(reply.body)
             end(reply.status)
@@ -217,44 +224,32 @@ class App:
         def end(status: int) -> None:
             generation.leave()
             for observer in self._observers:
-                observer.write(record, "POST", head.path, status, time.monotonic() - started)
+                observer.write(record, "POST", path, status, time.monotonic() - record.started)
 
         try:
-            cancel_work = start(body, record, started, on_reply, connection.hold)
+            cancel_work = start(body, record, on_reply, connection.hold)
         except Exception as failure:  # noqa: BLE001 - the edge of one request
             on_reply(failure)
             return None
         return cancel
 
-    async def _run(self, route: str, prepare: Prepare, scope: Scope, receive: Receive, send: Send) -> None:
-        started = time.monotonic()
-        generation = self._models.enter()
-        record = CURRENT_RECORD.get() or RequestRecord("", client=client_of(scope))
-        token = CURRENT_RECORD.set(record)  # in which the model is found
-        try:
-            try:
-                start, cacheable = prepare(scope)
-                body = await read_body(scope, receive, self._limits.body_bytes)
-                reply = await answered(scope, start, body, record, started)
-                if cacheable:
-                    of_head = (header(scope, name) for name in _OF_HEAD)
-                    cache_head(scope, partial(self._run_cached, _Head(route, scope["path"], *of_head), start))
-            except ClientGone:
-                raise
-            except Exception as error:  # noqa: BLE001 - the edge of one request: others must not be affected
-                reply = self._error_reply(error, scope["path"], record)
-            reply = await compressed(reply, header(scope, ACCEPT_ENCODING))
-            self._metrics.answer(route, reply.status, time.monotonic() - started, record.model or "")
-            await send_reply(send, reply, close=self._models.draining or self._models.leaving)
-        except ClientGone:
-            if not scope[CONNECTION].slow:  # a request that was too slow is already counted as such
-                self._metrics.reject("disconnected", record.model or "")
-        finally:
-            CURRENT_RECORD.reset(token)
-            generation.leave()
+    async def _run(
+        self, route: str, prepare: Prepare, scope: Scope, receive: Receive, record: RequestRecord, of_head: OfHead
+    ) -> Reply:
+        if scope["method"] != "POST":
+            raise HTTPException(405, f"method {scope['method']} is not allowed: use POST", {"allow": "POST"})
+        start, cacheable = prepare(scope)
+        body = await read_body(scope, receive, self._limits.body_bytes)
+        reply = await answered(scope, start, body, record)
+        if cacheable:
+            cache_head(scope, partial(self._run_cached, route, scope["path"], of_head, start))
+        return await compressed(reply, of_head[0])
 
     def _error_reply(self, error: Exception, path: str, record: RequestRecord) -> Reply:
         """The reply to a request that was refused or failed; counts a refusal, logs an internal error."""
+        if isinstance(error, HTTPException):  # no such path, or not with this method
+            headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
+            return replace(error_reply(RequestError(error.detail)), status=error.status_code, headers=headers)
         if not isinstance(error, RequestError):
             _log.error("internal error while answering %s", path, exc_info=error)
             error = RequestError("internal error: see the server's log", status=500)
@@ -262,25 +257,3 @@ class App:
             self._metrics.reject(error.reason, record.model or "")
             error.__traceback__ = None  # a circle with its frames, which have the body, is freed late
         return error_reply(error)
-
-    def _counted(self, scope: Scope, send: Send) -> Send:
-        """Wrap `send`: count the reply under its endpoint's name."""
-
-        async def counting(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                endpoint = scope.get("endpoint")
-                self._metrics.answer(getattr(endpoint, "__name__", "other"), message["status"])
-            await send(message)
-
-        return counting
-
-
-class _Head(NamedTuple):
-    """What is needed of a known head; texts are those of the headers, None for one that it does not have."""
-
-    route: str
-    path: str
-    accepted: str | None
-    id: str | None
-    traceparent: str | None
-    tracestate: str | None

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import zlib
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,14 +12,21 @@ from starlette.types import Receive, Scope, Send
 
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.futures import settle
-from vitx.serve.http.encoding import WORTH_ENCODING, accepted_encoding, decoded, deflated
 from vitx.serve.limits import UNCOUNTED_BYTES
 from vitx.serve.observe.request_record import RequestRecord
 
 T = TypeVar("T")
 Headers = tuple[tuple[bytes, bytes], ...]
 JSON = b"application/json"
+_CHALLENGE: Headers = ((b"www-authenticate", b'Bearer realm="vitx"'),)
 CONNECTION = "vitx.connection"  # scope key of the request's connection, an HttpProtocol
+
+# zlib's `wbits` for a gzip header and for a zlib header.
+_WINDOW = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+_MOST_GROWTH = 1032  # times, of what deflate makes smallest
+_PIECE = 2**20  # bytes that a body is inflated to at once: counted before, so that what is not counted cannot grow
+WORTH_ENCODING = 1400  # bytes: a reply that fits into one network packet gains nothing from compression
+_LEVEL = 1  # logits hardly compress, so the fastest level
 
 
 class ClientGone(Exception):
@@ -37,18 +45,16 @@ class Reply:
 OnReply = Callable[[Reply | Exception], None]
 # Told what goes on reading a request's body even when its client hangs up; `HttpProtocol.hold`.
 Hold = Callable[["asyncio.Future[Any]"], None]
-# (body, record to fill in, time.monotonic() of its arrival, callback, hold): starts to answer a request without an
-# asyncio task, and returns a function that cancels it. May raise instead of calling back.
-StartRequest = Callable[[bytes, RequestRecord, float, OnReply, Hold], Callable[[], object]]
-
-
-def json_reply(value: Any) -> Reply:
-    return Reply(json.dumps(value, separators=(",", ":"), allow_nan=False).encode())
+# (body, record to fill in, callback, hold): starts to answer a request without an asyncio task, and returns a function
+# that cancels it. May raise instead of calling back.
+StartRequest = Callable[[bytes, RequestRecord, OnReply, Hold], Callable[[], object]]
 
 
 def error_reply(error: RequestError) -> Reply:
     """`{"error": text}` with the error's status, as Triton answers, and Retry-After if the error has one."""
-    headers = ((b"retry-after", str(error.retry_after).encode()),) if error.retry_after is not None else ()
+    headers = _CHALLENGE if error.status == 401 else ()
+    if error.retry_after is not None:
+        headers += ((b"retry-after", str(error.retry_after).encode()),)
     return Reply(json.dumps({"error": str(error)}).encode(), error.status, headers=headers)
 
 
@@ -70,10 +76,18 @@ async def send_reply(send: Send, reply: Reply, *, close: bool = False) -> None:
 async def compressed(reply: Reply, accepted: str | None) -> Reply:
     """Return the reply in an encoding that Accept-Encoding names, or as it is when it is small."""
     worth = accepted is not None and len(reply.body) >= WORTH_ENCODING
-    if not worth or (encoding := accepted_encoding(str(accepted))) is None:
+    if not worth or (encoding := _accepted_encoding(str(accepted))) is None:
         return reply
-    body = await asyncio.to_thread(deflated, reply.body, encoding)
+    stream = zlib.compressobj(_LEVEL, wbits=_WINDOW[encoding])
+    body = await asyncio.to_thread(lambda: stream.compress(reply.body) + stream.flush())
     return replace(reply, body=body, headers=(*reply.headers, (b"content-encoding", encoding.encode())))
+
+
+def _accepted_encoding(accepted: str) -> str | None:
+    """The first of our encodings that an Accept-Encoding header names with a quality above 0."""
+    entries = [entry.partition(";") for entry in reversed(accepted.lower().split(","))]
+    qualities = {name.strip(): quality.strip().removeprefix("q=") or "1" for name, _, quality in entries}
+    return next((name for name in _WINDOW if qualities.get(name, "0").rstrip("0") not in ("", "0.")), None)
 
 
 def header(scope: Scope, name: bytes) -> str | None:
@@ -83,12 +97,6 @@ def header(scope: Scope, name: bytes) -> str | None:
         if key == name:
             return value.decode("latin-1")
     return None
-
-
-def client_of(scope: Scope) -> str:
-    """The client's address, "" where it is not known."""
-    client = scope.get("client")
-    return client[0] if client else ""
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
@@ -121,9 +129,42 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     encoding = header(scope, b"content-encoding")
     if encoding in (None, "identity"):
         return body
-    inflating = asyncio.ensure_future(decoded(body, str(encoding).strip().lower(), limit, reserve))
+    inflating = asyncio.ensure_future(_decoded(body, str(encoding).strip().lower(), limit, reserve))
     scope[CONNECTION].hold(inflating)
     return await inflating
+
+
+async def _decoded(body: bytes, encoding: str, limit: int, reserve: Callable[[int], object]) -> bytes:
+    """Return the decompressed body; `reserve` is called with the bytes of each piece before it is inflated.
+
+    Raises RequestError: 415 for an unknown encoding, 400 for a broken body, 413 for more than `limit` bytes, and what
+    `reserve` does.
+    """
+    if encoding not in _WINDOW:
+        raise RequestError(
+            f"Content-Encoding '{encoding[:80]}' is not offered: expected gzip, deflate or identity",
+            status=415,
+            reason="unsupported_media",
+        )
+    stream = zlib.decompressobj(wbits=_WINDOW[encoding])
+    pieces: list[bytes] = []
+    left, room = body, limit + 1
+    while room and not stream.eof:
+        size = min(_PIECE, room)
+        reserve(min(size, _MOST_GROWTH * len(left)))
+        try:
+            piece = await asyncio.to_thread(stream.decompress, left, size)
+        except zlib.error as error:
+            raise RequestError(f"the body is not valid {encoding}: {error}") from None
+        pieces.append(piece)
+        left, room = stream.unconsumed_tail, room - len(piece)
+        if len(piece) < size and not left:
+            break
+    if not room:
+        raise too_large(f"request body of more than {limit} bytes when decompressed")
+    if not stream.eof or stream.unused_data:
+        raise RequestError(f"the body is not exactly one {encoding} stream: is it truncated?")
+    return await asyncio.to_thread(b"".join, pieces)
 
 
 async def beside(hold: Hold, work: Callable[[], T]) -> T:
@@ -133,16 +174,13 @@ async def beside(hold: Hold, work: Callable[[], T]) -> T:
     return await asyncio.shield(reading)
 
 
-async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord, started: float) -> Reply:
-    """The reply that `start` calls back with. Call after the request was read; raises ClientGone, and cancels it then.
-
-    started: time.monotonic() of the request's arrival.
-    """
+async def answered(scope: Scope, start: StartRequest, body: bytes, record: RequestRecord) -> Reply:
+    """The reply that `start` calls back with, once the request was read; raises ClientGone, and cancels it then."""
     connection = scope[CONNECTION]
     if connection.lost:
         raise ClientGone
     reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    cancel = start(body, record, started, partial(settle, reply), connection.hold)
+    cancel = start(body, record, partial(settle, reply), connection.hold)
     connection.on_lost = reply.cancel
     try:
         return await reply
@@ -156,6 +194,10 @@ async def answered(scope: Scope, start: StartRequest, body: bytes, record: Reque
             cancel()
         else:
             reply.exception()  # marks it as retrieved; asyncio would log it otherwise
+
+
+def started_as_task(answer: Callable[[bytes, RequestRecord, Hold], Coroutine[Any, Any, Reply]]) -> StartRequest:
+    return lambda body, record, on_reply, hold: start_task(answer(body, record, hold), on_reply).cancel
 
 
 def start_task(work: Coroutine[Any, Any, Reply], on_reply: OnReply) -> "asyncio.Task[Reply]":

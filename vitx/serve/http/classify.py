@@ -15,16 +15,15 @@ from vitx.core.probabilities import softmax, top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.request_queue import PRIORITY_LEVELS
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import Hold, OnReply, Reply, StartRequest, beside, header, json_reply, start_task
-from vitx.serve.http.decode import Decoder
+from vitx.serve.http.asgi import Hold, Reply, StartRequest, beside, header, started_as_task
 from vitx.serve.http.multipart import parse_multipart
-from vitx.serve.limits import Limits
-from vitx.serve.models.served_model import ModelSet, ServedModel
-from vitx.serve.observe.metrics import Metrics
+from vitx.serve.models.served_model import ServedModel
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
 from vitx.serve.protocol.base64_images import base64_images
+from vitx.serve.protocol.infer import to_json
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import quoted
+from vitx.serve.server_core import ServerCore
 
 _TOP_K = 5
 _PARAMETERS = ("model", "version", "top_k", "priority", "timeout_ms", "outputs")
@@ -60,11 +59,8 @@ class _Options:
 class Classifier:
     """Classifies one image (the body), or several (multipart/form-data, or a JSON list of base64 texts)."""
 
-    def __init__(self, models: ModelSet, decoder: Decoder, limits: Limits, metrics: Metrics) -> None:
-        self._models = models
-        self._decoder = decoder
-        self._limits = limits
-        self._metrics = metrics
+    def __init__(self, core: ServerCore) -> None:
+        self._core = core
 
     def prepare(self, scope: Scope) -> tuple[StartRequest, bool]:
         """What starts the requests of this head, and whether others may have the same. Raises RequestError."""
@@ -84,44 +80,36 @@ class Classifier:
                 status=415,
                 reason="unsupported_media",
             )
-        return partial(self._start, options, several), several is None
+        return started_as_task(partial(self._reply, options, several)), several is None
 
-    def _start(
+    async def _reply(
         self,
-        options: Callable[[float], _Options],
+        asked: Callable[[float], _Options],
         several: ReadImages | None,
         body: bytes,
         record: RequestRecord,
-        started: float,
-        on_reply: OnReply,
         hold: Hold,
-    ) -> Callable[[], object]:
-        """See `StartRequest`. `several`: reads a body of several images."""
-        asked = options(started)
-        record.model = asked.model.name
-        return start_task(self._reply(asked, several, body, record, hold), on_reply).cancel
-
-    async def _reply(
-        self, options: _Options, several: ReadImages | None, body: bytes, record: RequestRecord, hold: Hold
     ) -> Reply:
-        CURRENT_RECORD.set(record)  # of this task alone
+        """`several`: reads a body of several images."""
+        CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
+        options = asked(record.started)
         if several is None:
             (result,) = await self._classify(options, [body], record)
             if "error" in result:
                 raise RequestError(result["error"], reason="bad_image")
-            return json_reply({"model": options.model.name, **result})
+            return Reply(to_json({"model": options.model.name, **result}))
         read = partial(several, body)
         names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
         results = await self._classify(options, images, record)
         for result in results:
             if "error" in result:
-                self._metrics.reject("bad_image", options.model.name)
+                self._core.metrics.reject("bad_image", options.model.name)
         if names is not None:
             results = [{"filename": name, **result} for name, result in zip(names, results, strict=True)]
-        return json_reply({"model": options.model.name, "results": results})
+        return Reply(to_json({"model": options.model.name, "results": results}))
 
     def _options(self, query: Mapping[str, str], timeout: str | None, started: float) -> _Options:
-        model = self._models.get(query.get("model"), query.get("version"))
+        model = self._core.models.get(query.get("model"), query.get("version"))
         classes = len(model.bundle.manifest.labels)
         top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
@@ -135,7 +123,7 @@ class Classifier:
         return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
-        parts = parse_multipart(content_type, body, self._limits.images)
+        parts = parse_multipart(content_type, body, self._core.limits.images)
         for part in parts:
             if part.filename is None:
                 raise RequestError(f"form field '{part.name[:80]}' is not a file: expected images only")
@@ -144,7 +132,7 @@ class Classifier:
         return [part.filename or "" for part in parts], [part.data for part in parts]
 
     def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
-        return None, base64_images(body, self._limits)
+        return None, base64_images(body, self._core.limits)
 
     async def _classify(
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
@@ -179,7 +167,7 @@ class Classifier:
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
         record.decode_started, client = time.monotonic(), record.client or ""
-        decoding = self._decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
+        decoding = self._core.decoder.decode(encoded, manifest.preprocessing, client=client, deadline=options.deadline)
         decoded = iter(await decoding)
         record.decode = time.monotonic() - record.decode_started
         pixels = [next(decoded) if isinstance(image, bytes) else image for image in images]

@@ -1,13 +1,11 @@
 """Who may ask over HTTP: checks the Host, Origin, content type and bearer token of every request."""
 
-from collections.abc import Callable
-from dataclasses import replace
-
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
 from vitx.serve.errors import RequestError
-from vitx.serve.http.asgi import error_reply, header, send_reply
-from vitx.serve.security import AllowedHosts, Kind, Tokens
+from vitx.serve.http.asgi import header
+from vitx.serve.security import AllowedHosts, Kind
+from vitx.serve.server_core import ServerCore
 
 # Health probes come from machines without the token; the pages show nothing secret, and / asks for the token.
 _WITHOUT_TOKEN = ("/", "/docs", "/openapi.json", "/v2/health/live", "/v2/health/ready")
@@ -19,39 +17,17 @@ _NOT_FOR_BROWSERS = (_REPOSITORY, "/v2/systemsharedmemory", "/v2/cudasharedmemor
 _URL_ENCODED = "application/x-www-form-urlencoded"
 _FORM_TYPES = ("text/plain", _URL_ENCODED, "multipart/form-data")
 _TAKES_FORMS = "/v1/classify"
-_CHALLENGE = ((b"www-authenticate", b'Bearer realm="vitx"'),)
 
 
 class Gate:
-    """Passes allowed requests to an application. A refused one ends its connection, as its body is not read."""
+    """Checks requests before their bodies are read."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        tokens: Tokens,
-        hosts: AllowedHosts,
-        on_refused: Callable[[str], None],
-        *,
-        metrics: bool = True,
-    ) -> None:
-        """`metrics`: whether there is a /metrics. `on_refused` is called with the reason of each refusal."""
-        self._app = app
-        self._tokens = tokens
-        self._hosts = hosts
-        self._on_refused = on_refused
-        self._metrics = metrics
+    def __init__(self, core: ServerCore, bound: str | None) -> None:
+        """`bound`: the address that the server listens on, None if others take the connections."""
+        self._core, self._hosts = core, AllowedHosts(bound, core.options.allow_host)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            self._check(scope)
-        except RequestError as error:
-            self._on_refused(error.reason)
-            headers = _CHALLENGE if error.status == 401 else ()
-            await send_reply(send, replace(error_reply(error), headers=headers), close=True)
-            return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
+    def check(self, scope: Scope) -> None:
+        """Raise RequestError for a request that is not allowed."""
         path, origin = scope["path"], header(scope, b"origin")
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1 or (not hosts and scope["http_version"] == "1.1"):
@@ -70,9 +46,9 @@ class Gate:
                     status=415,
                     reason="unsupported_media",
                 )
-        if path == _METRICS and not self._metrics:
+        if path == _METRICS and self._core.options.metrics == "off":
             raise RequestError("the metrics are off", status=404, reason="not_offered")
         if path not in _WITHOUT_TOKEN:
             asked: Kind = "metrics" if path == _METRICS else "inference"
             asked = "management" if path.startswith(_REPOSITORY) else asked
-            self._tokens.check(asked, header(scope, b"authorization"))
+            self._core.tokens.check(asked, header(scope, b"authorization"))

@@ -24,12 +24,10 @@ def canary_images(shape: Sequence[int], count: int = IMAGES) -> UInt8Array:
     """Return uint8 (count, *shape), the same on every machine; `shape` is (height, width, channels)."""
     height, width, channels = shape
     colours = np.random.default_rng(0).integers(0, 256, (count, _PATCHES + 1, _PATCHES + 1, channels))
-    rows, columns = (np.linspace(0, _PATCHES, side, endpoint=False) for side in (height, width))
-    top, left = rows.astype(int), columns.astype(int)
-    down, right = (rows - top)[:, None, None], (columns - left)[None, :, None]
-    upper = colours[:, top][:, :, left] * (1 - right) + colours[:, top][:, :, left + 1] * right
-    lower = colours[:, top + 1][:, :, left] * (1 - right) + colours[:, top + 1][:, :, left + 1] * right
-    return np.asarray(upper * (1 - down) + lower * down, dtype=np.uint8)
+    places = (np.linspace(0, _PATCHES, side, endpoint=False)[:, None] for side in (height, width))
+    # (side, colours): the share of each colour in a pixel, by linear interpolation.
+    rows, columns = (np.maximum(0, 1 - np.abs(place - np.arange(_PATCHES + 1))) for place in places)
+    return np.asarray(np.einsum("hi,nijc,wj->nhwc", rows, colours, columns), dtype=np.uint8)
 
 
 class Canary:

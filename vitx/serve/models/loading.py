@@ -1,53 +1,103 @@
 """Loads a bundle from disk to a warm model: hashes, certificate, session, warm-up, canary, latency curve."""
 
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.machine import usable_cores
+from vitx.core.preprocess import UInt8Array
 from vitx.parity.executables.choice import runtimes_by_speed
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
-from vitx.runtimes.instances import sessions_on, tuned_setting
+from vitx.runtimes import load_session
+from vitx.runtimes.instances import load_elastic, load_instances, sessions_on, tuned_setting
 from vitx.runtimes.requirements import RUNTIMES
-from vitx.runtimes.session import Device, Session, image_shape, is_cpu
+from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, image_shape, is_cpu
+from vitx.serve.batching.latency_curve import LatencyCurve
 from vitx.serve.limits import Batching
 from vitx.serve.models.canary import Canary
-from vitx.serve.models.offer import ModelKey, Offer, WarmModel, WarmOutputs, key_text
-from vitx.serve.models.served_model import RowsSession, load_warm
-from vitx.serve.models.warm_up import measure_curve, starting_curve
 from vitx.serve.options import ServeOptions
-from vitx.serve.protocol.infer import FIRST_VERSION
+from vitx.serve.protocol.infer import FIRST_VERSION, Contract
 
+ModelKey = tuple[str, str]  # name and version, a whole number without leading zeros
 Judgement = TypeVar("Judgement", Certificate, Verdict)
+
+_SECONDS = 0.5  # for the whole measurement; a size that no longer fits is not measured, or less often
+_CALLS = 12  # of each size at most
+_LONE_CALLS = 2  # of one image on all cores
+_SETTING = ("runtime", "version", "provider", "threads")
+
+
+def key_text(key: ModelKey) -> str:
+    """A model's name in messages; the version is left out if it is the first."""
+    name, version = key
+    return f"'{name[:80]}'" if version == FIRST_VERSION else f"'{name[:80]}' version {version[:40]}"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A verified bundle that may be served. `certificate` is None only with --allow-uncertified."""
+
+    bundle: Bundle
+    certificate: Certificate | None
+    version: str = FIRST_VERSION
+
+    @property
+    def key(self) -> ModelKey:
+        return self.bundle.manifest.name, self.version
+
+
+@dataclass(frozen=True)
+class WarmOutputs:
+    """A second session of a model, which gives its further outputs too; `names`, in the order of its rows."""
+
+    session: Session
+    names: tuple[str, ...]
+    curve: LatencyCurve
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class WarmModel:
+    """A loaded model whose session has run batches. verdict: on exactly this executable; None if it is uncertified.
+
+    runtimes: the one that was chosen, and after it the others that could run, fastest first. outputs: for requests that
+    ask for more than logits; None where the bundle or the runtime gives no more.
+    """
+
+    offer: Offer
+    session: Session
+    batching: Batching
+    curve: LatencyCurve
+    canary: Canary
+    verdict: Verdict | None = None
+    runtimes: tuple[str, ...] = ()
+    outputs: WarmOutputs | None = None
 
 
 @dataclass(frozen=True)
 class Loader:
-    """How bundles are loaded.
+    """Loads bundles as the options of the server ask for."""
 
-    instances, threads: with neither, on a CPU, what `vitx bench --tune` found here, else as the load asks for.
-    """
-
-    batching: Batching
-    device: Device = "auto"
-    runtime: str = "auto"
-    instances: int | None = None
-    threads: int | None = None
-    allow_uncertified: bool = False
-    require_signature: Path | None = None
+    options: ServeOptions
 
     def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
         """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
-        if self.require_signature is not None:
-            require_signature(path, self.require_signature)
+        if self.options.require_signature is not None:
+            require_signature(path, self.options.require_signature)
         bundle = Bundle.open(path)
         bundle.latency_file()  # not in the manifest: it has its own digest
         name = bundle.manifest.name
@@ -58,10 +108,10 @@ class Loader:
 
     def warm(self, offer: Offer) -> WarmModel:
         """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""
-        instances, threads = self._setting(offer.bundle)
-        batching = replace(self.batching, instances=instances)
-        runtimes = runtimes_by_speed(offer.bundle, self.runtime, device=self.device, threads=threads)
-        session = load_warm(offer.bundle, batching, device=self.device, threads=threads, runtime=runtimes[0])
+        device, (instances, threads) = self.options.device, self._setting(offer.bundle)
+        batching = replace(self.options.batching, instances=instances)
+        runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
+        session = load_warm(offer.bundle, batching, device=device, threads=threads, runtime=runtimes[0])
         with ExitStack() as opened:  # closes the session of a model that is refused
             opened.enter_context(session)
             offer, verdict = self._judged(offer, session)
@@ -77,8 +127,8 @@ class Loader:
         bundle, names = offer.bundle, tuple(str(spec.name) for spec in offer.bundle.manifest.outputs)
         if not names:
             return offer, None
-        setting: dict[str, Any] = {"device": self.device, "threads": threads, "outputs": names}
-        runtime = runtimes_by_speed(bundle, self.runtime, **setting)[0]
+        setting: dict[str, Any] = {"device": self.options.device, "threads": threads, "outputs": names}
+        runtime = runtimes_by_speed(bundle, self.options.runtime, **setting)[0]
         if not RUNTIMES[runtime].outputs:
             log(f"vitx: '{bundle.manifest.name}' is served without {', '.join(names)}: {runtime} gives logits alone")
             return offer, None
@@ -103,37 +153,130 @@ class Loader:
         try:
             return judge()
         except CheckFailed as refusal:
-            if not self.allow_uncertified:
+            if not self.options.allow_uncertified:
                 raise
             log(f"warning: {refusal}; served nevertheless: --allow-uncertified was given")
             return None
 
     def _setting(self, bundle: Bundle) -> tuple[int, int | None]:
         """(instances, threads): as given; on a CPU with neither given, the best that was found here, or one a core."""
-        if not is_cpu(self.device) or self.instances is not None or self.threads is not None:
-            return self.instances or 1, self.threads
+        given = self.options
+        if not is_cpu(given.device) or given.instances is not None or given.threads is not None:
+            return given.instances or 1, given.threads
         tuned = tuned_setting(bundle)
         return (tuned.instances, tuned.threads) if tuned else (sessions_on(usable_cores()), None)
 
 
-def open_offers(
-    paths: Sequence[Path],
-    found: Mapping[ModelKey, Path] | None = None,
-    *,
-    allow_uncertified: bool,
-    required_signature: Path | None = None,
-) -> list[Offer]:
-    """Open and verify bundles, signatures if that key is given, and certificates; raise InputError or CheckFailed.
+class RowsSession(Session):
+    """A session whose `infer` returns one row an image: the logits and then each further output (see `Contract`)."""
 
-    `paths`: bundles that serve as version 1; `found`: those of a repository, by name and version.
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+        self.outputs, self.callers, self.profiles = session.outputs, session.callers, session.profiles
+
+    @property
+    def under_load(self) -> Session:
+        several = self._session.under_load
+        return self if several is self._session else RowsSession(several)
+
+    def _infer(self, images: UInt8Array) -> Float32Array:
+        return np.concatenate([*self._session.infer_outputs(images).values()], axis=1)
+
+    def _close(self) -> None:
+        self._session.close()
+
+    def describe(self) -> dict[str, Any]:
+        return self._session.describe()
+
+
+def load_warm(
+    bundle: Bundle,
+    batching: Batching,
+    *,
+    device: Device,
+    threads: int | None,
+    runtime: str = "onnxruntime",
+    outputs: Sequence[str] = (),
+) -> Session:
+    """Load a bundle and run batches of one and of two images; raise InputError if a result has another shape.
+
+    The warm-up runs larger batches, up to the size that the batcher will aim at. threads: of an instance; where several
+    are on a CPU, None lets a batch that is alone take every core, and each of several its share.
     """
-    if not paths and not found:
-        raise InputError("no bundle to serve: give one, or a --repository that has some")
-    loader = Loader(ServeOptions().batching, allow_uncertified=allow_uncertified, require_signature=required_signature)
-    offers: dict[ModelKey, Offer] = {}
-    for key, path in [*((None, path) for path in paths), *(found or {}).items()]:
-        offer = loader.verify(path, key)
-        if offer.key in offers:
-            raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
-        offers[offer.key] = offer
-    return list(offers.values())
+
+    def load(threads: int | None) -> Session:
+        return load_session(bundle, runtime, device=device, threads=threads, outputs=outputs)
+
+    if threads is None and batching.instances > 1 and is_cpu(device):
+        session = load_elastic(load, batching.instances, usable_cores())
+    else:
+        session = load_instances(lambda: load(threads), batching.instances, threads)
+    contract = Contract.of(bundle.manifest, outputs=outputs)
+    with ExitStack() as opened:  # closes the session of a bundle that is refused
+        opened.enter_context(session)
+        for rows in {1, min(2, batching.max_batch)}:
+            found = session.infer_outputs(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
+            for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
+                if values.shape != (rows, width):
+                    what = "" if name == LOGITS else f" as {name}"
+                    raise InputError(
+                        f"{bundle.path} returns {values.shape}{what} for {rows} images: its manifest says "
+                        f"({rows}, {width})"
+                    )
+        opened.pop_all()
+    return session
+
+
+def starting_curve(bundle: Bundle, session: Session, batching: Batching) -> LatencyCurve:
+    """The curve in the bundle's `latency.json` if it holds for this setting, else a measured one.
+
+    It holds for the same runtime and machine with one instance: several instances slow each other down. In both cases a
+    batch of the size that the batcher will aim at has run.
+    """
+    known, running = bundle.latency(), session.describe()
+    same = known is not None and all(known.runtime.get(key) == running.get(key) for key in _SETTING)
+    if known and known.points and same and batching.instances == 1:
+        curve = LatencyCurve({point.batch_size: point.median_ms / 1e3 for point in known.points})
+        full = curve.best_size(batching.max_batch, batching.preferred)
+        session.infer(np.zeros((full, *image_shape(bundle)), dtype=np.uint8))
+        return curve
+    return measure_curve(session, image_shape(bundle), batching)
+
+
+def measure_curve(session: Session, shape: Sequence[int], batching: Batching) -> LatencyCurve:
+    """Time batches of 1, 2, 4, … images alternately, on all instances at once, for about `_SECONDS`.
+
+    shape: of one image. The first pass goes from the smallest size up, so that of a slow model at least the small sizes
+    are measured. The first call of each size allocates, compiles or chooses algorithms, and is not counted.
+    """
+    images, several = np.zeros((batching.max_batch, *shape), dtype=np.uint8), session.under_load
+    taken: dict[int, list[float]] = {}
+    end = time.perf_counter() + _SECONDS
+    with ThreadPoolExecutor(batching.instances) as callers:
+
+        def measured(rows: int) -> list[float]:
+            """Seconds of one batch on each instance."""
+            return list(callers.map(_seconds_of, [several] * batching.instances, repeat(images[:rows])))
+
+        powers = {2**exponent for exponent in range(batching.max_batch.bit_length())}
+        preferred = {size for size in batching.preferred if size < batching.max_batch}
+        for rows in sorted({*powers, *preferred, batching.max_batch}):
+            if taken and time.perf_counter() + 2 * min(taken[max(taken)]) * rows / max(taken) > end:
+                break
+            measured(rows)
+            taken[rows] = measured(rows)
+        one_pass = sum(map(max, taken.values()))
+        while time.perf_counter() + one_pass < end and len(taken[1]) < _CALLS * batching.instances:
+            for rows in taken:
+                taken[rows] += measured(rows)
+    medians = {rows: statistics.median(times) for rows, times in taken.items()}
+    if several is not session:  # one image is mostly alone, and planned so; sizes are chosen by the least times
+        medians[1] = min(medians[1], *(_seconds_of(session, images[:1]) for _ in range(_LONE_CALLS)))
+    return LatencyCurve(medians, {rows: min(times) for rows, times in taken.items()})
+
+
+def _seconds_of(session: Session, images: UInt8Array) -> float:
+    start = time.perf_counter()
+    session.infer(images)
+    return time.perf_counter() - start

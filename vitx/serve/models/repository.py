@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from operator import itemgetter
@@ -14,8 +14,7 @@ from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.offer import ModelKey, WarmModel, key_text
+from vitx.serve.models.loading import Loader, ModelKey, Offer, WarmModel, key_text
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.protocol.infer import FIRST_VERSION, Contract
@@ -65,27 +64,13 @@ def _by_version(key: ModelKey) -> tuple[str, int]:
 class Repository:
     """Loads and unloads the models of a server: bundles given by path, and those in a folder."""
 
-    def __init__(
-        self,
-        models: ModelSet,
-        loader: Loader,
-        metrics: Metrics,
-        *,
-        given: Mapping[ModelKey, Path],
-        folder: Path | None = None,
-        policies: Sequence[str] = (),
-        retire_seconds: float = 30.0,
-    ) -> None:
-        """`given`: bundles outside the folder. `retire_seconds`: how long a replaced model waits for slow clients.
-
-        policies: see `bundles_in`.
-        """
-        self._models = models
-        self._loader = loader
-        self._metrics = metrics
-        self._given = dict(given)
-        self._folder, self._policies = folder, policies
-        self._retire_seconds = retire_seconds
+    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, offers: Iterable[Offer]) -> None:
+        """`offers`: the bundles that the server began with."""
+        self._models, self._loader, self._metrics = models, loader, metrics
+        options = loader.options
+        given, self._folder, self._policies = options.bundles, options.repository, options.versions
+        self._given = {offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given}
+        self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
         self._busy = asyncio.Lock()
 

@@ -2,31 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from vitx.core.bundle import Bundle
 from vitx.core.certificate import Certificate
-from vitx.core.errors import InputError
-from vitx.core.machine import usable_cores
-from vitx.core.preprocess import UInt8Array
-from vitx.runtimes import load_session
-from vitx.runtimes.instances import load_elastic, load_instances
-from vitx.runtimes.session import LOGITS, Device, Float32Array, Session, is_cpu
+from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
-from vitx.serve.limits import Batching
-from vitx.serve.models.offer import ModelKey
+from vitx.serve.models.loading import ModelKey, WarmModel
 from vitx.serve.models.response_cache import ModelCache, ResponseCache
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.infer import Contract, InferRequest
-
-if TYPE_CHECKING:
-    from vitx.serve.models.offer import WarmModel
 
 # Keys of a certificate and of provenance whose value may be a path that is not absolute, or an address.
 _PATHS = {"source", "data", "reference", "candidate"}
@@ -35,7 +23,7 @@ _PATHS = {"source", "data", "reference", "candidate"}
 class ServedModel:
     """One model that answers requests. Create it on a running event loop. `fault`: what its canary found, or None."""
 
-    def __init__(self, warm: "WarmModel", metrics: Metrics) -> None:
+    def __init__(self, warm: WarmModel, metrics: Metrics) -> None:
         self.bundle = warm.offer.bundle
         self.certificate = warm.offer.certificate
         self.verdict = warm.verdict
@@ -160,67 +148,6 @@ class ServedModel:
         verdict = self.certificate.verdict if self.certificate else "uncertified"
         precision = self.runtime.get("precision", self.bundle.manifest.precision)
         return verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)
-
-
-class RowsSession(Session):
-    """A session whose `infer` returns one row an image: the logits and then each further output (see `Contract`)."""
-
-    def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
-        self.outputs, self.callers, self.profiles = session.outputs, session.callers, session.profiles
-
-    @property
-    def under_load(self) -> Session:
-        several = self._session.under_load
-        return self if several is self._session else RowsSession(several)
-
-    def _infer(self, images: UInt8Array) -> Float32Array:
-        return np.concatenate([*self._session.infer_outputs(images).values()], axis=1)
-
-    def _close(self) -> None:
-        self._session.close()
-
-    def describe(self) -> dict[str, Any]:
-        return self._session.describe()
-
-
-def load_warm(
-    bundle: Bundle,
-    batching: Batching,
-    *,
-    device: Device,
-    threads: int | None,
-    runtime: str = "onnxruntime",
-    outputs: Sequence[str] = (),
-) -> Session:
-    """Load a bundle and run batches of one and of two images; raise InputError if a result has another shape.
-
-    The warm-up runs larger batches, up to the size that the batcher will aim at. threads: of an instance; where several
-    are on a CPU, None lets a batch that is alone take every core, and each of several its share.
-    """
-
-    def load(threads: int | None) -> Session:
-        return load_session(bundle, runtime, device=device, threads=threads, outputs=outputs)
-
-    if threads is None and batching.instances > 1 and is_cpu(device):
-        session = load_elastic(load, batching.instances, usable_cores())
-    else:
-        session = load_instances(lambda: load(threads), batching.instances, threads)
-    contract = Contract.of(bundle.manifest, outputs=outputs)
-    with ExitStack() as opened:  # closes the session of a bundle that is refused
-        opened.enter_context(session)
-        for rows in {1, min(2, batching.max_batch)}:
-            found = session.infer_outputs(np.zeros((rows, *contract.image_shape), dtype=np.uint8))
-            for width, (name, values) in zip(contract.widths().values(), found.items(), strict=True):
-                if values.shape != (rows, width):
-                    what = "" if name == LOGITS else f" as {name}"
-                    raise InputError(
-                        f"{bundle.path} returns {values.shape}{what} for {rows} images: its manifest says "
-                        f"({rows}, {width})"
-                    )
-        opened.pop_all()
-    return session
 
 
 class InFlight:

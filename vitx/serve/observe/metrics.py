@@ -1,8 +1,9 @@
 """The server's Prometheus metrics (/metrics), and a short summary for the web page (/v1/stats)."""
 
+import re
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -127,3 +128,16 @@ class Metrics:
             "rejected": self.rejected,
             "latency_ms": {"p50": p50, "p99": p99},
         }
+
+
+def merged(texts: Mapping[str, bytes], label: str) -> bytes:
+    """Prometheus texts, by source, as one: a family's lines stay together, and `label` names the source."""
+    families: dict[str, list[str]] = {}
+    for source, text in texts.items():
+        for family in re.split(r"^(?=# HELP )", text.decode(), flags=re.MULTILINE)[1:]:
+            head, kind, *samples = family.splitlines()
+            lines = families.setdefault(head, [head, kind])
+            for sample in samples:  # `name{a="b"} 1` → `name{worker="0",a="b"} 1`
+                name, brace, rest = re.split(r"([{ ])", sample, maxsplit=1)
+                lines.append(f'{name}{{{label}="{source}"' + ("," if brace == "{" else "} ") + rest)
+    return "".join(line + "\n" for lines in families.values() for line in lines).encode()

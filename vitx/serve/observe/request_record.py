@@ -1,13 +1,14 @@
 """The record of one request for access log and traces, filled in by whoever handles the request."""
 
+import time
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request. Durations in seconds, moments as time.monotonic(); None for a phase that did not happen."""
+    """One request, made when it arrives. Durations in seconds, moments as time.monotonic(); None: it did not happen."""
 
     id: str
     traceparent: str | None = None  # the client's, see W3C Trace Context
@@ -21,6 +22,7 @@ class RequestRecord:
     queue_entered: float | None = None
     queue: float | None = None  # until its first batch started
     compute: float | None = None  # from then until its last batch was computed
+    started: float = field(default_factory=time.monotonic)
 
     def phases(self) -> list[tuple[str, float, float]]:
         """(name, start, end) of the phases that happened."""
@@ -37,7 +39,8 @@ class RequestObserver(Protocol):
     """Its `write` is called for every request that has ended; `seconds`: its whole time."""
 
     def write(self, record: RequestRecord, method: str, path: str, status: int, seconds: float) -> None: ...
+    def close(self) -> None: ...
 
 
-# The record of the request that the present task handles; None without access log and traces.
+# The record of the request that the present task handles.
 CURRENT_RECORD: ContextVar[RequestRecord | None] = ContextVar("CURRENT_RECORD", default=None)

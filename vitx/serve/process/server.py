@@ -6,42 +6,41 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from vitx.core.console import log
-from vitx.core.errors import InputError, missing_package
+from vitx.core.errors import InputError, naming_extra
+from vitx.serve.http.app import App
 from vitx.serve.http.connection import HttpProtocol
 from vitx.serve.http.head_cache import protocol_class
-from vitx.serve.limits import Limits, MemoryBudget
-from vitx.serve.models.offer import Offer
+from vitx.serve.models.loading import Offer
 from vitx.serve.models.repository import Repository
 from vitx.serve.observe.access_log import AccessLog
+from vitx.serve.observe.metrics import merged
+from vitx.serve.observe.request_record import RequestObserver
 from vitx.serve.options import ServeOptions
 from vitx.serve.process.port import claim_port, url_of
 from vitx.serve.process.process_settings import configure_process
-from vitx.serve.process.server_core import ServerCore, verified
 from vitx.serve.process.shared_repository import SharedRepository
-from vitx.serve.process.siblings import Siblings
 from vitx.serve.process.supervisor import WorkerLink, worker_link
-from vitx.serve.process.worker_metrics import QUESTION, gather
 from vitx.serve.security import read_pem
+from vitx.serve.server_core import ServerCore, verified
 
 if TYPE_CHECKING:
     from vitx.serve.grpc.server import GrpcServer
-    from vitx.serve.observe.opentelemetry import Tracing
 
 _KEEP_ALIVE_SECONDS = 75  # longer than connection pools keep a connection, so that the client closes it first
 # How long a worker that leaves waits for the next request on each open connection, to answer it and close.
 _LINGER_SECONDS = 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, *(() if sys.platform == "win32" else (signal.SIGHUP, signal.SIGUSR1)))
 _WATCH_SECONDS = 1.0  # between two checks of the bundles on disk
+_METRICS_SECONDS = 1.0  # for each worker's metrics; one that hangs or is gone is left out
 
 
 def serve(options: ServeOptions) -> None:
@@ -54,132 +53,106 @@ def serve(options: ServeOptions) -> None:
         raise InputError("--management lets clients load and unload models: it needs a --management-token-file")
     configure_process()
     link = worker_link()
-    with claim_port(options.host, options.port) if link is None else link.listener as listener:
-        siblings = None if link is None else Siblings(link.folder, link.index)
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    if sys.platform != "win32":
+        from uvloop import new_event_loop as new_loop
+    with ExitStack() as ending:
+        listener = ending.enter_context(claim_port(options.host, options.port) if link is None else link.listener)
         offers = verified(options)
-        with _callers_handlers(), asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(Server(options, offers, listener, link, siblings).run())
-
-
-@contextmanager
-def _callers_handlers() -> Iterator[None]:
-    """At the end a program that ran a server has its own signal handlers again."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for number in _SIGNALS:  # at the end a program that ran a server has its own handlers again
+            ending.callback(signal.signal, number, signal.getsignal(number) or signal.SIG_DFL)
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(Server(options, offers, listener, link).run())
 
 
 class Server:
     """Runs one application on one listening socket until a signal comes."""
 
     def __init__(
-        self,
-        options: ServeOptions,
-        offers: Sequence[Offer],
-        listener: socket.socket,
-        link: WorkerLink | None = None,
-        siblings: Siblings | None = None,
+        self, options: ServeOptions, offers: Sequence[Offer], listener: socket.socket, link: WorkerLink | None = None
     ) -> None:
-        """A worker has a `link` to its parent, and `siblings`."""
-        self._options = options
-        skipped = set() if siblings is None else siblings.unloaded()
+        """A worker has a `link` to its parent."""
+        self._options, self._listener, self._link = options, listener, link
+        skipped = set() if link is None else link.siblings.unloaded()
         offers = [offer for offer in offers if offer.bundle.manifest.name not in skipped]
-        self._siblings = siblings
-        self._listener = listener
-        self._link = link
-        self._budget = MemoryBudget(options.limits.memory_bytes)
         self._pem = read_pem(options)
-        self._access_log = None if options.access_log is None else AccessLog(options.access_log)
-        tracing = None if options.otlp_endpoint is None else _tracing(options.otlp_endpoint)
-        self._observers = [observer for observer in (self._access_log, tracing) if observer is not None]
-        self._core = core = ServerCore(options, offers)
-        given = {Path(path) for path in options.bundles}
-        kind = Repository if siblings is None else partial(SharedRepository, siblings=siblings)
-        self._repository = kind(
-            *(core.models, core.loader, core.metrics),
-            given={offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given},
-            folder=options.repository,
-            policies=options.versions,
-            retire_seconds=options.limits.drain_seconds,
-        )
+        observers: list[RequestObserver] = []
+        if options.access_log is not None:
+            observers.append(AccessLog(options.access_log))
+        if options.otlp_endpoint is not None:
+            with naming_extra("otel"):
+                from vitx.serve.observe.opentelemetry import Tracing
+            observers.append(Tracing(options.otlp_endpoint))
+        self._core = core = ServerCore(options, offers, observers)
+        kind = Repository if link is None else partial(SharedRepository, link.siblings)
+        self._repository = kind(core.models, core.loader, core.metrics, offers)
+        core.repository = self._repository if options.management else None
         self._grpc: GrpcServer | None = None
         self._draining: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Serve until drained. A single process answers health probes while it loads; a worker loads first."""
-        limits, core = self._options.limits, self._core
-        offered = self._repository if self._options.management else None
-        self._app, routes = core.routes(self._listener.getsockname()[0], offered, self._observers)
-        protocol = protocol_class(limits, core.metrics.reject, self._budget)
-        self._uvicorn = _Uvicorn(_uvicorn_config(routes, protocol, self._options))
+        core, link = self._core, self._link
+        routes = App(core, self._listener.getsockname()[0])
+        protocol = protocol_class(core.limits, core.metrics.reject, core.budget)
+        self._uvicorn = uvicorn.Server(_uvicorn_config(routes, protocol, self._options))
+        # It would raise the signals that it got again, and a drained server would not exit with 0.
+        self._uvicorn.capture_signals = nullcontext  # type: ignore[assignment]
         self._uvicorn.config.load()
-        if self._link is None:
-            self._grpc = await self._start_grpc(limits, offered)
+        if link is None:
+            self._grpc = await self._start_grpc()
         self._take_signals()
-        if self._link is not None:
-            await self._join_workers(self._link)
-            await self._load()
-            self._grpc = await self._start_grpc(limits, offered)  # only now: a gRPC server accepts calls from its start
+        if link is not None:
+            await self._join_workers(link)
+            await core.load()
+            link.siblings.start_lock.close()
+            self._grpc = await self._start_grpc()  # only now: a gRPC server accepts calls from its start
         serving = asyncio.create_task(self._uvicorn.serve(sockets=[self._listener]))
         try:
-            if self._link is None:
-                await self._load()
+            if link is None:
+                await core.load()
             self._announce()
         except BaseException:
             self._uvicorn.should_exit = True
             raise
         finally:
             await serving
-            await self._end_tasks()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             if self._grpc is not None:
                 await self._grpc.stop()
-            if self._siblings is not None:
-                self._siblings.close()
+            if link is not None:
+                link.siblings.close()
             core.decoder.close()
             core.memory.close()
-            for observer in self._observers:
+            for observer in core.observers:
                 await asyncio.to_thread(observer.close)
 
-    async def _start_grpc(self, limits: Limits, offered: Repository | None) -> "GrpcServer | None":
+    async def _start_grpc(self) -> "GrpcServer | None":
         port = self._options.grpc_port
         if port is None:
             return None
-        try:
-            from vitx.serve.grpc.server import GrpcServer, server_credentials
-        except ModuleNotFoundError as error:
-            raise missing_package(str(error.name), "grpc") from None
-        server = GrpcServer(
-            *(self._core.models, limits, self._core.metrics, self._core.memory),
-            host=self._options.host,
-            port=port if self._link is None else self._link.grpc_port,
-            shared_port=self._link is not None,
-            credentials=server_credentials(self._pem),
-            repository=offered,
-            tokens=self._core.tokens,
-            observers=self._observers,
-        )
-        server.budget = self._budget
+        with naming_extra("grpc"):
+            from vitx.serve.grpc.server import GrpcServer
+        shared = self._link is not None
+        server = GrpcServer(self._core, self._link.grpc_port if self._link else port, shared_port=shared, pem=self._pem)
         await server.start()
         return server
 
     async def _join_workers(self, link: WorkerLink) -> None:
         assert isinstance(self._repository, SharedRepository)
-        assert self._siblings is not None
+
+        async def exposition(text: str) -> bytes:
+            return self._core.metrics.exposition()
+
+        async def gather() -> bytes:
+            return merged(await link.siblings.ask("metrics", seconds=_METRICS_SECONDS), "worker")
+
         asyncio.get_running_loop().add_reader(link.parent, self._on_parent, link)
-        await self._siblings.start({QUESTION: self._exposition, **self._repository.handlers()})
-        self._core.metrics.gather = partial(gather, self._siblings)
-
-    async def _exposition(self, text: str) -> bytes:
-        return self._core.metrics.exposition()
-
-    async def _load(self) -> None:
-        await self._core.load()
-        if self._siblings is not None:
-            self._siblings.start_lock.close()
+        await link.siblings.start({"metrics": exposition, **self._repository.handlers()})
+        self._core.metrics.gather = gather
 
     def _announce(self) -> None:
         """Start the background tasks, and announce that the models are warm."""
@@ -202,11 +175,6 @@ class Server:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
         actions = (self._on_signal, self._on_signal, self._on_hangup, self._on_log_rotation)
@@ -219,13 +187,12 @@ class Server:
             os._exit(128 + number)  # at once: threads that run a model cannot be interrupted
         if self._link is None:
             log("vitx: draining; a second signal stops at once")
-        self._start_drain()
+        self._draining = asyncio.create_task(self._drain())
 
     def _on_parent(self, link: WorkerLink) -> None:
         """Drain: the parent never writes, so its socket is readable when it closed its side or died."""
         asyncio.get_running_loop().remove_reader(link.parent)
-        if self._draining is None:
-            self._start_drain()
+        self._draining = self._draining or asyncio.create_task(self._drain())
 
     def _on_hangup(self, number: int, frame: object) -> None:
         """SIGHUP: load the TLS certificate and the bundles again."""
@@ -240,49 +207,30 @@ class Server:
             self._start_task(self._repository.load_all())
 
     def _on_log_rotation(self, number: int, frame: object) -> None:
-        if self._access_log is not None:
-            self._access_log.reopen()
-
-    def _start_drain(self) -> None:
-        self._draining = asyncio.create_task(self._drain_worker() if self._link is not None else self._drain())
-
-    async def _drain_worker(self) -> None:
-        """Leave new connections to the other workers, answer and close the open ones, then drain."""
-        self._core.models.leaving = True
-        for server in getattr(self._uvicorn, "servers", ()):
-            server.close()
-        end = time.monotonic() + _LINGER_SECONDS
-        while self._uvicorn.server_state.connections and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        await self._drain()
+        for observer in self._core.observers:
+            if isinstance(observer, AccessLog):
+                observer.reopen()
 
     async def _drain(self) -> None:
         """Let the requests in flight finish, then stop the HTTP server."""
-        self._core.models.draining = True
+        models, seconds = self._core.models, self._core.limits.drain_seconds
+        if self._link is not None:  # leave new connections to the other workers, answer and close the open ones
+            models.leaving = True
+            for server in getattr(self._uvicorn, "servers", ()):
+                server.close()
+            end = time.monotonic() + _LINGER_SECONDS
+            while self._uvicorn.server_state.connections and time.monotonic() < end:
+                await asyncio.sleep(0.02)
+        models.draining = True
         try:
-            async with asyncio.timeout(self._options.limits.drain_seconds):
-                await self._app.idle()
+            async with asyncio.timeout(seconds):
+                await models.idle()
                 if self._grpc is not None:
                     await self._grpc.idle()
-                await self._core.models.close()
+                await models.close()
         except TimeoutError:
-            log(f"vitx: {self._app.active} requests did not finish within {self._options.limits.drain_seconds:g} s")
+            log(f"vitx: {models.active} requests did not finish within {seconds:g} s")
         self._uvicorn.should_exit = True
-
-
-def _tracing(endpoint: str) -> "Tracing":
-    try:
-        from vitx.serve.observe.opentelemetry import Tracing
-    except ModuleNotFoundError as error:
-        raise missing_package(str(error.name), "otel") from None
-    return Tracing(endpoint)
-
-
-class _Uvicorn(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave the signals to `Server`: uvicorn would raise them again, and a drained server would not exit with 0."""
-        yield
 
 
 def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOptions) -> uvicorn.Config:
@@ -301,11 +249,3 @@ def _uvicorn_config(app: ASGIApp, protocol: type[HttpProtocol], options: ServeOp
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=2,  # accepted requests are done by then
     )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    import uvloop
-
-    return uvloop.new_event_loop

@@ -7,11 +7,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from vitx.serve.errors import RequestError
-from vitx.serve.models.loading import Loader
+from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.repository import Repository
-from vitx.serve.models.served_model import ModelSet
-from vitx.serve.observe.metrics import Metrics
 from vitx.serve.process.siblings import Handler, Siblings
 
 Work = Callable[[Repository, str], Awaitable[None]]  # Repository.load or .unload
@@ -27,9 +24,9 @@ class SharedRepository(Repository):
     the index of all.
     """
 
-    def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, *, siblings: Siblings, **given: Any) -> None:
-        """As `Repository`; `siblings` reaches the other workers."""
-        super().__init__(models, loader, metrics, **given)
+    def __init__(self, siblings: Siblings, *given: Any) -> None:
+        """`siblings` reaches the other workers; `given`: as for `Repository`."""
+        super().__init__(*given)
         self._siblings = siblings
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -55,8 +52,12 @@ class SharedRepository(Repository):
                 except RequestError:
                     await self._share_refusals(name)
                     raise
+                what = work.__name__
                 self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
-                await self._repeat(work.__name__, name)
+                for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
+                    if error := json.loads(data)["error"]:
+                        others = f"other workers did {what} '{name[:80]}': ask again"
+                        raise unavailable(f"worker {index}: {error}; {others}", "load_refused")
 
         task = asyncio.create_task(do())
         self._tasks.add(task)
@@ -69,19 +70,8 @@ class SharedRepository(Repository):
             with suppress(RequestError):
                 await super().load(name)
 
-    async def _repeat(self, what: str, name: str) -> None:
-        for index, data in (await self._siblings.ask_others(what, name, seconds=_LOAD_SECONDS)).items():
-            if error := json.loads(data)["error"]:
-                raise RequestError(
-                    f"worker {index}: {error}; other workers did {what} '{name[:80]}': ask again",
-                    status=503,
-                    reason="load_refused",
-                    retry_after=1,
-                )
-
     async def _share_refusals(self, name: str) -> None:
-        refusals = [[*key, text] for key, text in self._refusals.items() if key[0] == name]
-        for refusal in refusals:
+        for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
             await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
 
     async def _answer_refused(self, refusal: str) -> bytes:

@@ -14,12 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from vitx.core.console import log
 from vitx.core.errors import InputError
+from vitx.serve.options import ServeOptions
+from vitx.serve.process.port import address_of, claim_port, hold_shared_port, url_of
+from vitx.serve.process.siblings import Siblings
 
 ENVIRONMENT = "VITX_WORKER"
 _BEAT_SECONDS = 1.0  # between two signs of life of a worker
@@ -31,13 +34,12 @@ _EXIT_SECONDS = 10.0  # for a process to exit after its link was closed
 
 @dataclass(frozen=True)
 class WorkerLink:
-    """What a worker gets from its parent. folder: for the sockets of all workers. grpc_port: 0 for no gRPC."""
+    """What a worker gets from its parent, and the other workers. grpc_port: 0 for no gRPC."""
 
-    index: int
     listener: socket.socket
     parent: socket.socket
     grpc_port: int
-    folder: Path
+    siblings: Siblings
 
     async def beat(self) -> None:
         """Tell the parent now that this worker is warm, and every second that it lives, until cancelled."""
@@ -55,7 +57,8 @@ def worker_link() -> WorkerLink | None:
     index, listener, parent, grpc_port, folder = given.split(" ", 4)
     listening = socket.socket(fileno=int(listener))
     listening.setblocking(False)
-    return WorkerLink(int(index), listening, socket.socket(fileno=int(parent)), int(grpc_port), Path(folder))
+    siblings = Siblings(Path(folder), int(index))
+    return WorkerLink(listening, socket.socket(fileno=int(parent)), int(grpc_port), siblings)
 
 
 @dataclass(eq=False)
@@ -74,25 +77,32 @@ class _Worker:
         self.link.shutdown(socket.SHUT_WR)
 
 
-def supervise(listener: socket.socket, workers: int, serving: str, grpc_port: int = 0) -> int:
-    """Keep `workers` processes with this process's own command line serving on `listener`; return the exit code.
+def supervise(options: ServeOptions) -> int:
+    """Claim the ports, and keep processes with this process's own command line serving there; return the exit code.
 
-    serving: printed when all are warm. grpc_port: a port that they share and the caller holds, or 0. SIGTERM and SIGINT
-    drain the workers, a second one kills them. SIGHUP replaces them one after another, without a gap; with gRPC it is
-    passed on, as SIGUSR1 is.
+    SIGTERM and SIGINT drain the workers, a second one kills them. SIGHUP replaces them one after another, without a
+    gap; with gRPC it is passed on, as SIGUSR1 is. Raises what `claim_port` raises.
     """
     if sys.platform == "win32":
         raise InputError("--workers needs a POSIX system: use --instances")
-    with tempfile.TemporaryDirectory(prefix="vitx-") as folder:
-        return asyncio.run(_Supervisor(listener, workers, serving, grpc_port, Path(folder)).run())
+    with ExitStack() as held:
+        listener, grpc_port = held.enter_context(claim_port(options.host, options.port)), 0
+        url = url_of(listener, tls=options.tls_cert is not None)
+        serving = f"vitx: serving with {options.workers} workers on {url}"
+        if options.grpc_port is not None:
+            holder = held.enter_context(hold_shared_port(options.host, options.grpc_port))
+            serving += f"\nvitx: gRPC on {address_of(holder)}"
+            grpc_port = holder.getsockname()[1]
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="vitx-"))
+        return asyncio.run(_Supervisor(listener, options.workers, serving, grpc_port, Path(folder)).run())
 
 
 @dataclass
 class _Supervisor:
     listener: socket.socket
     count: int
-    serving: str
-    grpc_port: int
+    serving: str  # printed when all are warm
+    grpc_port: int  # that the workers share, 0 for none
     folder: Path
     workers: list[_Worker] = field(default_factory=list)
     to_replace: list[_Worker] = field(default_factory=list)
@@ -161,7 +171,11 @@ class _Supervisor:
         self.loop.remove_reader(worker.link)
         worker.link.close()
         self.workers.remove(worker)
-        code = _exit_code(worker.process)
+        try:
+            code = worker.process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            worker.process.kill()
+            code = worker.process.wait()
         if worker.stopping:
             self.exit_code = self.exit_code or max(0, code)
             self._end_if_last()
@@ -226,14 +240,6 @@ class _Supervisor:
     def _end_if_last(self) -> None:
         if self.stopping and not self.workers and not self.ended.done():
             self.ended.set_result(None)
-
-
-def _exit_code(process: "subprocess.Popen[bytes]") -> int:
-    try:
-        return process.wait(_EXIT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
 
 
 def _ended(code: int) -> str:

@@ -7,6 +7,7 @@ docs/protocol/extension_{binary_data,classification,schedule_policy,shared_memor
 
 import json
 import math
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,10 +17,10 @@ import numpy as np
 
 from vitx.core.bundle import Manifest
 from vitx.core.preprocess import UInt8Array
+from vitx.core.probabilities import top_k
 from vitx.runtimes.session import Float32Array
 from vitx.serve.errors import RequestError, too_large
 from vitx.serve.limits import Limits
-from vitx.serve.protocol.classification import bytes_tensor, classification_texts
 from vitx.serve.protocol.json_pixels import cut_out_data, pixels_of
 from vitx.serve.protocol.parameters import (
     REGION_PARAMETERS,
@@ -256,7 +257,7 @@ def _requested_outputs(
                 present = f"its outputs are {', '.join(repr(known) for known in widths)}"
             raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
         if names.count(name) > 1:
-            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
+            raise RequestError(f"output '{name}' already exists in request")
     return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
 
 
@@ -270,7 +271,7 @@ def _requested_output(
         raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
     region = Region.of(parameters)
     if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
-        region.check(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
+        region = region.hold(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
     return RequestedOutput(name, flag(parameters, "binary_data", binary), top_k, region)
 
 
@@ -291,15 +292,19 @@ def output_tensors(
     """Each output that was asked for, its datatype, shape and values, from `rows` (see `Contract`)."""
     for wanted in request.outputs:
         values = rows[:, contract.columns(wanted.name)]
-        if wanted.top_k:
-            yield wanted, "BYTES", (len(rows), wanted.top_k), classification_texts(values, labels, wanted.top_k)
+        if wanted.top_k:  # of each row after the other, the best first
+            best = zip(values, top_k(values, wanted.top_k), strict=True)
+            texts = [f"{row[index]:f}:{index}:{labels[index]}" for row, classes in best for index in classes]
+            yield wanted, "BYTES", (len(rows), wanted.top_k), texts
         else:
             yield wanted, "FP32", values.shape, values
 
 
 def tensor_bytes(values: Float32Array | list[str]) -> bytes:
-    """An output in the binary form: little endian, row major."""
-    return bytes_tensor(values) if isinstance(values, list) else values.astype("<f4", copy=False).tobytes()
+    """An output in the binary form: little endian, row major, before each text its length."""
+    if isinstance(values, list):
+        return b"".join(struct.pack("<I", len(text)) + text for text in map(str.encode, values))
+    return values.astype("<f4", copy=False).tobytes()
 
 
 def encode_infer_response(
@@ -326,7 +331,7 @@ def encode_infer_response(
             tensor["parameters"] = {"binary_data_size": len(behind[-1])}
         else:
             tensor["data"] = values if isinstance(values, list) else values.ravel().tolist()
-    header = _to_json(reply)
+    header = to_json(reply)
     return header + b"".join(behind), len(header) if behind else None
 
 
@@ -336,18 +341,15 @@ def _binary_header(contract: Contract, rows: int) -> bytes:
     size = {"binary_data_size": 4 * rows * contract.classes}
     shape = (rows, contract.classes)
     output = {"name": contract.output_name, "datatype": "FP32", "shape": shape, "parameters": size}
-    return _to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
+    return to_json({"model_name": contract.model, "model_version": contract.version, "outputs": [output]})
 
 
-def _to_json(value: Any) -> bytes:
+def to_json(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        raise RequestError(
-            "the logits are not all finite, and JSON has no word for that: ask for binary output",
-            status=500,
-            reason="not_finite",
-        ) from None
+        text = "the logits are not all finite, and JSON has no word for that: ask for binary output"
+        raise RequestError(text, status=500, reason="not_finite") from None
 
 
 def _only_input(header: Mapping[str, Any], contract: Contract) -> Mapping[str, Any]:

@@ -5,31 +5,30 @@ Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared
 
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import numpy as np
 
 from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.protocol.shared_memory import MemoryRegion, SharedMemory
 
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
-_TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _MAX_VALUES = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor's place in shared memory; offset and size in bytes."""
+    """A tensor's place in shared memory; offset and size in bytes.
+
+    held: of an output, from the moment it is accepted: it is written also if a client unregisters all meanwhile.
+    """
 
     name: str
     offset: int
     byte_size: int
+    held: MemoryRegion | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> "Region | None":
@@ -43,19 +42,19 @@ class Region:
             )
         return cls(name, 0 if offset is None else offset, byte_size)
 
-    def check(self, byte_size: int, output: str, memory: SharedMemory) -> None:
-        """Raise RequestError unless an output of `byte_size` bytes can be written here."""
-        memory.check(self.name, self.offset, self.byte_size)
+    def hold(self, byte_size: int, output: str, memory: SharedMemory) -> "Region":
+        """This place, held; raise RequestError unless an output of `byte_size` bytes can be written here."""
+        held = self.held or memory.check(self.name, self.offset, self.byte_size)
         if byte_size > self.byte_size:
             raise RequestError(
                 f"output '{output}' has {byte_size} bytes: "
                 f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
             )
+        return replace(self, held=held)
 
     def write(self, data: bytes, output: str, memory: SharedMemory) -> dict[str, Any]:
         """Write an output; return the parameters that tell the client where it is."""
-        self.check(len(data), output, memory)
-        memory.write(self.name, self.offset, data)
+        memory.write(self.name, self.offset, data, self.hold(len(data), output, memory).held)
         return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
 
 
@@ -74,12 +73,16 @@ def parse_json(text: bytes, max_depth: int) -> Any:
     opened = text.count(b"[") + text.count(b"{")
     if opened + text.count(b",") > _MAX_VALUES:  # each becomes a Python object of a hundred bytes
         raise too_large(f"JSON of more than {_MAX_VALUES} values")
-    if opened > max_depth and _depth(text) > max_depth:
-        raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        value = json.loads(text)
+        too_deep = opened > max_depth and _depth(value) > max_depth
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:  # UnicodeDecodeError is one
         raise RequestError(f"failed to parse the request's JSON: {str(error)[:200]}") from None
+    if too_deep:
+        raise RequestError(f"the request's JSON is nested more than {max_depth} levels deep", reason="too_deep")
+    return value
 
 
 def parse_json_object(text: bytes, max_depth: int) -> Mapping[str, Any]:
@@ -142,8 +145,7 @@ def flag(parameters: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def _depth(text: bytes) -> int:
-    """The deepest nesting of JSON text; any number if the text is not JSON."""
-    brackets = np.frombuffer(_TEXTS.sub(b"", text).translate(None, _NO_BRACKETS), dtype=np.uint8)
-    opens = (brackets == ord("[")) | (brackets == ord("{"))
-    return int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)

@@ -1,0 +1,79 @@
+"""What the protocols of one server process share: models, metrics, limits, tokens; whoever takes the connections."""
+
+import asyncio
+from collections.abc import Sequence
+
+from vitx.core.errors import InputError
+from vitx.serve.http.decode import Decoder
+from vitx.serve.limits import MemoryBudget
+from vitx.serve.models.canary import replay_once
+from vitx.serve.models.loading import Loader, ModelKey, Offer, key_text
+from vitx.serve.models.repository import Repository, bundles_in
+from vitx.serve.models.response_cache import ResponseCache
+from vitx.serve.models.served_model import ModelSet, ServedModel
+from vitx.serve.observe.metrics import Metrics
+from vitx.serve.observe.request_record import RequestObserver
+from vitx.serve.options import ServeOptions
+from vitx.serve.process.process_settings import freeze_heap, return_freed_memory
+from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.security import Tokens
+
+
+def verified(options: ServeOptions) -> list[Offer]:
+    """Open and verify the bundles that the options name: files, signatures if there is a key for them, certificates.
+
+    Raises InputError or CheckFailed for one that may not be served.
+    """
+    found = {} if options.repository is None else bundles_in(options.repository, options.versions)
+    for text in options.versions:
+        name = text.rpartition("=")[0]
+        if options.repository is None or (name and not any(key[0] == name for key in found)):
+            raise InputError(f"--versions {text}: there is no such version in a --repository")
+    if not options.bundles and not found:
+        raise InputError("no bundle to serve: give one, or a --repository that has some")
+    offers: dict[ModelKey, Offer] = {}
+    for key, path in [*((None, path) for path in options.bundles), *found.items()]:
+        offer = Loader(options).verify(path, key)
+        if offer.key in offers:
+            raise InputError(f"two bundles are named {key_text(offer.key)}: {offers[offer.key].bundle.path} and {path}")
+        offers[offer.key] = offer
+    return list(offers.values())
+
+
+class ServerCore:
+    """Of one process: a Ray replica has one, and so has a `Server`. Create it on a running event loop.
+
+    repository: set where clients may load and unload models. observers: of every request.
+    """
+
+    def __init__(
+        self, options: ServeOptions, offers: Sequence[Offer], observers: Sequence[RequestObserver] = ()
+    ) -> None:
+        self.options, self.limits, self.offers, self.observers = options, options.limits, offers, observers
+        self.metrics = Metrics()
+        cache = ResponseCache(options.cache) if options.cache else None
+        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id, cache)
+        self.memory = SharedMemory(enabled=options.shared_memory)
+        self.tokens = Tokens.read(options)
+        self.loader = Loader(options)
+        self.budget = MemoryBudget(self.limits.memory_bytes)
+        self.repository: Repository | None = None
+        observe = self.metrics.decode_seconds.observe
+        self.decoder = Decoder(
+            max_pixels=options.max_pixels,
+            capacity=options.queue,
+            processes=options.decode == "processes",
+            on_decode=observe,
+        )
+
+    async def load(self) -> None:
+        self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))
+        for offer in self.offers:
+            warm = await asyncio.to_thread(self.loader.warm, offer)
+            self.models.switch(ServedModel(warm, self.metrics), 0)
+
+    async def replay_canaries(self) -> None:
+        """Until cancelled; at once if it is never to be done."""
+        while self.options.canary_seconds:
+            await asyncio.sleep(self.options.canary_seconds)
+            await replay_once(self.models, self.metrics)
