@@ -1,7 +1,9 @@
 """One connection in virtual time: when a slow or refused client is answered, what it is told, and when it is closed."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -469,3 +471,24 @@ def test_a_body_that_goes_on_after_its_answer_ends_with_its_limit() -> None:
         assert transport.closed
 
     run(test)
+
+
+@pytest.mark.parametrize("pieces", [[], [request()], [request()[:20]], [request(), request()], [b"x\r\n"]])
+def test_a_connection_that_ends_waits_for_no_garbage_collector(pieces: list[bytes]) -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        for piece in pieces:
+            protocol.data_received(piece)
+        await settled()
+        protocol.connection_lost(None)
+        await settled()
+        left = weakref.ref(protocol)
+        del protocol, transport
+        assert left() is None
+
+    gc.disable()
+    try:
+        asyncio.run(test())
+    finally:
+        gc.enable()

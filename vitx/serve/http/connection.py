@@ -79,10 +79,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         self.lost, self._unparsed = True, b""
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
+        # Circles of thirty objects, which would wait for the garbage collector by the hundred.
+        self.on_lost = self.parser = self.cycle = self.scope = None  # type: ignore[assignment]
 
     def reserve(self, size: int) -> None:
         """Count bytes of the request's body until it is answered.
