@@ -59,7 +59,12 @@ class ServerCore:
         self.budget = MemoryBudget(self.limits.memory_bytes)
         self.repository: Repository | None = None
         observe = self.metrics.decode_seconds.observe
-        self.decoder = Decoder(max_pixels=options.max_pixels, capacity=options.queue, on_decode=observe)
+        self.decoder = Decoder(
+            max_pixels=options.max_pixels,
+            capacity=options.queue,
+            processes=options.decode == "processes",
+            on_decode=observe,
+        )
 
     async def load(self) -> None:
         self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))
