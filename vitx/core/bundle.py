@@ -11,13 +11,12 @@ from pydantic import Field, model_validator
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, read_record, sha256_file, write_json
+from vitx.core.files import Record, read_record, read_sealed, sha256_file, write_json
 from vitx.core.latency import Latency, LatencyFile, machine_key
 from vitx.core.machine import describe_machine
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
-from vitx.core.sealed import read_sealed
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # What surrounds the products of an int8 or fp8 graph.
@@ -126,10 +125,15 @@ class Bundle:
 
     @classmethod
     def open(cls, path: Path | str) -> "Bundle":
-        """Open a bundle and verify every file; raise InputError naming what is missing, changed or not listed."""
-        folder = Path(path)
+        """Open a bundle and verify every file; raise InputError naming what is missing, changed or not listed.
+
+        path: may be a URL; see `vitx.core.remote_bundle.local_bundle`.
+        """
+        from vitx.core.remote_bundle import local_bundle
+
+        folder = local_bundle(path)
         if not folder.is_dir():
-            raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`")
+            raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`, or its URL")
         if not (folder / MANIFEST).is_file():
             raise InputError(f"'{path}' is not a bundle: it has no {MANIFEST}")
         manifest = read_record(folder / MANIFEST, Manifest)

@@ -5,9 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from vitx.core.files import Record, json_bytes
+from vitx.core.files import Record, SealedRecord, json_bytes, read_sealed
 from vitx.core.machine import describe_machine
-from vitx.core.sealed import SealedRecord, read_sealed
 
 
 class Flip(Record):

@@ -15,11 +15,11 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vitx.core.errors import InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.page import fields
 
 
@@ -109,6 +109,17 @@ def remove_unfinished(path: Path) -> None:
         left.unlink(missing_ok=True)
 
 
+def cache_folder() -> Path:
+    """`$VITX_CACHE`, else `vitx` in the user's cache folder of this system."""
+    if given := os.environ.get("VITX_CACHE"):
+        return Path(given)
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"
+    if sys.platform == "darwin":
+        return Path.home() / "Library/Caches/vitx"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitx"
+
+
 def apply_umask(path: Path) -> None:
     """Give a file the mode of any new one: mkstemp and safetensors write for the owner alone."""
     path.chmod(0o666 & ~_umask())
@@ -141,6 +152,38 @@ def read_record(path: Path, schema: type[RecordT]) -> RecordT:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise InputError(f"{path} is not a valid {schema.__name__}: {place}: {first['msg']}") from None
+
+
+class SealedRecord(Record):
+    """A record whose `sha256` is that of its own file with the field empty: a changed byte is found by itself."""
+
+    sha256: str = Field(default="", description="of this file's bytes with this field empty")
+
+    def sealed(self) -> Self:
+        """The same record with its own digest."""
+        return self.model_copy(update={"sha256": self.digest()})
+
+    def digest(self) -> str:
+        return sha256_bytes(self.model_copy(update={"sha256": ""}).file_bytes())
+
+    def file_bytes(self) -> bytes:
+        """As `write_json` writes it."""
+        return json_bytes(self.model_dump(mode="json"))
+
+
+SealedT = TypeVar("SealedT", bound=SealedRecord)
+
+
+def read_sealed(path: Path, schema: type[SealedT], *, remedy: str) -> SealedT:
+    """Read a sealed record; raise InputError for any other file, CheckFailed for one that was changed.
+
+    Every byte counts, blanks too: the file must be what `write_json` makes of its content. The digest finds damage and
+    careless edits. It is not a signature: who can write the file can compute the digest.
+    """
+    record = read_record(path, schema)
+    if path.read_bytes() != record.file_bytes() or record.sha256 != record.digest():
+        raise CheckFailed(f"{path} was changed after it was written (its own digest differs): {remedy}")
+    return record
 
 
 @contextmanager

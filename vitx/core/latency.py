@@ -5,8 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vitx.core.files import Record
-from vitx.core.sealed import SealedRecord
+from vitx.core.files import Record, SealedRecord
 
 Limit = Literal["compute", "memory", "launch", "decode", "python"]
 

@@ -13,11 +13,10 @@ from typing import Any
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError, missing_package
-from vitx.core.files import read_record, sha256_file, write_json
+from vitx.core.files import cache_folder, read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.first_load import require_verdict
-from vitx.parity.executables.verdict_cache import cache_folder
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url

@@ -13,7 +13,7 @@ from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import RequestObserver
 from vitx.serve.options import ServeOptions
-from vitx.serve.process.process_settings import freeze_heap
+from vitx.serve.process.process_settings import freeze_heap, return_freed_memory
 from vitx.serve.protocol.shared_memory import SharedMemory
 from vitx.serve.security import Tokens
 
@@ -56,6 +56,7 @@ class ServerCore:
         self.decoder = Decoder(max_pixels=options.max_pixels, capacity=options.queue, on_decode=observe)
 
     async def load(self) -> None:
+        self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))
         for offer in self.offers:
             warm = await asyncio.to_thread(self.loader.warm, offer)
             self.models.switch(ServedModel(warm, self.metrics), 0)

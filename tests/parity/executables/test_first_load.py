@@ -12,12 +12,12 @@ from vitx.core import machine
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.certificate import Certificate, Verdict
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import write_json
+from vitx.core.files import cache_folder, write_json
 from vitx.parity.executables import first_load
 from vitx.parity.executables.first_load import certify_here, require_verdict
 from vitx.parity.executables.judgement import judge_executable
 from vitx.parity.executables.listing import runtimes_for, verdicts_of_bundle
-from vitx.parity.executables.verdict_cache import cache_folder, cached_verdict, keep_verdict
+from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.options import ParityOptions
 from vitx.runtimes import load_session
 from vitx.runtimes.session import executable_of

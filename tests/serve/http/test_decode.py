@@ -1,11 +1,13 @@
 """The decode pool: what waits for what, deadlines, and eight images of 49 million pixels before a small one."""
 
 import asyncio
+import gc
 import io
 import json
 import os
 import pickle
 import re
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bundle_fixture import colour_image, png, write_bundle
+from bundle_fixture import PREPROCESSING, colour_image, png, write_bundle
 from server_process import ServerProcess, running_server, wait_until
 from vitx.core.preprocess import ImageError, TooManyPixels
 from vitx.serve.errors import DeadlineMissed, QueueFull
@@ -294,6 +296,25 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
         assert held.sides == [16]
 
     run(test, threads=1)
+
+
+@pytest.mark.parametrize(
+    "image", [b"no image" * 1000, png(np.zeros((16, 16, 3), np.uint8))[:40]], ids=["no image", "cut"]
+)
+def test_nothing_keeps_an_image_that_cannot_be_read(image: bytes) -> None:
+    """A hundred of a megabyte each would stay until the garbage collector comes."""
+
+    async def refuse(decoder: Decoder, held: Held) -> None:
+        (found,) = await decoder.decode([image], PREPROCESSING)
+        assert isinstance(found, ImageError)
+
+    gc.disable()
+    try:
+        before = sys.getrefcount(image)
+        run(refuse, threads=1)
+        wait_until(lambda: sys.getrefcount(image) == before)  # its thread may have to end first
+    finally:
+        gc.enable()
 
 
 def test_the_error_of_a_large_image_survives_another_process() -> None:

@@ -1,8 +1,6 @@
 """What this machine has found about executables, in the user's cache: a witness set is run once, not at every start."""
 
 import json
-import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +8,7 @@ from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.certificate import Executable, Verdict
 from vitx.core.console import log
 from vitx.core.errors import VitxError
-from vitx.core.files import sha256_bytes, write_json
-from vitx.core.sealed import SealedRecord, read_sealed
+from vitx.core.files import SealedRecord, cache_folder, read_sealed, sha256_bytes, write_json
 
 
 class CachedVerdict(SealedRecord):
@@ -19,17 +16,6 @@ class CachedVerdict(SealedRecord):
 
     manifest_sha256: str
     verdict: Verdict
-
-
-def cache_folder() -> Path:
-    """`$VITX_CACHE`, else `vitx` in the user's cache folder of this system."""
-    if given := os.environ.get("VITX_CACHE"):
-        return Path(given)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData/Local")) / "vitx"
-    if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/vitx"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vitx"
 
 
 def cached_verdict(bundle: Bundle, executable: Executable) -> Verdict | None:

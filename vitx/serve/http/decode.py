@@ -117,23 +117,29 @@ class Decoder:
         heapq.heappush(self._queues[job.large], (start, next(self._order), job))
 
     def _work(self) -> None:
-        """A thread: decode until closed."""
-        while True:
-            with self._changed:
-                while (taken := None if self._closed else self._take()) is None:
-                    if self._closed:
-                        return
-                    self._changed.wait()
-            job, data = taken
-            result = self._result(job, data)
-            with self._changed:
-                self._running[job.large] -= 1
-                if isinstance(result, TooManyPixels) and result.pixels <= result.allowed and not job.large:
-                    job.large = True
-                    self._queue(job, result.pixels)
-                    continue
-            with suppress(RuntimeError):  # the loop was closed by a second signal
-                job.pixels.get_loop().call_soon_threadsafe(self._end, job, result)
+        """A thread: decode until closed. While it waits it has no image."""
+        while (taken := self._next()) is not None:
+            self._run(*taken)
+            del taken
+
+    def _next(self) -> tuple[_Job, bytes] | None:
+        with self._changed:
+            while not self._closed:
+                if (taken := self._take()) is not None:
+                    return taken
+                self._changed.wait()
+            return None
+
+    def _run(self, job: _Job, data: bytes) -> None:
+        result = self._result(job, data)
+        with self._changed:
+            self._running[job.large] -= 1
+            if isinstance(result, TooManyPixels) and result.pixels <= result.allowed and not job.large:
+                job.large = True
+                self._queue(job, result.pixels)
+                return
+        with suppress(RuntimeError):  # the loop was closed by a second signal
+            job.pixels.get_loop().call_soon_threadsafe(self._end, job, result)
 
     def _take(self) -> tuple[_Job, bytes] | None:
         small, large = (self._queues[kind] for kind in (False, True))
@@ -164,6 +170,8 @@ class Decoder:
             image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, most)
+        except ImageError as failure:
+            return ImageError(str(failure))  # its own frames have the image, and a circle with them is freed late
         except Exception as failure:  # noqa: BLE001 - the edge of one image
             return failure
         if self._on_decode is not None:
