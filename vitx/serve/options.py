@@ -1,9 +1,10 @@
 """What `vitx serve` may be told. Every number has its default here, and nowhere else."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, ByteSize
 
 from vitx.core.options import (
     AllowUncertified,
@@ -17,12 +18,26 @@ from vitx.core.options import (
 )
 from vitx.serve.limits import Batching, Limits
 
+_POLICY = re.compile("([^=]+=)?(all|latest:[1-9][0-9]{0,8}|[1-9][0-9]{0,17}(,[1-9][0-9]{0,17})*)")
+
+
+def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        if not _POLICY.fullmatch(text):
+            raise ValueError(f"'{text}': expected all, latest:2 or 1,3, with NAME= before it for one model")
+    return given
+
 
 class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
     bundles: tuple[Path, ...] = option((), "Bundles made by `vitx export`.", metavar="BUNDLE...", argument=True)
     repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
+    versions: Annotated[tuple[str, ...], AfterValidator(_version_policies)] = option(
+        (),
+        "Versions of the repository's models, or of model NAME: all (the default), latest:2, or 1,3; may be repeated.",
+        metavar="[NAME=]POLICY",
+    )
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 for every interface.")
     port: int = option(8000, "0 takes any free port and prints it.", ge=0, le=65535)
     grpc_port: int | None = option(
@@ -53,6 +68,9 @@ class ServeOptions(Options):
     body_timeout: float = option(20, "Seconds for a request's body, and one more for every 16 KiB of it.", ge=0.1)
     write_timeout: float = option(20, "Seconds to take a reply, and one more for every 16 KiB of it.", ge=0.1)
     max_memory_mib: float = option(1024, "Bodies of all requests in flight, together; workers share it evenly.", ge=1)
+    cache: ByteSize | None = option(
+        None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
+    )
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
     watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")

@@ -9,6 +9,7 @@ from vitx.serve.limits import MemoryBudget
 from vitx.serve.models.canary import replay_once
 from vitx.serve.models.loading import Loader, ModelKey, Offer, key_text
 from vitx.serve.models.repository import Repository, bundles_in
+from vitx.serve.models.response_cache import ResponseCache
 from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import RequestObserver
@@ -23,7 +24,11 @@ def verified(options: ServeOptions) -> list[Offer]:
 
     Raises InputError or CheckFailed for one that may not be served.
     """
-    found = {} if options.repository is None else bundles_in(options.repository)
+    found = {} if options.repository is None else bundles_in(options.repository, options.versions)
+    for text in options.versions:
+        name = text.rpartition("=")[0]
+        if options.repository is None or (name and not any(key[0] == name for key in found)):
+            raise InputError(f"--versions {text}: there is no such version in a --repository")
     if not options.bundles and not found:
         raise InputError("no bundle to serve: give one, or a --repository that has some")
     offers: dict[ModelKey, Offer] = {}
@@ -46,7 +51,8 @@ class ServerCore:
     ) -> None:
         self.options, self.limits, self.offers, self.observers = options, options.limits, offers, observers
         self.metrics = Metrics()
-        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id)
+        cache = ResponseCache(options.cache) if options.cache else None
+        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id, cache)
         self.memory = SharedMemory(enabled=options.shared_memory)
         self.tokens = Tokens.read(options)
         self.loader = Loader(options)

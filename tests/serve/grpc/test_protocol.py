@@ -261,9 +261,9 @@ def test_an_input_region_must_be_the_tensors_size(memory: SharedMemory) -> None:
         decode(message, memory)
 
 
-def test_shared_memory_that_is_off_is_403() -> None:
+def test_shared_memory_that_is_off_is_501() -> None:
     message = request(raw_input_contents=[])
     in_memory(message.inputs[0], 100, 24)
-    with pytest.raises(RequestError, match="shared memory is off") as error:
+    with pytest.raises(RequestError, match="shared memory is disabled") as error:
         decode(message)
-    assert error.value.status == 403
+    assert error.value.status == 501

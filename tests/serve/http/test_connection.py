@@ -1,7 +1,9 @@
 """One connection in virtual time: when a slow or refused client is answered, what it is told, and when it is closed."""
 
 import asyncio
+import gc
 import json
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -142,6 +144,24 @@ def test_what_is_no_http_is_refused_and_closed() -> None:
         server = Server()
         transport, protocol = server.connect()
         protocol.data_received(b"hello\r\n\r\n")
+        assert refused(transport) == (400, "the request is not valid HTTP/1.1")
+        assert server.refused == ["bad_request"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("line", [b"GET http://[::1", b"GET http://host:99999/", b"CONNECT host:80"])
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_target_that_is_no_url_is_refused(line: bytes, answered: int) -> None:
+    """The head was taken as read before its target was: a traceback without, or silence after an earlier reply."""
+
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        protocol.data_received(request() * answered)
+        await settled()
+        transport.written = b""
+        protocol.data_received(line + b" HTTP/1.1\r\nHost: here\r\n\r\n")
         assert refused(transport) == (400, "the request is not valid HTTP/1.1")
         assert server.refused == ["bad_request"]
 
@@ -451,3 +471,24 @@ def test_a_body_that_goes_on_after_its_answer_ends_with_its_limit() -> None:
         assert transport.closed
 
     run(test)
+
+
+@pytest.mark.parametrize("pieces", [[], [request()], [request()[:20]], [request(), request()], [b"x\r\n"]])
+def test_a_connection_that_ends_waits_for_no_garbage_collector(pieces: list[bytes]) -> None:
+    async def test() -> None:
+        server = Server()
+        transport, protocol = server.connect()
+        for piece in pieces:
+            protocol.data_received(piece)
+        await settled()
+        protocol.connection_lost(None)
+        await settled()
+        left = weakref.ref(protocol)
+        del protocol, transport
+        assert left() is None
+
+    gc.disable()
+    try:
+        asyncio.run(test())
+    finally:
+        gc.enable()

@@ -106,7 +106,7 @@ def test_without_a_list_of_outputs_there_are_logits_alone(server: ServerProcess,
             "unexpected inference output 'rollout' for model 'tiny': its outputs are 'logits', 'embedding', 'a",
         ),
         (["logits", "Embedding"], "unexpected inference output 'Embedding' for model 'tiny'"),
-        (["embedding", "embedding"], "output 'embedding' is asked for 2 times"),
+        (["embedding", "embedding"], "output 'embedding' already exists in request"),
         (["x" * 9000], f"unexpected inference output '{'x' * 79}"),
     ],
 )

@@ -13,6 +13,7 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from bundle_fixture import BIAS, IMAGE_SIZE, PREPROCESSING, WEIGHT, NumpySession, write_bundle
+from cli_fixture import Vitx
 from server_process import INFER_BODY, ServerProcess, grpc_address, run_serve, running_server, wait_until
 from vitx.core.errors import InputError
 from vitx.serve.models.repository import bundles_in
@@ -132,6 +133,7 @@ def test_versions_come_and_go(server: ServerProcess, folder: Path) -> None:
 
 def test_a_watched_folder_takes_a_new_version_and_replaces_one(folder: Path) -> None:
     with running_server("--repository", folder, "--allow-uncertified", "--watch") as server:
+        shutil.rmtree(folder / "tiny" / "10")
         write_bundle(folder / "tiny" / "12", name="tiny")
         wait_until(lambda: answer(server)[1][0] == "12")
         fresh = write_bundle(folder / ".fresh" / "12", name="tiny", fault="bgr")
@@ -139,6 +141,7 @@ def test_a_watched_folder_takes_a_new_version_and_replaces_one(folder: Path) -> 
         fresh.path.rename(folder / "tiny" / "12")
         wait_until(lambda: answer(server)[1] == ("12", expected(mirrored=True)))
         assert answer(server, "1") == (200, ("1", expected(mirrored=False)))
+        assert answer(server, "10") == (200, ("10", expected(mirrored=True)))  # what vanished stays loaded
         assert server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="12"}') == 2
 
 
@@ -155,3 +158,68 @@ def test_other_folders_are_ignored_and_duplicate_versions_refused(folder: Path) 
     refused = run_serve("--repository", folder, "--allow-uncertified", "--port", "0")
     assert refused.returncode == 2
     assert "is the model 'tiny': to be loaded as 'other' it must be named so" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("policies", "versions"),
+    [
+        ((), "1 10"),
+        (("all",), "1 10"),
+        (("latest:1",), "10"),
+        (("latest:9",), "1 10"),
+        (("1",), "1"),
+        (("10,1,3",), "1 10"),
+        (("3",), ""),
+        (("tiny=1",), "1"),
+        (("lone=3",), "1 10"),
+        (("tiny=all", "latest:1"), "1 10"),
+        (("1", "tiny=latest:1"), "10"),
+    ],
+)
+def test_a_policy_chooses_from_the_folder(folder: Path, policies: tuple[str, ...], versions: str) -> None:
+    assert [version for name, version in bundles_in(folder, policies) if name == "tiny"] == versions.split()
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("latest", "'latest': expected all, latest:2 or 1,3, with NAME= before it for one model"),
+        ("latest:0", "'latest:0': expected all"),
+        ("01", "'01': expected all"),
+        ("=1", "'=1': expected all"),
+        ("1,\u0663", "expected all"),
+        ("tiny=2,3", "--versions tiny=2,3: there is no such version in a --repository"),
+        ("mine=all", "--versions mine=all: there is no such version in a --repository"),
+    ],
+)
+def test_a_policy_that_chooses_nothing_is_refused(folder: Path, vitx: Vitx, given: str, text: str) -> None:
+    code, _, error = vitx("serve", "--repository", folder, "--allow-uncertified", "--port", "0", "--versions", given)
+    assert (code, text in " ".join(error.split())) == (2, True), error
+
+
+def test_a_policy_needs_a_repository(folder: Path, vitx: Vitx) -> None:
+    code, _, error = vitx("serve", folder / "lone.vitx", "--allow-uncertified", "--port", "0", "--versions", "latest:1")
+    assert code == 2
+    assert "--versions latest:1: there is no such version in a --repository" in error
+
+
+def test_a_later_version_takes_the_place_of_the_latest(folder: Path) -> None:
+    (folder.parent / "token").write_text(TOKEN)
+    managed = ("--management", "--management-token-file", folder.parent / "token", "--watch")
+    with running_server(
+        "--repository", folder, "--allow-uncertified", "--versions", "tiny=latest:1", *managed
+    ) as server:
+        assert server.json("/v2/models/tiny")["versions"] == ["10"]
+        assert answer(server) == answer(server, "10") == (200, ("10", expected(mirrored=True)))
+        assert answer(server, "1")[0] == 404
+        assert answer(server, name="lone")[1][0] == "1"
+        write_bundle(folder / "tiny" / "11", name="other")  # refused: the one before it stays
+        wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="refused",version="11"}'))
+        assert answer(server)[1][0] == "10"
+        write_bundle(folder / "tiny" / "12", name="tiny")
+        wait_until(lambda: server.json("/v2/models/tiny")["versions"] == ["12"])
+        assert answer(server, "10")[0] == 404
+        write_bundle(folder / "tiny" / "13", name="tiny")
+        assert manage(server, "models/tiny/load") == (200, None)
+        assert server.json("/v2/models/tiny")["versions"] == ["13"]
+        assert states(server) == {("lone", "1"): "READY", ("tiny", "13"): "READY"}

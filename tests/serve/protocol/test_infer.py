@@ -1,6 +1,7 @@
 """Open Inference Protocol v2, without a socket: golden bytes, exact error texts, and fuzzed requests."""
 
 import json
+import os
 import sys
 from multiprocessing import shared_memory
 from typing import Any
@@ -81,7 +82,7 @@ def test_a_cached_header_is_used_with_new_pixels() -> None:
 def test_shared_memory_is_read_each_time(name: str) -> None:
     places = {"REGION": "gone", "shared_memory_byte_size": 6}
     text = json.dumps({"inputs": [tensor(data=None, parameters=places)]}).replace("REGION", name).encode()
-    for memory, status in ((NO_MEMORY, 403), (SharedMemory(enabled=True), 404)):
+    for memory, status in ((NO_MEMORY, 501), (SharedMemory(enabled=True), 404)):
         with pytest.raises(RequestError) as error:
             decode_infer_request(text, len(text), CONTRACT, LIMITS, memory)
         assert error.value.status == status
@@ -245,7 +246,7 @@ def test_the_outputs_parameters_are_read_and_limited_to_the_classes() -> None:
         assert asked({"name": "logits", "parameters": {"classification": count}}).outputs == logits(top_k=top_k)
     assert asked({"name": "logits"}, binary=True).outputs == logits(binary=True)
     assert asked({"name": "logits", "parameters": {"binary_data": True}}).outputs == logits(binary=True)
-    with pytest.raises(RequestError, match=r"^output 'logits' is asked for 2 times$"):
+    with pytest.raises(RequestError, match=r"^output 'logits' already exists in request$"):
         asked({"name": "logits"}, {"name": "logits"})
 
 
@@ -361,6 +362,14 @@ def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() 
         request = decoded(given, {"shared_memory_byte_size": 40})
         body, _ = encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
         assert json.loads(body)["outputs"][0]["parameters"] == {**places, "shared_memory_offset": 0}
+        # A request that was accepted is answered where it asked, also if any client unregisters all regions meanwhile.
+        open_files, request = len(os.listdir("/proc/self/fd")), decoded(given, {"shared_memory_byte_size": 8})
+        memory.unregister()
+        encode_infer_response(-TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
+        assert bytes(block.buf[:8]) == (-TWO_ROWS[:1]).tobytes()
+        del request
+        assert len(os.listdir("/proc/self/fd")) == open_files - 1
+        memory.register("r", block.name, 0, 64)
         text = "output 'logits' has 8 bytes: 7 were set aside for it in shared memory region 'r'"
         assert refused(given, {"shared_memory_byte_size": 7}) == text
         text = "bytes 0 to 65 are not all within shared memory region 'r', which has 64"

@@ -91,6 +91,13 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
         memory.register(name, block.name, 0, 10)
     status, text = refusal(memory.register, "d", block.name, 0, 10)
     assert (status, text) == (429, "3 regions are registered, no more are allowed: unregister some")
+    held = memory.check("a", 0, 10)  # as a request in flight does
+    memory.close()
+    for name in "de":
+        memory.register(name, block.name, 0, 10)
+    assert refusal(memory.register, "f", block.name, 0, 10)[0] == 429
+    del held
+    memory.register("f", block.name, 0, 10)
     memory.close()
     assert refusal(memory.register, "d", block.name, 0, 4097)[0] == 400
     assert len(os.listdir("/proc/self/fd")) == before
@@ -104,7 +111,9 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
 def test_ranges_outside_the_memory_are_refused(
     block: shared_memory.SharedMemory, memory: SharedMemory, offset: Any, byte_size: Any
 ) -> None:
-    assert refusal(memory.register, "a", block.name, offset, byte_size)[0] == 400
+    status, text = refusal(memory.register, "a", block.name, offset, byte_size)
+    assert status == 400
+    assert text.startswith("failed to register shared memory region 'a': invalid args: ")
     memory.register("a", block.name, 0, 4096)
     assert refusal(memory.read, "a", offset, byte_size)[0] == 400
     assert refusal(memory.check, "a", offset, byte_size)[0] == 400
@@ -123,7 +132,18 @@ def test_a_range_ends_with_its_region(block: shared_memory.SharedMemory, memory:
     "key", ["", "/", ".", "..", "/..", "//etc/passwd", "../etc/passwd", "a/b", "/a/b", "a\0b", "x" * 300, 7, None]
 )
 def test_malformed_keys_are_refused(memory: SharedMemory, key: Any) -> None:
-    assert refusal(memory.register, "a", key, 0, 1)[0] == 400
+    status, text = refusal(memory.register, "a", key, 0, 1)
+    assert status == 400
+    if len(str(key)) < 80:
+        assert text.startswith(f"cannot register shared memory region 'a' - invalid shm key {str(key)!r}")
+
+
+@linux_only
+@pytest.mark.parametrize("slashes", ["", "/", "///"])
+def test_the_memory_of_a_triton_server_is_not_a_clients(memory: SharedMemory, slashes: str) -> None:
+    key = slashes + "triton_python_backend_shm_region_0"
+    text = f"cannot register shared memory region 'a' with key '{key}' as the key contains the reserved prefix "
+    assert refusal(memory.register, "a", key, 0, 1) == (400, text + "'triton_python_backend_shm_region_'")
 
 
 @linux_only
@@ -224,14 +244,14 @@ def test_memory_that_was_unlinked_can_still_be_used(memory: SharedMemory) -> Non
 
 def test_it_is_off_unless_enabled() -> None:
     memory = SharedMemory(enabled=False)
-    expected = (403, "shared memory is off: it needs a server started with --shared-memory")
+    expected = (501, "Client shared memory is disabled: start the server with --shared-memory")
     for call, arguments in (
         (memory.register, ("a", "/a", 0, 1)),
-        (memory.status, ()),
         (memory.unregister, ()),
         (memory.read, ("a", 0, 1)),
     ):
         assert refusal(call, *arguments) == expected
+    assert memory.status() == []  # as in Triton: a client may ask
     memory.close()
 
 

@@ -52,8 +52,7 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
         given = [seconds for seconds in (context.time_remaining(), decoded.timeout) if seconds is not None]
         deadline = time.monotonic() + min(given) if given else None
-        batcher = model.batcher_of(decoded.further)
-        rows = await batcher.submit(decoded.images, priority=decoded.priority, deadline=deadline)
+        rows = await model.infer(decoded, deadline)
         labels = model.bundle.manifest.labels
         return encode_infer_response(rows, decoded, model.contract, labels, core.memory)
 

@@ -4,6 +4,7 @@ A request goes through `App.__call__`, or through `App._run_cached` if its head 
 count it, time it, and turn an exception into a reply.
 """
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -159,6 +160,13 @@ class App:
         if len(body) > SMALL_BYTES and (length is None or length > SMALL_BYTES):  # the event loop goes on beside it
             return start_task(self._read_beside(decode, record, hold), on_reply).cancel
         model, request, deadline = decode()
+        keep = None
+        if model.cache is not None:
+            known, keep = model.cache.find(request.images.data, request.further)
+            if known is not None:
+                record.images = len(known)
+                reply = self._rows_reply(known, request, model)
+                return asyncio.get_running_loop().call_soon(on_reply, reply).cancel
 
         def on_logits(rows: Float32Array | Exception) -> None:
             reply: Reply | Exception
@@ -167,6 +175,8 @@ class App:
                     reply = rows
                 else:
                     record_times(record, submission.parts)
+                    if keep is not None:
+                        keep(rows)
                     reply = self._rows_reply(rows, request, model)
             except Exception as failure:  # noqa: BLE001 - the edge of one request: others must not be affected
                 reply = failure
@@ -180,9 +190,7 @@ class App:
         """The reply to a request that is read on a thread."""
         CURRENT_RECORD.set(record)  # of this task alone
         model, request, deadline = await beside(hold, decode)
-        batcher = model.batcher_of(request.further)
-        rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
-        return self._rows_reply(rows, request, model)
+        return self._rows_reply(await model.infer(request, deadline), request, model)
 
     def _run_cached(
         self, route: str, path: str, of_head: OfHead, start: StartRequest, connection: HeadCacheProtocol, body: bytes

@@ -138,6 +138,32 @@ class Classifier:
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
+        find = self._rows if options.model.cache is None else self._known_rows
+        rows = await find(options, images, record)
+        return [{"error": str(row)} if isinstance(row, Exception) else options.answer(row) for row in rows]
+
+    async def _known_rows(
+        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
+    ) -> list[Float32Array | Exception]:
+        """As `_rows`, which has to find those alone that are not in the cache."""
+        cache, outputs = options.model.cache, options.outputs
+        looked = [
+            cache.find(image, outputs) if cache and isinstance(image, bytes) else (None, None) for image in images
+        ]
+        asked = [image for image, (known, _) in zip(images, looked, strict=True) if known is None]
+        found = iter(await self._rows(options, asked, record) if asked else ())
+        record.images += len(images) - len(asked)
+        rows: list[Float32Array | Exception] = []
+        for known, keep in looked:
+            rows.append(row := next(found) if known is None else known[0])
+            if keep is not None and not isinstance(row, Exception):
+                keep(row[None])
+        return rows
+
+    async def _rows(
+        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
+    ) -> list[Float32Array | Exception]:
+        """Return for each image its row (see `Contract`), or what is wrong with it."""
         manifest, batcher = options.model.bundle.manifest, options.model.batcher_of(options.outputs)
         encoded = [image for image in images if isinstance(image, bytes)]
         record.decode_started, client = time.monotonic(), record.client or ""
@@ -154,9 +180,7 @@ class Classifier:
             rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
             logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
         answers = iter(logits)
-        return [
-            {"error": str(image)} if isinstance(image, Exception) else options.answer(next(answers)) for image in pixels
-        ]
+        return [image if isinstance(image, Exception) else next(answers) for image in pixels]
 
 
 def top_predictions(logits: Float32Array, labels: Sequence[str], count: int) -> list[dict[str, Any]]:

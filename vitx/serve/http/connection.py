@@ -79,10 +79,13 @@ class HttpProtocol(HttpToolsProtocol):
         self._release()
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         self.lost, self._unparsed = True, b""
         super().connection_lost(exc)
         if self.on_lost is not None:
             self.on_lost()
+        # Circles of thirty objects, which would wait for the garbage collector by the hundred.
+        self.on_lost = self.parser = self.cycle = self.scope = None  # type: ignore[assignment]
 
     def reserve(self, size: int) -> None:
         """Count bytes of the request's body until it is answered.
@@ -183,7 +186,6 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the application, or queue it behind earlier requests. WebSocket upgrades are not offered."""
         self._stop_timer()
-        self._in_head, self._begun, self._in_body, self._received = False, False, True, 0
         scope: Any = self.scope  # its type does not allow our key
         scope[CONNECTION] = self
         if self._surplus:
@@ -191,7 +193,8 @@ class HttpProtocol(HttpToolsProtocol):
             self.app = _refusing(error, self)  # for good: the reply ends the connection
         elif len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > self.limits.header_bytes:
             self.app = _refusing(_head_too_large(self.limits), self)
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises for a URL that is none, in the head still
+        self._in_head, self._begun, self._in_body, self._received = False, False, True, 0
 
     def on_response_complete(self) -> None:
         """Start the next pipelined request, or the keep-alive timer."""

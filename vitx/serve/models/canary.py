@@ -88,6 +88,8 @@ async def replay_once(models: Iterable[Any], metrics: Metrics) -> None:
             log(f"vitx: model '{model.key[0]}' version {model.key[1]} is not ready: {fault}")
         elif fault is None and model.fault is not None:
             log(f"vitx: model '{model.key[0]}' version {model.key[1]} is ready again")
+        if model.cache is not None and (fault is None) is not (model.fault is None):
+            await model.cache.forget()  # before the fault was noticed answers may have been wrong
         model.fault = fault
 
 

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}")
 _log = logging.getLogger("vitx.serve")
 
 
-def bundles_in(folder: Path) -> dict[ModelKey, Path]:
+def bundles_in(folder: Path, policies: Sequence[str] = ()) -> dict[ModelKey, Path]:
     """The bundles of a repository folder by name and version: NAME.vitx (version 1) and NAME/VERSION.
 
-    As in Triton a version is a whole number without leading zeros; folders with other names are ignored. Raises
-    InputError if `folder` is not a folder, or two bundles are the same version.
+    As in Triton a version is a whole number without leading zeros; folders with other names are ignored. policies:
+    those of `--versions`. Raises InputError if `folder` is not a folder, or two bundles are the same version.
     """
     if not folder.is_dir():
         raise InputError(f"no model repository at '{folder}': expected a folder with bundles NAME{SUFFIX}")
@@ -43,7 +45,16 @@ def bundles_in(folder: Path) -> dict[ModelKey, Path]:
         if key in bundles:
             raise InputError(f"{bundles[key]} and {path} are both version {key[1]} of '{key[0]}': remove one of them")
         bundles[key] = path
-    return dict(sorted(bundles.items(), key=lambda bundle: _by_version(bundle[0])))
+    policy_of = {name: policy for name, _, policy in (text.rpartition("=") for text in policies)}
+    served: list[ModelKey] = []
+    for name, of_name in groupby(sorted(bundles, key=_by_version), itemgetter(0)):
+        policy, keys = policy_of.get(name, policy_of.get("", "all")), list(of_name)
+        if policy.startswith("latest:"):
+            keys = keys[-int(policy[7:]) :]
+        elif policy != "all":
+            keys = [key for key in keys if key[1] in policy.split(",")]
+        served += keys
+    return {key: bundles[key] for key in served}
 
 
 def _by_version(key: ModelKey) -> tuple[str, int]:
@@ -56,7 +67,8 @@ class Repository:
     def __init__(self, models: ModelSet, loader: Loader, metrics: Metrics, offers: Iterable[Offer]) -> None:
         """`offers`: the bundles that the server began with."""
         self._models, self._loader, self._metrics = models, loader, metrics
-        given, self._folder = loader.options.bundles, loader.options.repository
+        options = loader.options
+        given, self._folder, self._policies = options.bundles, options.repository, options.versions
         self._given = {offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given}
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
@@ -112,6 +124,13 @@ class Repository:
         self._metrics.loads.labels(*key, "loaded").inc()
         log(f"vitx: model {key_text(key)} loaded from {warm.offer.bundle.path}")
 
+    def _remove_surplus(self, name: str) -> None:
+        """Unload the versions that are on disk and, since a later one came, not to be served any more."""
+        served = self._seen()
+        for version in self._models.versions(name):
+            if (name, version) not in served and self._folder and (self._folder / name / version / MANIFEST).is_file():
+                self._remove((name, version))
+
     def _remove(self, key: ModelKey) -> None:
         self._models.remove(key, self._retire_seconds)
         self._metrics.remove_model(key)
@@ -143,6 +162,7 @@ class Repository:
                     if (path := self._seen().get(key)) is not None:
                         with suppress(RequestError):
                             await self._load_one(key, path)
+                            self._remove_surplus(key[0])
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
@@ -167,7 +187,7 @@ class Repository:
         return RequestError(f"failed to load {key_text(key)}: {text}{stays}", reason="load_refused")
 
     def _bundles(self) -> dict[ModelKey, Path]:
-        return self._given if self._folder is None else {**bundles_in(self._folder), **self._given}
+        return self._given if self._folder is None else {**bundles_in(self._folder, self._policies), **self._given}
 
     def _seen(self) -> dict[ModelKey, Path]:
         """As `_bundles`; while the folder is missing, which may be temporary, only the given bundles."""

@@ -7,12 +7,14 @@ from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
 from vitx.core.certificate import Certificate
+from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.batcher import Batcher
 from vitx.serve.errors import RequestError, unavailable
 from vitx.serve.models.loading import ModelKey, WarmModel
+from vitx.serve.models.response_cache import ModelCache, ResponseCache
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.observe.request_record import CURRENT_RECORD
-from vitx.serve.protocol.infer import Contract
+from vitx.serve.protocol.infer import Contract, InferRequest
 
 # Keys of a certificate and of provenance whose value may be a path that is not absolute, or an address.
 _PATHS = {"source", "data", "reference", "candidate"}
@@ -28,6 +30,7 @@ class ServedModel:
         self._runtimes = warm.runtimes  # the one that runs, then the others that could, by their speed
         self.canary = warm.canary
         self.fault: str | None = None
+        self.cache: ModelCache | None = None  # set by a ModelSet that has a cache
         names = warm.outputs.names if warm.outputs else ()
         self.key = self.name, self.version = warm.offer.key
         self.contract = Contract.of(self.bundle.manifest, self.version, names)
@@ -69,6 +72,18 @@ class ServedModel:
         They are grouped apart: a batch with an image of which an output is asked would compute it of every other.
         """
         return self._batchers[-1] if further else self.batcher
+
+    async def infer(self, request: InferRequest, deadline: float | None) -> Float32Array:
+        """The rows (see `Contract`) for a request, from the cache or the batcher; raises what `Batcher.submit` does."""
+        rows, keep = (None, None) if self.cache is None else self.cache.find(request.images.data, request.further)
+        if rows is None:
+            batcher = self.batcher_of(request.further)
+            rows = await batcher.submit(request.images, priority=request.priority, deadline=deadline)
+            if keep is not None:
+                keep(rows)
+        elif (record := CURRENT_RECORD.get()) is not None:
+            record.images = len(rows)
+        return rows
 
     @property
     def queued(self) -> int:
@@ -169,14 +184,16 @@ class ModelSet:
         expected: Iterable[ModelKey],
         on_change: Callable[[], object] = lambda: None,
         server_id: str = "vitx",
+        cache: ResponseCache | None = None,
     ) -> None:
         """`on_change` is called when a model was added, and on another thread when one was closed.
 
-        server_id: the server's name in its metadata.
+        server_id: the server's name in its metadata. cache: of all models.
         """
         self.server_id = server_id
         self._expected = dict.fromkeys(expected)  # an ordered set
         self._on_change = on_change
+        self._cache = cache
         self.draining = False
         self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
@@ -229,6 +246,8 @@ class ModelSet:
     def switch(self, model: ServedModel, retire_seconds: float) -> None:
         """Serve this model; one of the same name and version is closed after the last request that may use it."""
         old = self._models.get(model.key)
+        if self._cache is not None:
+            model.cache = ModelCache(self._cache, model.batcher.statistics, model.metrics.lookup)
         self._expected[model.key] = None
         self._models[model.key] = model
         self._find_newest(model.name)
@@ -295,6 +314,8 @@ class ModelSet:
         with suppress(TimeoutError):
             await asyncio.wait_for(requests.end(), seconds)
         await model.close()
+        if model.cache is not None:
+            await model.cache.forget()
         del model  # batcher and threads refer to each other: a collection of garbage frees the old weights
         await asyncio.to_thread(self._on_change)
 

@@ -27,6 +27,10 @@ class ModelMetrics:
         self._batch_size = metrics.batch_size.labels(model, version)
         self._compute = metrics.compute_seconds.labels(model, version)
         self._queue = metrics.queue_seconds.labels(model, version)
+        self._lookups = partial(metrics.lookups.labels, model, version)
+
+    def lookup(self, result: str) -> None:
+        self._lookups(result).inc()
 
     def batch(self, times: BatchTimes) -> None:
         self.batches += 1
@@ -63,6 +67,7 @@ class Metrics:
         result = (*_MODEL, "result")
         self.loads = counter("vitx_model_loads", "Loads of a running server: loaded or refused.", result)
         self.canaries = counter("vitx_canaries", "Replays of the canary batch: pass or fail.", result)
+        self.lookups = counter("vitx_cache_lookups", "Answers looked for in the cache: hit or miss.", result)
         ProcessCollector(registry=registry)
         self._models: dict[tuple[str, str], tuple[ModelMetrics, tuple[str, ...]]] = {}
         self.gather: Callable[[], Awaitable[bytes]] | None = None  # /metrics of all workers or replicas together

@@ -51,6 +51,13 @@ class ModelStatistics:
         """Count a request that was refused, failed or was cancelled."""
         self._times["fail"].add(seconds)
 
+    def add_lookup(self, seconds: float, *, found: bool) -> None:
+        """Count a search of the response cache; what is found answers a request, which as in Triton did not queue."""
+        self._times["cache_hit" if found else "cache_miss"].add(seconds)
+        if found:
+            self._times["success"].add(seconds)
+            self._times["queue"].add(0)
+
     def add_batch(self, times: BatchTimes) -> None:
         self._last_inference = time.time()
         self._images += times.rows

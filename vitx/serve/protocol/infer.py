@@ -257,7 +257,7 @@ def _requested_outputs(
                 present = f"its outputs are {', '.join(repr(known) for known in widths)}"
             raise RequestError(f"unexpected inference output {quoted(name)} for model '{contract.model}': {present}")
         if names.count(name) > 1:
-            raise RequestError(f"output '{name}' is asked for {names.count(name)} times")
+            raise RequestError(f"output '{name}' already exists in request")
     return tuple(_requested_output(output, contract, binary, rows, memory) for output in outputs)
 
 
@@ -271,7 +271,7 @@ def _requested_output(
         raise RequestError(f"output '{name}' has no classes: 'classification' goes with '{contract.output_name}'")
     region = Region.of(parameters)
     if region is not None:  # refuse before the model runs, not after; the size of class texts is not known yet
-        region.check(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
+        region = region.hold(0 if top_k else 4 * rows * contract.widths()[name], name, memory)
     return RequestedOutput(name, flag(parameters, "binary_data", binary), top_k, region)
 
 

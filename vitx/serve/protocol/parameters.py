@@ -6,12 +6,12 @@ Sources: Triton's docs/protocol/extension_{classification,schedule_policy,shared
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vitx.serve.batching.request_queue import priority_level
 from vitx.serve.errors import RequestError, too_large
-from vitx.serve.protocol.shared_memory import SharedMemory
+from vitx.serve.protocol.shared_memory import MemoryRegion, SharedMemory
 
 REGION_PARAMETERS = ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size")
 
@@ -20,11 +20,15 @@ _MAX_VALUES = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor's place in shared memory; offset and size in bytes."""
+    """A tensor's place in shared memory; offset and size in bytes.
+
+    held: of an output, from the moment it is accepted: it is written also if a client unregisters all meanwhile.
+    """
 
     name: str
     offset: int
     byte_size: int
+    held: MemoryRegion | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> "Region | None":
@@ -38,19 +42,19 @@ class Region:
             )
         return cls(name, 0 if offset is None else offset, byte_size)
 
-    def check(self, byte_size: int, output: str, memory: SharedMemory) -> None:
-        """Raise RequestError unless an output of `byte_size` bytes can be written here."""
-        memory.check(self.name, self.offset, self.byte_size)
+    def hold(self, byte_size: int, output: str, memory: SharedMemory) -> "Region":
+        """This place, held; raise RequestError unless an output of `byte_size` bytes can be written here."""
+        held = self.held or memory.check(self.name, self.offset, self.byte_size)
         if byte_size > self.byte_size:
             raise RequestError(
                 f"output '{output}' has {byte_size} bytes: "
                 f"{self.byte_size} were set aside for it in shared memory region '{self.name}'"
             )
+        return replace(self, held=held)
 
     def write(self, data: bytes, output: str, memory: SharedMemory) -> dict[str, Any]:
         """Write an output; return the parameters that tell the client where it is."""
-        self.check(len(data), output, memory)
-        memory.write(self.name, self.offset, data)
+        memory.write(self.name, self.offset, data, self.hold(len(data), output, memory).held)
         return dict(zip(REGION_PARAMETERS, (self.name, self.offset, len(data)), strict=True))
 
 

@@ -8,6 +8,7 @@ region costs one file descriptor and no memory. Source: Triton's docs/protocol/e
 import os
 import stat
 import sys
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ from vitx.serve.errors import RequestError
 _FOLDER = "/dev/shm"  # of Linux's shm_open
 _OFFSETS = 2**63  # the kernel's file offsets are below it
 _LONGEST_NAME = 255
+_RESERVED = "triton_python_backend_shm_region_"  # of a Triton server on this machine
 
 
-@dataclass(frozen=True, slots=True)
-class _Region:
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class MemoryRegion:
+    """A registered region. Its file is closed when it is unregistered and no request that was accepted needs it."""
+
     name: str
     key: str
     offset: int
@@ -31,8 +35,8 @@ class _Region:
 class SharedMemory:
     """The regions that clients have registered. Not thread-safe: use it on the event loop.
 
-    Every method raises RequestError: 400 for malformed or out-of-bounds arguments, 403 where the operator or the
-    operating system forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions.
+    Every method raises RequestError: 400 for malformed or out-of-bounds arguments, 403 where the operating system
+    forbids it, 404 for an unknown region or key, 409 for a name in use, 429 for too many regions, 501 where it is off.
     """
 
     def __init__(self, *, enabled: bool, max_regions: int = 128) -> None:
@@ -41,7 +45,8 @@ class SharedMemory:
             raise EnvironmentMissing(f"shared memory is offered on Linux only, this is {sys.platform}")
         self.enabled = enabled
         self._max_regions = max_regions
-        self._regions: dict[str, _Region] = {}
+        self._regions: dict[str, MemoryRegion] = {}
+        self._open = weakref.WeakSet[MemoryRegion]()  # with those that only requests in flight still have
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Register bytes [offset, offset + byte_size) of the POSIX shared memory `key` as the region `name`."""
@@ -50,31 +55,32 @@ class SharedMemory:
             raise _refused(f"a region's name has 1 to {_LONGEST_NAME} characters, this one {len(name)}")
         if name in self._regions:
             raise _refused(f"shared memory region '{name}' already in manager", status=409)
-        if len(self._regions) >= self._max_regions:
+        if len(self._open) >= self._max_regions:
             raise _refused(f"{self._max_regions} regions are registered, no more are allowed: unregister some", 429)
-        _check_range(name, offset, byte_size)
-        file = _open(key)
+        refusal = f"failed to register shared memory region '{name}': invalid args"
+        _check_range(refusal, offset, byte_size)
+        file = _open(key, name)
         try:
             _check_file(file, key)
             if offset + byte_size > (size := os.fstat(file).st_size):
                 raise _refused(
-                    f"failed to register shared memory region '{name}': bytes {offset} to {offset + byte_size} "
-                    f"are not all within '{key}', which has {size}"
+                    f"{refusal}: bytes {offset} to {offset + byte_size} are not all within '{key}', which has {size}"
                 )
         except BaseException:
             os.close(file)
             raise
-        self._regions[name] = _Region(name, key, offset, byte_size, file)
+        region = self._regions[name] = MemoryRegion(name, key, offset, byte_size, file)
+        weakref.finalize(region, os.close, file)
+        self._open.add(region)
 
     def unregister(self, name: str | None = None) -> None:
         """Unregister a region, or all with None. An unknown name is not an error, as in Triton."""
         self._check_enabled()
         for known in [*self._regions] if name is None else self._regions.keys() & {name}:
-            os.close(self._regions.pop(known).file)
+            del self._regions[known]
 
     def status(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None."""
-        self._check_enabled()
+        """The `name`, `key`, `offset` and `byte_size` of a region, or of all with None; none where memory is off."""
         regions = list(self._regions.values()) if name is None else [self._find(name)]
         return [{name: getattr(region, name) for name in ("name", "key", "offset", "byte_size")} for region in regions]
 
@@ -90,9 +96,9 @@ class SharedMemory:
             raise _shrunk(region)
         return data
 
-    def write(self, name: str, offset: int, data: bytes | memoryview) -> None:
-        """Copy bytes to `offset` in a region."""
-        region = self.check(name, offset, len(data))
+    def write(self, name: str, offset: int, data: bytes | memoryview, held: MemoryRegion | None = None) -> None:
+        """Copy bytes to `offset` in a region; in `held`, which a check of this range returned, if it is given."""
+        region = held or self.check(name, offset, len(data))
         begin = region.offset + offset
         try:
             if os.fstat(region.file).st_size < begin + len(data):  # a write would make it grow again
@@ -110,19 +116,19 @@ class SharedMemory:
 
     def _check_enabled(self) -> None:
         if not self.enabled:
-            raise _refused("shared memory is off: it needs a server started with --shared-memory", status=403)
+            raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
 
-    def _find(self, name: str) -> _Region:
+    def _find(self, name: str) -> MemoryRegion:
         region = self._regions.get(name)
         if region is None:
             raise _refused(f"unable to find system shared memory region '{name[:_LONGEST_NAME]}'", status=404)
         return region
 
-    def check(self, name: str, offset: int, byte_size: int) -> _Region:
-        """The region; raise what `write` would raise for this range."""
+    def check(self, name: str, offset: int, byte_size: int) -> MemoryRegion:
+        """The region, which is open for as long as it is kept; raise what `write` would raise for this range."""
         self._check_enabled()
         region = self._find(name)
-        _check_range(name, offset, byte_size)
+        _check_range(f"shared memory region '{name[:80]}'", offset, byte_size)
         if offset + byte_size > region.byte_size:
             raise _refused(
                 f"bytes {offset} to {offset + byte_size} are not all within shared memory region '{name}', "
@@ -131,13 +137,14 @@ class SharedMemory:
         return region
 
 
-def _open(key: str) -> int:
+def _open(key: str, region: str) -> int:
     """Open POSIX shared memory by its key, which may start with a slash, as for shm_open."""
+    refusal = f"cannot register shared memory region '{region}'"
+    if isinstance(key, str) and key.lstrip("/").startswith(_RESERVED):
+        raise _refused(f"{refusal} with key '{key[:80]}' as the key contains the reserved prefix '{_RESERVED}'")
     file_name = key.removeprefix("/") if isinstance(key, str) else ""
     if not file_name or file_name in (".", "..") or "/" in file_name or "\0" in file_name:
-        raise _refused(
-            f"{str(key)[:80]!r} is not a key of shared memory: expected a name, with or without a leading slash"
-        )
+        raise _refused(f"{refusal} - invalid shm key {str(key)[:80]!r}: expected a name, which may start with a slash")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(f"{_FOLDER}/{file_name}", flags)
@@ -165,10 +172,10 @@ def _check_file(file: int, key: str) -> None:
         raise _foreign(key)
 
 
-def _check_range(name: str, offset: int, byte_size: int) -> None:
-    for what, value, least in (("offset", offset, 0), ("byte size", byte_size, 1)):
+def _check_range(refusal: str, offset: int, byte_size: int) -> None:
+    for what, value, least in (("an offset", offset, 0), ("a size", byte_size, 1)):
         if type(value) is not int or not least <= value < _OFFSETS:
-            raise _refused(f"invalid {what} for shared memory region '{name[:80]}': expected {least} or more bytes")
+            raise _refused(f"{refusal}: expected {what} of {least} or more bytes")
 
 
 def _refused(message: str, status: int = 400) -> RequestError:
@@ -179,9 +186,9 @@ def _foreign(key: str) -> RequestError:
     return _refused(f"unable to open shared memory region '{key[:80]}': it belongs to another user", status=403)
 
 
-def _shrunk(region: _Region) -> RequestError:
+def _shrunk(region: MemoryRegion) -> RequestError:
     return _refused(f"shared memory region '{region.name}' was shrunk after it was registered")
 
 
-def _failed(what: str, region: _Region, error: OSError) -> RequestError:
+def _failed(what: str, region: MemoryRegion, error: OSError) -> RequestError:
     return _refused(f"cannot {what} shared memory region '{region.name}': {error.strerror}")
