@@ -119,14 +119,17 @@ def test_a_full_queue_is_resource_exhausted(tiny_bundle: Bundle) -> None:
         assert outcome(client) == "OK"
 
 
-def test_a_call_that_is_cancelled_frees_its_place(tiny_bundle: Bundle) -> None:
-    with slow_server(tiny_bundle) as (server, client):
+def test_a_call_that_is_cancelled_frees_its_place(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    with slow_server(tiny_bundle, program=f"gate = {str(gate)!r}" + HELD_MODEL) as (server, client):
+        gate.touch()
         calls = [client.async_infer("tiny", [tensor(7)], lambda result, error: None) for _ in range(6)]
         wait_until(lambda: waiting(server) == 6)
         for call in calls:
             call.cancel()
         wait_until(lambda: server.metric(DISCONNECTED) == 6)
         assert server.metric("vitx_queue_depth") == 0
+        gate.unlink()
         assert outcome(client) == "OK"
         assert server.metric("vitx_images_total") < 6  # those that waited never ran
 
@@ -209,8 +212,11 @@ def test_a_call_ends_when_its_message_does_not_arrive(tiny_bundle: Bundle) -> No
         channel.close()
 
 
-def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle) -> None:
-    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+def test_sigterm_answers_what_was_accepted_and_ends_streams(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    program = f"gate = {str(gate)!r}" + HELD_MODEL
+    with slow_server(tiny_bundle, program=program) as (server, client), ThreadPoolExecutor(4) as pool:
+        gate.touch()
         idle = triton.InferenceServerClient(grpc_address(server))
         idle.start_stream(lambda result, error: None)  # would hold the drain, were it not ended
         busy, answers = triton.InferenceServerClient(grpc_address(server)), queue.Queue[Any]()
@@ -219,6 +225,7 @@ def test_sigterm_answers_what_was_accepted_and_ends_streams(tiny_bundle: Bundle)
         calls = [pool.submit(outcome, client, number) for number in range(20, 23)]
         wait_until(lambda: waiting(server) == 4)
         server.process.send_signal(signal.SIGTERM)
+        gate.unlink()
         assert {call.result(20) for call in calls} == {"OK"}
         assert answers.get(timeout=20).as_numpy("logits") == pytest.approx(NumpySession().infer(image(9)), rel=1e-4)
         assert server.process.wait(20) == 0
@@ -240,8 +247,11 @@ def test_a_signal_under_load_loses_no_accepted_call(tiny_bundle: Bundle) -> None
             end_under_load(server, signal.SIGTERM, new_client, good="OK", refused="refused", gone="UNAVAILABLE")
 
 
-def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
-    with slow_server(tiny_bundle) as (server, client), ThreadPoolExecutor(4) as pool:
+def test_readiness_follows_the_drain(tmp_path: Path, tiny_bundle: Bundle) -> None:
+    gate = tmp_path / "gate"
+    program = f"gate = {str(gate)!r}" + HELD_MODEL
+    with slow_server(tiny_bundle, program=program) as (server, client), ThreadPoolExecutor(4) as pool:
+        gate.touch()
         assert client.is_server_ready()
         calls = [pool.submit(outcome, client) for _ in range(4)]
         wait_until(lambda: waiting(server) == 4)
@@ -251,6 +261,7 @@ def test_readiness_follows_the_drain(tiny_bundle: Bundle) -> None:
         assert not client.is_model_ready("tiny")
         with grpc.insecure_channel(grpc_address(server)) as channel:
             assert channel.unary_unary("/grpc.health.v1.Health/Check")(b"") == b"\x08\x02"  # NOT_SERVING
+        gate.unlink()
         assert {call.result(20) for call in calls} == {"OK"}
         assert server.process.wait(20) == 0
 

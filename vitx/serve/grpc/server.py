@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from vitx.core.errors import EnvironmentMissing
 from vitx.serve.errors import DeadlineMissed, RequestError
 from vitx.serve.grpc.messages import check_fields, message_class
-from vitx.serve.grpc.service import Call, GrpcService
+from vitx.serve.grpc.service import Call, grpc_calls
 from vitx.serve.models.served_model import InFlight
 from vitx.serve.observe.access_log import CLIENT_GONE, request_id
 from vitx.serve.observe.request_record import CURRENT_RECORD, RequestRecord
@@ -61,7 +61,7 @@ class GrpcServer:
         shared_port: other workers of the same parent listen on it too. pem: key and certificate chain; None: no TLS.
         """
         self._core, self._models, self._metrics, self._budget = core, core.models, core.metrics, core.budget
-        self._service = GrpcService(core)
+        self._calls = grpc_calls(core)
         self._streams: set[Replies] = set()
         self._in_flight = InFlight()  # streams included
         options = [
@@ -100,9 +100,8 @@ class GrpcServer:
         await self._server.stop(_GRACE_SECONDS)
 
     def _handlers(self) -> list[grpc.GenericRpcHandler]:
-        calls = self._service.calls()
-        health = {"Check": self._unary("Check", *calls.pop("HealthCheck"))}
-        unary = {name: self._unary(name, *of) for name, of in calls.items()}
+        health = {"Check": self._unary("Check", *self._calls.pop("HealthCheck"))}
+        unary = {name: self._unary(name, *of) for name, of in self._calls.items()}
         stream = {"ModelStreamInfer": grpc.stream_stream_rpc_method_handler(self._stream)}
         return [
             grpc.method_handlers_generic_handler("inference.GRPCInferenceService", unary | stream),
@@ -231,7 +230,7 @@ class GrpcServer:
     async def _stream_reply(self, request: Any, context: Any) -> bytes:
         response = _StreamResponse()
         try:
-            answer = await self._counted("grpc.ModelStreamInfer", self._service.model_infer, request, context)
+            answer = await self._counted("grpc.ModelStreamInfer", self._calls["ModelInfer"][1], request, context)
             response.infer_response.MergeFrom(answer)
             # Triton marks the last response of each request; here each has only one.
             response.infer_response.parameters["triton_final_response"].bool_param = True

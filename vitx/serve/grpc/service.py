@@ -24,73 +24,69 @@ _MANY_NUMBERS = 1 << 14  # sent one by one: they are read beside the event loop
 _SERVING, _NOT_SERVING = 1, 2  # of grpc.health.v1
 
 
-class GrpcService:
-    """The calls on a server's models. Each takes a message and the call's context, and may raise RequestError."""
+def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
+    """Method name → class of its request message and its function, of all methods except the stream.
 
-    def __init__(self, core: ServerCore) -> None:
-        self._core, self._models = core, core.models
+    A function takes a message and the call's context, and may raise RequestError. "HealthCheck" is
+    `grpc.health.v1.Health/Check`. Answers are JSON, mostly that of HTTP; None: an empty message.
+    """
+    models, memory, repository = core.models, core.memory, core.repository
+    # `binary_tensor_data` is HTTP's.
+    offered = extensions(memory=memory.enabled, repository=repository is not None)[1:]
+    about = {"name": models.server_id, "version": __version__, "extensions": offered}
 
-    def calls(self) -> dict[str, tuple[Any, Call]]:
-        """Method name → class of its request message and its function, of all methods except the stream.
+    def named(request: Any) -> ServedModel:
+        return models.get(request.name, request.version or None)
 
-        "HealthCheck" is `grpc.health.v1.Health/Check`. Answers are JSON, mostly that of HTTP; None: an empty message.
-        """
-        models, memory, repository, named = self._models, self._core.memory, self._core.repository, self._named
-        # `binary_tensor_data` is HTTP's.
-        offered = extensions(memory=memory.enabled, repository=repository is not None)[1:]
-        about = {"name": models.server_id, "version": __version__, "extensions": offered}
-        answers: dict[str, Answer] = {
-            "ServerLive": lambda asked: {"live": True},
-            "ServerReady": lambda asked: {"ready": models.ready},
-            "ServerMetadata": lambda asked: about,
-            # False for an unknown model, as in Triton.
-            "ModelReady": lambda asked: {"ready": models.is_ready(asked.name, asked.version or None)},
-            "ModelMetadata": lambda asked: named(asked).contract.metadata(models.versions(asked.name)),
-            "ModelConfig": lambda asked: {"config": named(asked).config()},
-            "ModelStatistics": lambda asked: {
-                "model_stats": [model.statistics() for model in ([named(asked)] if asked.name else models)]
-            },
-            "RepositoryIndex": lambda asked: {"models": managed(repository).index(ready=asked.ready)},
-            "RepositoryModelLoad": lambda asked: managed(repository, asked.parameters).load(asked.model_name),
-            "RepositoryModelUnload": lambda asked: managed(repository, asked.parameters).unload(asked.model_name),
-            "SystemSharedMemoryStatus": lambda asked: {
-                "regions": {region["name"]: region for region in memory.status(asked.name or None)}
-            },
-            "SystemSharedMemoryRegister": lambda asked: memory.register(
-                asked.name, asked.key, asked.offset, asked.byte_size
-            ),
-            "SystemSharedMemoryUnregister": lambda asked: memory.unregister(asked.name or None),
-            # Clients unregister all CUDA regions when they start; there never are any.
-            "CudaSharedMemoryStatus": lambda asked: None,
-            "CudaSharedMemoryUnregister": lambda asked: None,
-            "CudaSharedMemoryRegister": lambda asked: not_offered(NO_CUDA),
-            "TraceSetting": lambda asked: not_offered("trace settings are not offered"),
-            "LogSettings": lambda asked: not_offered("log settings are not offered"),
-            "HealthCheck": self._health,
-        }
-        calls = {name: (_message(f"{name}Request"), _answered(name, answer)) for name, answer in answers.items()}
-        return {**calls, "ModelInfer": (message_class("ModelInferRequest"), self.model_infer)}
+    def health(request: Any) -> dict[str, Any]:
+        """Of the server ("") or of a model."""
+        if request.service and request.service not in models.names:
+            raise RequestError(f"unknown service '{request.service[:80]}'", status=404, reason="unknown_model")
+        ready = models.is_ready(request.service) if request.service else models.ready
+        return {"status": _SERVING if ready else _NOT_SERVING}
 
-    async def model_infer(self, request: Any, context: Any) -> Any:
-        model = self._models.get(request.model_name, request.model_version or None)
-        asked = (request, model.contract, self._core.limits, self._core.memory)
+    async def model_infer(request: Any, context: Any) -> Any:
+        model = models.get(request.model_name, request.model_version or None)
+        asked = (request, model.contract, core.limits, core.memory)
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
         decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
         given = [seconds for seconds in (context.time_remaining(), decoded.timeout) if seconds is not None]
         deadline = time.monotonic() + min(given) if given else None
         rows = await model.infer(decoded, deadline)
         labels = model.bundle.manifest.labels
-        return encode_infer_response(rows, decoded, model.contract, labels, self._core.memory)
+        return encode_infer_response(rows, decoded, model.contract, labels, core.memory)
 
-    def _health(self, request: Any) -> dict[str, Any]:
-        """Of the server ("") or of a model."""
-        if request.service and request.service not in self._models.names:
-            raise RequestError(f"unknown service '{request.service[:80]}'", status=404, reason="unknown_model")
-        ready = self._models.is_ready(request.service) if request.service else self._models.ready
-        return {"status": _SERVING if ready else _NOT_SERVING}
-
-    def _named(self, request: Any) -> ServedModel:
-        return self._models.get(request.name, request.version or None)
+    answers: dict[str, Answer] = {
+        "ServerLive": lambda asked: {"live": True},
+        "ServerReady": lambda asked: {"ready": models.ready},
+        "ServerMetadata": lambda asked: about,
+        # False for an unknown model, as in Triton.
+        "ModelReady": lambda asked: {"ready": models.is_ready(asked.name, asked.version or None)},
+        "ModelMetadata": lambda asked: named(asked).contract.metadata(models.versions(asked.name)),
+        "ModelConfig": lambda asked: {"config": named(asked).config()},
+        "ModelStatistics": lambda asked: {
+            "model_stats": [model.statistics() for model in ([named(asked)] if asked.name else models)]
+        },
+        "RepositoryIndex": lambda asked: {"models": managed(repository).index(ready=asked.ready)},
+        "RepositoryModelLoad": lambda asked: managed(repository, asked.parameters).load(asked.model_name),
+        "RepositoryModelUnload": lambda asked: managed(repository, asked.parameters).unload(asked.model_name),
+        "SystemSharedMemoryStatus": lambda asked: {
+            "regions": {region["name"]: region for region in memory.status(asked.name or None)}
+        },
+        "SystemSharedMemoryRegister": lambda asked: memory.register(
+            asked.name, asked.key, asked.offset, asked.byte_size
+        ),
+        "SystemSharedMemoryUnregister": lambda asked: memory.unregister(asked.name or None),
+        # Clients unregister all CUDA regions when they start; there never are any.
+        "CudaSharedMemoryStatus": lambda asked: None,
+        "CudaSharedMemoryUnregister": lambda asked: None,
+        "CudaSharedMemoryRegister": lambda asked: not_offered(NO_CUDA),
+        "TraceSetting": lambda asked: not_offered("trace settings are not offered"),
+        "LogSettings": lambda asked: not_offered("log settings are not offered"),
+        "HealthCheck": health,
+    }
+    calls = {name: (_message(f"{name}Request"), _answered(name, answer)) for name, answer in answers.items()}
+    return {**calls, "ModelInfer": (message_class("ModelInferRequest"), model_infer)}
 
 
 def _message(name: str) -> Any:

@@ -34,7 +34,9 @@ _POSITIVE: Json = {"type": "integer", "minimum": 1}
 _OBJECT: Json = {"type": "object"}
 _ANY: Json = {}
 _PREDICTIONS = _list(_ref("Prediction"), minItems=1)
-_PARAMETERS = _ref("Parameters")
+_PARAMETERS, _TENSOR = _ref("Parameters"), _ref("Tensor")
+_NAMED: Json = {"name": _TEXT, "parameters": _PARAMETERS}
+_INTEGERS, _OUTPUTS = _list({"type": "integer"}), _list(_ref("RequestedOutput"))
 
 # What routes take and return, by media type.
 HTML, TEXT, OBJECT, OBJECTS = {"text/html": _ANY}, {"text/plain": _ANY}, {_JSON: _OBJECT}, {_JSON: _list(_OBJECT)}
@@ -51,28 +53,13 @@ _SCHEMAS = {
     ),
     "Result": _object(filename=_TEXT, predictions=_PREDICTIONS, error=_TEXT),
     "Classified": _object("model", model=_TEXT, predictions=_PREDICTIONS, results=_list(_ref("Result"))),
-    "Tensor": _object(
-        "name shape datatype",
-        name=_TEXT,
-        shape=_list({"type": "integer"}),
-        datatype=_TEXT,
-        data={"type": "array"},
-        parameters=_PARAMETERS,
-    ),
-    "RequestedOutput": _object("name", name=_TEXT, parameters=_PARAMETERS),
+    "Tensor": _object("name shape datatype", **_NAMED, shape=_INTEGERS, datatype=_TEXT, data={"type": "array"}),
+    "RequestedOutput": _object("name", **_NAMED),
     "InferRequest": _object(
-        "inputs",
-        id=_TEXT,
-        parameters=_PARAMETERS,
-        inputs=_list(_ref("Tensor"), minItems=1, maxItems=1),
-        outputs=_list(_ref("RequestedOutput")),
+        "inputs", id=_TEXT, parameters=_PARAMETERS, inputs=_list(_TENSOR, minItems=1, maxItems=1), outputs=_OUTPUTS
     ),
     "InferResponse": _object(
-        "model_name model_version outputs",
-        model_name=_TEXT,
-        model_version=_TEXT,
-        id=_TEXT,
-        outputs=_list(_ref("Tensor")),
+        "model_name model_version outputs", model_name=_TEXT, model_version=_TEXT, id=_TEXT, outputs=_list(_TENSOR)
     ),
     "Region": _object("key byte_size", closed=True, key=_TEXT, offset=_COUNT, byte_size=_POSITIVE),
 }

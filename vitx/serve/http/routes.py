@@ -18,7 +18,7 @@ from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.http import openapi as api
 from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
-from vitx.serve.models.repository import Repository, managed
+from vitx.serve.models.repository import managed
 from vitx.serve.models.served_model import ServedModel
 from vitx.serve.protocol.infer import extensions
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
@@ -120,11 +120,8 @@ def _model_routes(core: ServerCore, add: Add) -> None:
 def _memory_routes(core: ServerCore, add: Add) -> None:
     memory = core.memory
 
-    def status(request: Request) -> list[dict[str, Any]]:
-        return memory.status(request.path_params.get("region"))
-
-    def unregister(request: Request) -> None:
-        memory.unregister(request.path_params.get("region"))
+    def of_region(act: Callable[[str | None], Any]) -> Answer:
+        return lambda request: act(request.path_params.get("region"))
 
     async def register(request: Request) -> None:
         given = await _json_body(request, core.limits)
@@ -137,7 +134,7 @@ def _memory_routes(core: ServerCore, add: Add) -> None:
 
     # Clients unregister all CUDA regions when they start; there never are any.
     cuda: tuple[Answer, ...] = (lambda request: [], lambda request: None, lambda request: not_offered(NO_CUDA))
-    system: tuple[Answer, ...] = (status, unregister, register)
+    system: tuple[Answer, ...] = (of_region(memory.status), of_region(memory.unregister), register)
     for kind, name, answers in (("system", "memory", system), ("cuda", "cuda_memory", cuda)):
         root, add_memory = f"/v2/{kind}sharedmemory", partial(add, errors=api.MEMORY)
         region = root + "/region/{region}"
@@ -156,26 +153,19 @@ def _repository_routes(core: ServerCore, add: Add) -> None:
             raise RequestError('the body of an index request is {} or {"ready": true}')
         return models.index(ready=ready)
 
-    async def asked(request: Request) -> Repository:
-        """The repository, for a load or unload."""
+    async def change(what: str, request: Request) -> None:
+        """Load or unload a model."""
         managed(core.repository)
         body = await _json_body(request, core.limits, optional=True)
         parameters = body.get("parameters", {})
         if body.keys() - {"parameters"} or not isinstance(parameters, dict):
             raise RequestError('the body is {} or {"parameters": {…}}')
-        return managed(core.repository, parameters)
-
-    async def load(request: Request) -> None:
-        await (await asked(request)).load(request.path_params["model"])
-
-    async def unload(request: Request) -> None:
-        await (await asked(request)).unload(request.path_params["model"])
+        await getattr(managed(core.repository, parameters), what)(request.path_params["model"])
 
     root, add = "/v2/repository", partial(add, method="POST")
-    model = root + "/models/{model}"
     add("repository_index", "Every model there is, and its state", index, root + "/index", **api.INDEX)
-    add("model_load", "Load a model, or load it again", load, model + "/load", **api.MANAGE)
-    add("model_unload", "Serve a model no longer", unload, model + "/unload", **api.MANAGE)
+    for what, summary in (("load", "Load a model, or load it again"), ("unload", "Serve a model no longer")):
+        add(f"model_{what}", summary, partial(change, what), f"{root}/models/{{model}}/{what}", **api.MANAGE)
 
 
 async def _json_body(request: Request, limits: Limits, *, optional: bool = False) -> Mapping[str, Any]:

@@ -5,9 +5,9 @@ import ssl
 import urllib.error
 import urllib.parse
 import urllib.request
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -166,14 +166,11 @@ def quantile(buckets: Mapping[float, float], share: float) -> float | None:
 
     None without samples; the largest finite bound if the quantile lies beyond it.
     """
-    bounds = sorted(buckets)
-    if not bounds or not buckets[bounds[-1]]:
+    bounds = [0.0, *sorted(buckets)]
+    counts = [0.0, *(buckets[bound] for bound in bounds[1:])]
+    rank = share * counts[-1]
+    if not rank:
         return None
-    rank = share * buckets[bounds[-1]]
-    for low, high in pairwise([0.0, *bounds]):
-        if buckets[high] >= rank:
-            if high == float("inf"):
-                return low
-            below = buckets.get(low, 0.0)
-            return low + (high - low) * (rank - below) / (buckets[high] - below) if buckets[high] > below else high
-    return None
+    place = bisect_left(counts, rank)
+    low, high, below = bounds[place - 1], bounds[place], counts[place - 1]
+    return low if high == float("inf") else low + (high - low) * (rank - below) / (counts[place] - below)
