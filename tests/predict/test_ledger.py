@@ -12,9 +12,9 @@ import pytest
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.predict import ledger as ledger_module
-from vitx.predict.inputs.inventory import Inventory, Shard
+from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 
@@ -148,7 +148,6 @@ def test_totals_are_sums(ledger: Ledger) -> None:
     assert all(type(total) is int for total in ledger.totals())
     assert list(ledger.records()) == [(1, "images", DONE)]
     assert ledger.first_shard_with_errors() == 1
-    assert ledger.lists()
 
 
 def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> None:
@@ -167,7 +166,7 @@ def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> N
 def test_totals_of_containers_are_not_known_beforehand(path: Path) -> None:
     with closing(created(path, (Shard("tar", "a.tar"), Shard("tar", "b.tar")))) as one:
         assert one.totals() == (2, 0, 0, 0, None)
-        assert not one.lists()
+        assert not one.has_images()
         for claim in one.unfinished():
             one.commit(claim, DONE, lambda: None)
         assert one.totals() == (2, 2, 8, 2, 8)
@@ -256,7 +255,7 @@ def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(path: Path, share: tuple[int, int], numbers: list[int]) -> None:
     with closing(Ledger(path)) as one:
-        one.create("", Inventory("", SHARDS, "", Share(*share)).numbered())
+        one.create("", Inventory("", SHARDS, share=Share(*share)).numbered())
         assert [claim.id for claim in one.unfinished()] == numbers
 
 

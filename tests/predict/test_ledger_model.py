@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vitx.core.files import sha256_bytes
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger import Claim, Ledger, ShardRecord, Totals
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord, Totals
 
 NUMBERS = st.integers(0, 5)
 

@@ -7,14 +7,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from bundle_fixture import LABELS, PREPROCESSING
+from bundle_fixture import LABELS, PREPROCESSING, listed_names
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.predict import PREDICTIONS
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, ShardRecord
+from vitx.predict.ledger import Claim, Shard, ShardRecord
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, remove_leftovers
 from vitx.predict.pipeline.worker import Job
@@ -162,8 +160,8 @@ def job(folder: Path, base: str) -> Job:
 def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
-    ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
-    claims = [Claim(number, Shard("images", "", *part)) for number, part in enumerate(ranges, 1)]
+    shards = listed_names(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
+    claims = [Claim(number, shard) for number, shard in enumerate(shards, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]
     assert [pool._sample_path(given, claim) for claim in claims] == expected

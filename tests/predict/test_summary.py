@@ -11,9 +11,8 @@ from vitx.core.bundle import MANIFEST
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
-from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.ledger import Ledger, Shard, ShardRecord, Totals
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.summary import PredictionSummary, SourceCounts, bundle_digest, summarize, summary_name

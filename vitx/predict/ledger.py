@@ -1,4 +1,7 @@
-"""Which shards of a run are done: a SQLite file of the one process that holds the run's lock.
+"""What a run has to do and what is done: a SQLite file of the one process that holds the run's lock.
+
+image: the names of single images in their order; a shard of them is a range of `id`. A name is bytes, because a file
+name need not be valid Unicode, with NUL for "/": in this order "a/b" comes before "a-b", as the part "a" before "a-b".
 
 A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
 nothing of that is left when the process is killed.
@@ -7,29 +10,38 @@ made: the sha256 of the file that was, or is about to be, renamed into place; NU
 stored: the sha256 of the file that was put into an object store last, see `Mirror`.
 """
 
+import hashlib
 import json
+import os
 import sqlite3
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
-from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.options import Share
 
 T = TypeVar("T")
 Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 5
+FORMAT = 6
+# Rows that are read at once.
+PAGE = 4096
+# The names of its copies begin with this, see `Ledger.copied`.
+COPY = "images-"
 
-# Paths are bytes, because a file name need not be valid Unicode and TEXT must be.
 _SCHEMA = f"""
 CREATE TABLE run (description TEXT NOT NULL);
+CREATE TABLE image (id INTEGER PRIMARY KEY, name BLOB NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
@@ -38,7 +50,26 @@ CREATE TABLE shard (
 PRAGMA user_version = {FORMAT}
 """
 _SHARD = "kind, location, start, count"
+_NEW = "name NOT IN (SELECT name FROM image)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
+
+
+ShardKind = Literal["images", "tar", "parquet"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The unit of work, by kind.
+
+    images: `count` single images behind the first `start`. tar: the file at `location`. parquet: the row group of the
+    file at `location` that begins with row `start`, or all of a file without a `count`. count: the number of images,
+    None if only reading the shard can tell.
+    """
+
+    kind: ShardKind
+    location: str
+    start: int = 0
+    count: int | None = None
 
 
 class ShardRecord(NamedTuple):
@@ -115,6 +146,58 @@ class Ledger:
         """Of the run; empty before `create`."""
         return next((str(text) for (text,) in self._rows("SELECT description FROM run")), "")
 
+    def find(self, images: Iterable[tuple[str, str | None]], *, once: bool = False) -> int:
+        """Put names and versions of images in the table `found`, which ends with the process; return their number.
+
+        once: one that comes again is left out.
+        """
+
+        def work() -> int:
+            self._connection.execute("DROP TABLE IF EXISTS temp.found")
+            unique = "UNIQUE" if once else ""
+            self._connection.execute(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
+            self._connection.executemany(
+                "INSERT OR IGNORE INTO found VALUES (?, ?)",
+                ((os.fsencode(name).replace(b"/", b"\0"), version) for name, version in images),
+            )
+            return int(self._one("SELECT count(*) FROM found")[0])
+
+        return self._write(work)
+
+    def number(self, share: Share | None, *, in_order: bool = False) -> tuple[int, str]:
+        """Make the names that were found last the images of the run, those of `share`: every Nth of N jobs.
+
+        in_order: as they were found, else sorted. Return how many the run has, and the sha256 of all that were found;
+        without a share only that.
+        """
+        hasher = hashlib.sha256()
+
+        def hashed() -> Iterator[list[Row]]:
+            found = self._connection.execute(f"SELECT name FROM found ORDER BY {'rowid' if in_order else 'name'}")
+            while page := found.fetchmany(PAGE):
+                hasher.update(b"/".join(name for (name,) in page) + b"/")
+                yield page
+
+        def work() -> int:
+            if share is None:
+                return sum(0 for _ in hashed())
+            self._connection.execute("DELETE FROM image")  # of a creation that did not come to its end
+            own = islice(chain.from_iterable(hashed()), share.number - 1, None, share.jobs)
+            return self._connection.executemany("INSERT INTO image (name) VALUES (?)", own).rowcount
+
+        return max(0, self._write(work)), hasher.hexdigest()
+
+    @contextmanager
+    def copied(self) -> Iterator[Path]:
+        """Yield a copy that other machines may read too, as `names_of` does; it is removed at the end."""
+        path = self.path.with_name(f"{COPY}{uuid.uuid4().hex}")
+        try:
+            with self._lock:
+                self._connection.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(path),))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def create(self, description: str, shards: Iterable[tuple[int, Shard]]) -> None:
         def work() -> None:
             self._insert(shards)
@@ -122,35 +205,67 @@ class Ledger:
 
         self._write(work)
 
+    def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
+        """Compare the images of the run with those that were found last, each once.
+
+        read: of each image in a finished file its id, the version that was read, the shard and the place in the file.
+        Returns how many are not in the run; and of those in it how many are not finished, of another version than was
+        read, the same, and gone.
+        """
+
+        def work() -> tuple[int, ...]:
+            self._connection.execute("DROP TABLE IF EXISTS temp.read")
+            self._connection.execute(
+                "CREATE TEMP TABLE read (id INTEGER PRIMARY KEY, version TEXT, shard INTEGER, place INTEGER)"
+            )
+            self._connection.executemany("INSERT INTO read VALUES (?, ?, ?, ?)", read)
+            return self._one(
+                f"SELECT (SELECT count(*) FROM found WHERE {_NEW}), coalesce(sum(here AND NOT done), 0), "
+                "coalesce(sum(here AND done AND differs), 0), coalesce(sum(here AND done AND NOT differs), 0), "
+                "count(*) - coalesce(sum(here), 0) FROM ("
+                "SELECT found.name IS NOT NULL AS here, read.id IS NOT NULL AS done, "
+                "read.version IS NOT found.version AS differs "
+                "FROM image LEFT JOIN read USING (id) LEFT JOIN found USING (name))"
+            )
+
+        return self._write(work)
+
     def extend(
         self,
         description: str,
+        shard_size: int,
         *,
-        again: Iterable[tuple[int, list[int]]] = (),
+        in_order: bool = False,
         replaced: Iterable[tuple[int, Shard]] = (),
         added: Iterable[Shard] = (),
     ) -> None:
-        """Add work to the run.
+        """Add to the run what the last comparison found: new images, and those to be read again in a finished file.
 
-        description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
-        (shard, places). replaced: shards that are to be done anew, by number. added: further shards.
+        description: of the run, from now on. in_order: see `number`. replaced: shards that are to be done anew, by
+        number. added: further shards.
         """
 
         def work() -> None:
-            run = self._connection.execute
-            for number, places in again:
+            run, many = self._connection.execute, self._connection.executemany
+            many(
+                f"UPDATE shard SET again = ?, kept = coalesce(digest, kept), {_SET_FREE} WHERE id = ?",
                 run(
-                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} WHERE id = ?",
-                    (json.dumps(places), number),
-                )
-            for number, shard in replaced:
-                run(
-                    f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
-                    "WHERE id = ?",
-                    (shard.start, shard.count, number),
-                )
-            (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
-            self._insert(enumerate(added, last + 1))
+                    "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
+                    "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
+                ).fetchall(),
+            )
+            many(
+                f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
+                "WHERE id = ?",
+                ((shard.start, shard.count, number) for number, shard in replaced),
+            )
+            number, before = self._one("SELECT (SELECT max(id) FROM shard), (SELECT count(*) FROM image)")
+            run(
+                f"INSERT INTO image (name) SELECT name FROM found WHERE {_NEW} ORDER BY "
+                + ("rowid" if in_order else "name")
+            )
+            (after,) = self._one("SELECT count(*) FROM image")
+            self._insert(enumerate([*image_shards(before, after, shard_size), *added], number + 1))
             run("UPDATE run SET description = ?", (description,))
 
         self._write(work)
@@ -160,9 +275,9 @@ class Ledger:
         for row in self._pages(f"id, coalesce(digest, kept), {_SHARD}", "TRUE"):
             yield row[0], _shard(row[2:]), row[1]
 
-    def lists(self) -> list[str]:
-        """The files beside the first one that hold names of single images."""
-        return [_decoded(row[0]) for row in self._rows("SELECT DISTINCT location FROM shard WHERE kind = 'images'")]
+    def has_images(self) -> bool:
+        """Whether some shards are of single images."""
+        return bool(self._rows("SELECT 1 FROM image LIMIT 1"))
 
     def unfinished(self) -> Iterator[Claim]:
         """Yield the shards that are not done, in order; what is finished or set free meanwhile does not matter."""
@@ -250,10 +365,7 @@ class Ledger:
     def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            (
-                (number, one.kind, one.location.encode("utf-8", "surrogateescape"), one.start, one.count)
-                for number, one in shards
-            ),
+            ((number, one.kind, os.fsencode(one.location), one.start, one.count) for number, one in shards),
         )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
@@ -292,8 +404,22 @@ class Ledger:
 
 
 def _shard(row: Sequence[Any]) -> Shard:
-    return Shard(row[0], _decoded(row[1]), row[2], row[3])
+    return Shard(row[0], os.fsdecode(row[1]), row[2], row[3])
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
+def image_shards(start: int, end: int, size: int) -> list[Shard]:
+    """Of the images behind the first `start` up to `end`."""
+    return [Shard("images", "", first, min(size, end - first)) for first in range(start, end, size)]
+
+
+def names_of(shard: Shard, listing: Path) -> Iterator[str]:
+    """The names of a shard of single images. listing: the ledger's file, or a copy of it, see `Ledger.copied`."""
+    # A copy does not change, and where it lies no lock may work. Closed by whichever thread drops the iterator.
+    mode = "immutable=1" if listing.name.startswith(COPY) else "mode=ro"
+    location = f"{listing.absolute().as_uri()}?{mode}"
+    with closing(sqlite3.connect(location, timeout=BUSY_SECONDS, uri=True, check_same_thread=False)) as database:
+        end = shard.start + (shard.count or 0)
+        for first in range(shard.start, end, PAGE):
+            within = (first, min(first + PAGE, end))
+            names = database.execute("SELECT name FROM image WHERE id > ? AND id <= ? ORDER BY id", within).fetchall()
+            yield from (os.fsdecode(name.replace(b"\0", b"/")) for (name,) in names)

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vitx.core.errors import EnvironmentMissing
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import LedgerShards
