@@ -241,15 +241,9 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
     with closing(sqlite3.connect(path)) as older:
         assert older.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("vitx_plan",)]
     with closing(Ledger(tmp_path / "new")) as newer:
-        newer._write(lambda: newer._connection.execute("PRAGMA user_version = 99"))
+        newer._connection.execute("PRAGMA user_version = 99")
     with pytest.raises(InputError, match="was written by another version"):
         Ledger(tmp_path / "new")
-
-
-def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 20)
-    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"):
-        Ledger(tmp_path / "ledger.sqlite")
 
 
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
@@ -318,7 +312,7 @@ def test_what_is_no_fault_of_the_file_is_not_called_damage(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         Ledger(tmp_path / "ledger.sqlite")
     monkeypatch.undo()
-    monkeypatch.setattr(Ledger, "_create_tables", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
+    monkeypatch.setattr(Ledger, "_open", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
     with pytest.raises(sqlite3.OperationalError, match=r"^disk$"):
         Ledger(tmp_path / "ledger.sqlite")
 
@@ -327,9 +321,10 @@ def test_a_transaction_that_is_over_does_not_hide_the_error(ledger: Ledger) -> N
     """SQLite ends it by itself when the disk is full."""
 
     def work() -> None:
-        ledger._connection.execute("ROLLBACK")
-        raise ValueError("full")
+        with ledger._writing() as run:
+            run("ROLLBACK")
+            raise ValueError("full")
 
     with pytest.raises(ValueError, match=r"^full$"):
-        ledger._write(work)
+        work()
     assert ledger.totals().shards == 3

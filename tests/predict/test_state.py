@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -317,3 +318,31 @@ def test_a_job_needs_hard_links_and_waits_for_a_full_disk(
     ):
         job(tmp_path / "out", images, Share(1, 2))
     assert raised == []  # tried again after the first one
+
+
+@pytest.mark.parametrize("place", [0, 5000])
+def test_a_damaged_ledger_is_refused_and_left_there(tmp_path: Path, images: Path, place: int) -> None:
+    """At once, or where a page is read."""
+    out = tmp_path / "out"
+    with opened(out) as ledger:
+        opened_run(ledger, out, settings_of(images))
+    content = (out / STATE / LEDGER).read_bytes()
+    damaged = content[:place] + b"\xff" * (len(content) - place)
+    (out / STATE / LEDGER).write_bytes(damaged)
+    message = r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"
+    with pytest.raises(InputError, match=message), opened(out) as ledger:
+        names(ledger)
+    assert (out / STATE / LEDGER).read_bytes() == damaged
+
+
+def test_a_ledger_that_is_damaged_while_it_is_used_is_left_there(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+
+    def fail(ledger: Ledger) -> None:
+        opened_run(ledger, out, settings_of(images))
+        ledger._connection.execute("DROP TABLE run")
+        raise sqlite3.DatabaseError("torn")
+
+    with pytest.raises(InputError, match=r"damaged \(torn\)"), opened(out) as ledger:
+        fail(ledger)
+    assert (out / STATE / LEDGER).exists()

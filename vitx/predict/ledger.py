@@ -21,14 +21,13 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
 from vitx.predict.options import Share
 
-T = TypeVar("T")
 Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
@@ -112,8 +111,8 @@ class Claim:
 class Ledger:
     """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    For all threads: one uses it at a time. Raises InputError for a file that is damaged, or of another version of vitx;
-    what writes raises EnvironmentMissing if another program has locked the file for BUSY_SECONDS.
+    For all threads: one uses it at a time. Raises InputError for a file of another version of vitx; what writes raises
+    EnvironmentMissing if another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,20 +122,25 @@ class Ledger:
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._open()
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
-                raise
-            again = "choose another folder, or pass --overwrite"
-            raise InputError(f"the ledger {path} is damaged ({error}): {again}") from None
+            raise
 
     def _open(self) -> None:
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Without a flush at each commit, a power cut may lose the last commits, but not the file's consistency: those
         # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
-        if self._one("PRAGMA user_version") != (FORMAT,):
-            self._write(self._create_tables)
+        if self._rows("PRAGMA user_version") == [(FORMAT,)]:
+            return
+        with self._writing() as run:
+            if self._rows("SELECT 1 FROM sqlite_master"):
+                raise InputError(
+                    f"the ledger {self.path} was written by another version of vitx: finish the run with that one, "
+                    "choose another folder, or pass --overwrite"
+                )
+            for statement in _SCHEMA.split(";"):
+                run(statement)
 
     def close(self) -> None:
         with self._lock:
@@ -152,17 +156,15 @@ class Ledger:
         once: one that comes again is left out.
         """
 
-        def work() -> int:
-            self._connection.execute("DROP TABLE IF EXISTS temp.found")
-            unique = "UNIQUE" if once else ""
-            self._connection.execute(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
+        unique = "UNIQUE" if once else ""
+        with self._writing() as run:
+            run("DROP TABLE IF EXISTS temp.found")
+            run(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
             self._connection.executemany(
                 "INSERT OR IGNORE INTO found VALUES (?, ?)",
                 ((os.fsencode(name).replace(b"/", b"\0"), version) for name, version in images),
             )
-            return int(self._one("SELECT count(*) FROM found")[0])
-
-        return self._write(work)
+        return int(self._rows("SELECT count(*) FROM found")[0][0])
 
     def number(self, share: Share | None, *, in_order: bool = False) -> tuple[int, str]:
         """Make the names that were found last the images of the run, those of `share`: every Nth of N jobs.
@@ -178,14 +180,14 @@ class Ledger:
                 hasher.update(b"/".join(name for (name,) in page) + b"/")
                 yield page
 
-        def work() -> int:
+        names = chain.from_iterable(hashed())
+        with self._writing() as run:
             if share is None:
-                return sum(0 for _ in hashed())
-            self._connection.execute("DELETE FROM image")  # of a creation that did not come to its end
-            own = islice(chain.from_iterable(hashed()), share.number - 1, None, share.jobs)
-            return self._connection.executemany("INSERT INTO image (name) VALUES (?)", own).rowcount
-
-        return max(0, self._write(work)), hasher.hexdigest()
+                return sum(0 for _ in names), hasher.hexdigest()
+            run("DELETE FROM image")  # of a creation that did not come to its end
+            own = islice(names, share.number - 1, None, share.jobs)
+            count = self._connection.executemany("INSERT INTO image (name) VALUES (?)", own).rowcount
+        return max(0, count), hasher.hexdigest()
 
     @contextmanager
     def copied(self) -> Iterator[Path]:
@@ -199,11 +201,9 @@ class Ledger:
             path.unlink(missing_ok=True)
 
     def create(self, description: str, shards: Iterable[tuple[int, Shard]]) -> None:
-        def work() -> None:
+        with self._writing() as run:
             self._insert(shards)
-            self._connection.execute("INSERT INTO run (description) VALUES (?)", (description,))
-
-        self._write(work)
+            run("INSERT INTO run (description) VALUES (?)", (description,))
 
     def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
         """Compare the images of the run with those that were found last, each once.
@@ -213,22 +213,18 @@ class Ledger:
         read, the same, and gone.
         """
 
-        def work() -> tuple[int, ...]:
-            self._connection.execute("DROP TABLE IF EXISTS temp.read")
-            self._connection.execute(
-                "CREATE TEMP TABLE read (id INTEGER PRIMARY KEY, version TEXT, shard INTEGER, place INTEGER)"
-            )
+        with self._writing() as run:
+            run("DROP TABLE IF EXISTS temp.read")
+            run("CREATE TEMP TABLE read (id INTEGER PRIMARY KEY, version TEXT, shard INTEGER, place INTEGER)")
             self._connection.executemany("INSERT INTO read VALUES (?, ?, ?, ?)", read)
-            return self._one(
-                f"SELECT (SELECT count(*) FROM found WHERE {_NEW}), coalesce(sum(here AND NOT done), 0), "
-                "coalesce(sum(here AND done AND differs), 0), coalesce(sum(here AND done AND NOT differs), 0), "
-                "count(*) - coalesce(sum(here), 0) FROM ("
-                "SELECT found.name IS NOT NULL AS here, read.id IS NOT NULL AS done, "
-                "read.version IS NOT found.version AS differs "
-                "FROM image LEFT JOIN read USING (id) LEFT JOIN found USING (name))"
-            )
-
-        return self._write(work)
+        (counts,) = self._rows(
+            f"SELECT (SELECT count(*) FROM found WHERE {_NEW}), count(*) FILTER (WHERE here AND NOT done), "
+            "count(*) FILTER (WHERE here AND differs), count(*) FILTER (WHERE here AND NOT differs), "
+            "count(*) FILTER (WHERE NOT here) FROM (SELECT found.name NOTNULL AS here, read.id NOTNULL AS done, "
+            "CASE WHEN read.id NOTNULL THEN read.version IS NOT found.version END AS differs "
+            "FROM image LEFT JOIN read USING (id) LEFT JOIN found USING (name))"
+        )
+        return counts
 
     def extend(
         self,
@@ -245,30 +241,23 @@ class Ledger:
         number. added: further shards.
         """
 
-        def work() -> None:
-            run, many = self._connection.execute, self._connection.executemany
-            many(
+        changed = (
+            "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
+            "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
+        )
+        with self._writing() as run:
+            self._connection.executemany(
                 f"UPDATE shard SET again = ?, kept = coalesce(digest, kept), {_SET_FREE} WHERE id = ?",
-                run(
-                    "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
-                    "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
-                ).fetchall(),
+                run(changed).fetchall(),
             )
-            many(
-                f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
-                "WHERE id = ?",
-                ((shard.start, shard.count, number) for number, shard in replaced),
-            )
-            number, before = self._one("SELECT (SELECT max(id) FROM shard), (SELECT count(*) FROM image)")
-            run(
-                f"INSERT INTO image (name) SELECT name FROM found WHERE {_NEW} ORDER BY "
-                + ("rowid" if in_order else "name")
-            )
-            (after,) = self._one("SELECT count(*) FROM image")
-            self._insert(enumerate([*image_shards(before, after, shard_size), *added], number + 1))
+            anew = f"kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE}"
+            for number, shard in replaced:
+                run(f"UPDATE shard SET {anew} WHERE id = ?", (shard.start, shard.count, number))
+            ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
+            new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {'rowid' if in_order else 'name'}"
+            after = before + run(f"INSERT INTO image (name) {new}").rowcount
+            self._insert(enumerate([*image_shards(before, after, shard_size), *added], last + 1))
             run("UPDATE run SET description = ?", (description,))
-
-        self._write(work)
 
     def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
         """Yield each shard, and the sha256 of its last finished file, or None."""
@@ -314,42 +303,41 @@ class Ledger:
 
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
-        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0")
+        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest NOTNULL AND errors > 0")
 
     def unstored(self) -> list[tuple[int, str]]:
         """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
-        found = self._rows("SELECT id, digest FROM shard WHERE digest IS NOT NULL AND stored IS NOT digest ORDER BY id")
-        return [(row[0], row[1]) for row in found]
+        return self._rows("SELECT id, digest FROM shard WHERE digest NOTNULL AND stored IS NOT digest ORDER BY id")
 
     def stored(self) -> list[int]:
         """Finished shards whose file has been put into the store."""
-        return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
+        return [number for (number,) in self._rows("SELECT id FROM shard WHERE stored = digest")]
 
     def set_stored(self, shard: int, digest: str | None) -> None:
         self._change("SET stored = ? WHERE id = ?", digest, shard)
 
     def totals(self) -> Totals:
-        shards, done, images, errors, expected, unknown = self._one(
-            # A shard that was set free still has the numbers of its last file.
-            "SELECT count(*), count(digest), "
-            "coalesce(sum(CASE WHEN digest IS NOT NULL THEN images END), 0), "
-            "coalesce(sum(CASE WHEN digest IS NOT NULL THEN errors END), 0), "
-            "coalesce(sum(coalesce(images, count)), 0), count(*) - count(coalesce(images, count)) FROM shard"
+        # A shard that was set free still has the numbers of its last file.
+        finished = "coalesce(sum({}) FILTER (WHERE digest NOTNULL), 0)"
+        expected = "CASE WHEN count(*) = count(known) THEN coalesce(sum(known), 0) END"
+        (totals,) = self._rows(
+            f"SELECT count(*), count(digest), {finished.format('images')}, {finished.format('errors')}, "
+            f"{expected} FROM (SELECT *, coalesce(images, count) AS known FROM shard)"
         )
-        return Totals(shards, done, images, errors, None if unknown else expected)
+        return Totals(*totals)
 
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
         columns = "id, kind, classes, skipped, digest, images, errors, listed"
-        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest IS NOT NULL"):
-            by_class = {int(index): count for index, count in json.loads(classes).items()}
+        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest NOTNULL"):
             images, errors, listed = counts
+            by_class = {int(index): count for index, count in json.loads(classes).items()}
             names = SkippedNames(**json.loads(skipped))
             yield number, kind, ShardRecord(digest, images, errors, by_class, listed, names)
 
     def first_shard_with_errors(self) -> int | None:
         """The first finished shard that has an unreadable image."""
-        first = self._one("SELECT min(id) FROM shard WHERE digest IS NOT NULL AND errors > 0")[0]
+        ((first,),) = self._rows("SELECT min(id) FROM shard WHERE digest NOTNULL AND errors > 0")
         return None if first is None else int(first)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
@@ -372,28 +360,18 @@ class Ledger:
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
-    def _one(self, query: str) -> Row:
-        return self._rows(query)[0]
-
     def _change(self, change: str, *values: object) -> int:
         """Run an UPDATE of the shards; return how many rows it changed."""
-        return self._write(lambda: self._connection.execute(f"UPDATE shard {change}", values).rowcount)
+        with self._writing() as run:
+            return run(f"UPDATE shard {change}", values).rowcount
 
-    def _create_tables(self) -> None:
-        if self._rows("SELECT 1 FROM sqlite_master"):
-            raise InputError(
-                f"the ledger {self.path} was written by another version of vitx: finish the run with that one, choose "
-                "another folder, or pass --overwrite"
-            )
-        for statement in _SCHEMA.split(";"):
-            self._connection.execute(statement)
-
-    def _write(self, work: Callable[[], T]) -> T:
-        """Run `work` in a transaction, which is rolled back when it raises."""
+    @contextmanager
+    def _writing(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """Yield `execute` for a transaction, which is rolled back when the block raises."""
         try:
             with self._lock, self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
-                return work()
+                yield self._connection.execute
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -32,7 +33,7 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
 
     If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
     when `out` cannot be written, another process works on it, or it holds the predictions of another run (`overwrite`
-    removes them).
+    removes them), or its ledger is damaged.
     """
     share = options.share
     if options.overwrite and share != WHOLE:
@@ -54,18 +55,23 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
             for left in state.glob(f"{COPY}*"):  # by a process that was killed
                 left.unlink()
             with closing(backoff.retry(lambda: Ledger(state / LEDGER))) as ledger:
+                listed = True
                 try:
                     yield ledger
                 finally:
-                    listed = bool(ledger.description())
-        except BaseException:
+                    with suppress(sqlite3.Error):
+                        listed = bool(ledger.description())
+        except BaseException as error:
             if state in made_here and not listed:
                 for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
                     path.unlink(missing_ok=True)
                 for folder in reversed(made_here):
                     with suppress(OSError):  # not empty
                         folder.rmdir()
-            raise
+            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+                raise
+            again = "choose another folder, or pass --overwrite"
+            raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
             remove_leftovers(out, share)
 

@@ -134,13 +134,24 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         for name in containers:
             skipped.add(name)
         containers = []
-    units, tables = _container_shards(source, base, sorted(containers), columns, others=count > 0, again=again)
+    tables = Tables(columns, again=again)
+    units = [unit for name in sorted(containers) for unit in _container_shards(base, name, tables)]
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
+    if units and len(tables.refused) == len(units) and not count:
+        raise tables.refused[0]
+    if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
+        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
     readable = tuple(tables.readable)
     return Inventory(base, tuple(units), source=named, skipped=skipped, readable=readable, schema=tables.schema())
+
+
+def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
+    if name.lower().endswith(".parquet"):
+        return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
+    return [Shard("tar", name)]
 
 
 def _is_folder(source: str) -> bool:
@@ -222,24 +233,6 @@ def _with_versions(base: str, names: Iterator[str]) -> Generator[tuple[str, str 
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _container_shards(
-    source: str, base: str, names: list[str], columns: TableColumns, *, others: bool, again: bool
-) -> tuple[list[Shard], Tables]:
-    """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
-    tables = Tables(columns, again=again)
-    units = []
-    for name in names:
-        if name.lower().endswith(".parquet"):
-            units += [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
-        else:
-            units.append(Shard("tar", name))
-    if tables.refused and len(tables.refused) == len(units) and not others:
-        raise tables.refused[0]
-    if columns.key is not None and (others or any(unit.kind != "parquet" for unit in units)):
-        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    return units, tables
 
 
 def read_shard(
