@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +47,7 @@ CREATE TABLE shard (
 );
 PRAGMA user_version = {FORMAT}
 """
+_CODEC = ("utf-8", "surrogateescape")
 _SHARD = "kind, location, start, count"
 _NEW = "name NOT IN (SELECT name FROM image)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
@@ -162,7 +162,7 @@ class Ledger:
             run(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
             self._connection.executemany(
                 "INSERT OR IGNORE INTO found VALUES (?, ?)",
-                ((os.fsencode(name).replace(b"/", b"\0"), version) for name, version in images),
+                ((name.replace("/", "\0").encode(*_CODEC), version) for name, version in images),
             )
         return int(self._rows("SELECT count(*) FROM found")[0][0])
 
@@ -173,21 +173,18 @@ class Ledger:
         without a share only that.
         """
         hasher = hashlib.sha256()
-
-        def hashed() -> Iterator[list[Row]]:
-            found = self._connection.execute(f"SELECT name FROM found ORDER BY {'rowid' if in_order else 'name'}")
-            while page := found.fetchmany(PAGE):
-                hasher.update(b"/".join(name for (name,) in page) + b"/")
-                yield page
-
-        names = chain.from_iterable(hashed())
         with self._writing() as run:
+            run("DROP TABLE IF EXISTS temp.listed")
+            run(f"CREATE TEMP TABLE listed AS SELECT name FROM found ORDER BY {'rowid' if in_order else 'name'}")
+            listed = run("SELECT name FROM listed ORDER BY rowid")
+            while page := listed.fetchmany(PAGE):
+                hasher.update(b"/".join(name for (name,) in page) + b"/")
             if share is None:
-                return sum(0 for _ in names), hasher.hexdigest()
+                return 0, hasher.hexdigest()
             run("DELETE FROM image")  # of a creation that did not come to its end
-            own = islice(names, share.number - 1, None, share.jobs)
-            count = self._connection.executemany("INSERT INTO image (name) VALUES (?)", own).rowcount
-        return max(0, count), hasher.hexdigest()
+            own = "SELECT name FROM listed WHERE rowid % ? = ? ORDER BY rowid"
+            count = run(f"INSERT INTO image (name) {own}", (share.jobs, share.number % share.jobs)).rowcount
+        return count, hasher.hexdigest()
 
     @contextmanager
     def copied(self) -> Iterator[Path]:
@@ -353,7 +350,7 @@ class Ledger:
     def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            ((number, one.kind, os.fsencode(one.location), one.start, one.count) for number, one in shards),
+            ((number, one.kind, one.location.encode(*_CODEC), one.start, one.count) for number, one in shards),
         )
 
     def _rows(self, query: str, *values: object) -> list[Row]:
@@ -382,7 +379,7 @@ class Ledger:
 
 
 def _shard(row: Sequence[Any]) -> Shard:
-    return Shard(row[0], os.fsdecode(row[1]), row[2], row[3])
+    return Shard(row[0], row[1].decode(*_CODEC), row[2], row[3])
 
 
 def image_shards(start: int, end: int, size: int) -> list[Shard]:
@@ -400,4 +397,4 @@ def names_of(shard: Shard, listing: Path) -> Iterator[str]:
         for first in range(shard.start, end, PAGE):
             within = (first, min(first + PAGE, end))
             names = database.execute("SELECT name FROM image WHERE id > ? AND id <= ? ORDER BY id", within).fetchall()
-            yield from (os.fsdecode(name.replace(b"\0", b"/")) for (name,) in names)
+            yield from (name.decode(*_CODEC).replace("\0", "/") for (name,) in names)
