@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -155,15 +156,14 @@ class Ledger:
 
         once: one that comes again is left out.
         """
-
         unique = "UNIQUE" if once else ""
         with self._writing() as run:
             run("DROP TABLE IF EXISTS temp.found")
             run(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
-            self._connection.executemany(
-                "INSERT OR IGNORE INTO found VALUES (?, ?)",
-                ((name.replace("/", "\0").encode(*_CODEC), version) for name, version in images),
-            )
+            rows = ((name.replace("/", "\0").encode(*_CODEC), version) for name, version in images)
+            while some := list(islice(rows, 50)):  # which halves the time
+                values = ", ".join(["(?, ?)"] * len(some))
+                run(f"INSERT OR IGNORE INTO found VALUES {values}", list(chain.from_iterable(some)))
         return int(self._rows("SELECT count(*) FROM found")[0][0])
 
     def number(self, share: Share | None, *, in_order: bool = False) -> tuple[int, str]:
@@ -172,17 +172,18 @@ class Ledger:
         in_order: as they were found, else sorted. Return how many the run has, and the sha256 of all that were found;
         without a share only that.
         """
-        hasher = hashlib.sha256()
+        hasher, table = hashlib.sha256(), "found" if in_order else "listed"
         with self._writing() as run:
-            run("DROP TABLE IF EXISTS temp.listed")
-            run(f"CREATE TEMP TABLE listed AS SELECT name FROM found ORDER BY {'rowid' if in_order else 'name'}")
-            listed = run("SELECT name FROM listed ORDER BY rowid")
-            while page := listed.fetchmany(PAGE):
+            if not in_order:
+                run("DROP TABLE IF EXISTS temp.listed")
+                run("CREATE TEMP TABLE listed AS SELECT name FROM found ORDER BY name")
+            names = run(f"SELECT name FROM {table} ORDER BY rowid")
+            while page := names.fetchmany(PAGE):
                 hasher.update(b"/".join(name for (name,) in page) + b"/")
             if share is None:
                 return 0, hasher.hexdigest()
             run("DELETE FROM image")  # of a creation that did not come to its end
-            own = "SELECT name FROM listed WHERE rowid % ? = ? ORDER BY rowid"
+            own = f"SELECT name FROM {table} WHERE rowid % ? = ? ORDER BY rowid"
             count = run(f"INSERT INTO image (name) {own}", (share.jobs, share.number % share.jobs)).rowcount
         return count, hasher.hexdigest()
 
