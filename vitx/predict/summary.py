@@ -100,7 +100,7 @@ class PredictionSummary(Record):
             if counts.missing:
                 raise CheckFailed(
                     f"not complete: of {counts.listed} names listed ({source}) {counts.predicted} were predicted, "
-                    f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the list in "
+                    f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the ledger in "
                     ".vitx was changed meanwhile: choose another folder, or pass --overwrite"
                 )
         if self.errors > max_error_rate * self.images:
