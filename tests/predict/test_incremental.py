@@ -453,7 +453,7 @@ def test_an_extension_keeps_the_rows_of_a_finished_shard(tmp_path: Path) -> None
             ledger.extend(description, 9, **changes)
             return counts
 
-        ledger.create("{}", [(1, shard)])
+        ledger.create("{}", [shard])
         ledger.commit(Claim(1, shard), ShardRecord("old", 3, 0, {}), lambda: None)
         assert extend("1", {"d": "new", "c": "new", "b": "old", "a": "new"}) == (1, 0, 2, 1, 0)
         assert list(ledger.unfinished()) == [

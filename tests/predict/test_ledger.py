@@ -12,7 +12,6 @@ import pytest
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.predict import ledger as ledger_module
-from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.options import Share
@@ -29,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 def created(path: Path, shards: Sequence[Shard] = SHARDS) -> Ledger:
     ledger = Ledger(path)
-    ledger.create("plan", enumerate(shards, 1))
+    ledger.create("plan", shards)
     return ledger
 
 
@@ -173,8 +172,8 @@ def test_totals_of_containers_are_not_known_beforehand(path: Path) -> None:
 
 
 def test_a_creation_that_fails_leaves_no_run(path: Path) -> None:
-    def torn() -> Iterator[tuple[int, Shard]]:
-        yield 1, SHARDS[0]
+    def torn() -> Iterator[Shard]:
+        yield SHARDS[0]
         raise ValueError("no more images")
 
     with closing(Ledger(path)) as one:
@@ -182,7 +181,7 @@ def test_a_creation_that_fails_leaves_no_run(path: Path) -> None:
         with pytest.raises(ValueError, match="no more images"):
             one.create("plan", torn())
         assert one.description() == ""
-        one.create("later", enumerate(SHARDS, 1))
+        one.create("later", SHARDS)
         assert (one.description(), one.totals().shards) == ("later", 3)
 
 
@@ -249,7 +248,7 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(path: Path, share: tuple[int, int], numbers: list[int]) -> None:
     with closing(Ledger(path)) as one:
-        one.create("", Inventory("", SHARDS, share=Share(*share)).numbered())
+        one.create("", SHARDS, Share(*share))
         assert [claim.id for claim in one.unfinished()] == numbers
 
 

@@ -33,7 +33,7 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "max_grey_difference": 9,
     }
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", enumerate(shards, 1))
+        ledger.create("", shards)
         for claim, classes in zip(ledger.unfinished(), records, strict=True):
             images = sum(classes.values()) + 2
             ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes, images), lambda: None)
@@ -75,7 +75,7 @@ def test_classes_of_one_label_are_one_entry(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "b.vitx")
     object.__setattr__(bundle.manifest, "labels", ("same", "same", "else", "same"))
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", [(1, Shard("tar", "a"))])
+        ledger.create("", [Shard("tar", "a")])
         (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("d", 9, 0, {0: 1, 1: 3, 3: 5}), lambda: None)
         performance = Performance(9, 2.0, {"read": 1.0}, {})
@@ -149,7 +149,7 @@ def test_the_bar_moves_twice_a_second_at_most(bar: Bar) -> None:
 def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
     performance = Performance(6, 1.5, {"read": 0.2, "decode": 0.4, "infer": 0.7, "write": 0.1}, {})
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", [(1, Shard("images", "", 0, 50))])
+        ledger.create("", [Shard("images", "", 0, 50)])
         (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}, 50), lambda: None)
         summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), "/in", performance, certified=True)
@@ -169,7 +169,7 @@ def summary_of(
     """Of a ledger with these shards, all done; what names single images is a pattern."""
     performance = Performance(6, 1.5, {"read": 0.2}, {})
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", enumerate(shards, 1))
+        ledger.create("", shards)
         for claim, record in zip(ledger.unfinished(), shards.values(), strict=True):
             ledger.commit(claim, record, lambda: None)
         bundle = write_bundle(tmp_path / "b.vitx")

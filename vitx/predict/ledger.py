@@ -19,14 +19,14 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
-from vitx.predict.options import Share
+from vitx.predict.options import WHOLE, Share
 
 Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
@@ -184,8 +184,8 @@ class Ledger:
                 return 0, hasher.hexdigest()
             run("DELETE FROM image")  # of a creation that did not come to its end
             own = f"SELECT name FROM {table} WHERE rowid % ? = ? ORDER BY rowid"
-            count = run(f"INSERT INTO image (name) {own}", (share.jobs, share.number % share.jobs)).rowcount
-        return count, hasher.hexdigest()
+            images = run(f"INSERT INTO image (name) {own}", (share.jobs, share.number % share.jobs)).rowcount
+        return images, hasher.hexdigest()
 
     @contextmanager
     def copied(self) -> Iterator[Path]:
@@ -198,9 +198,10 @@ class Ledger:
         finally:
             path.unlink(missing_ok=True)
 
-    def create(self, description: str, shards: Iterable[tuple[int, Shard]]) -> None:
+    def create(self, description: str, shards: Iterable[Shard], share: Share = WHOLE) -> None:
+        """share: whose the shards are; those of each have numbers of their own."""
         with self._writing() as run:
-            self._insert(shards)
+            self._insert(shards, share.number, share.jobs)
             run("INSERT INTO run (description) VALUES (?)", (description,))
 
     def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
@@ -254,7 +255,7 @@ class Ledger:
             ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
             new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {'rowid' if in_order else 'name'}"
             after = before + run(f"INSERT INTO image (name) {new}").rowcount
-            self._insert(enumerate([*image_shards(before, after, shard_size), *added], last + 1))
+            self._insert([*image_shards(before, after, shard_size), *added], last + 1)
             run("UPDATE run SET description = ?", (description,))
 
     def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
@@ -348,10 +349,13 @@ class Ledger:
             yield from page
             last = page[-1][0]
 
-    def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
+    def _insert(self, shards: Iterable[Shard], start: int, step: int = 1) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            ((number, one.kind, one.location.encode(*_CODEC), one.start, one.count) for number, one in shards),
+            (
+                (number, one.kind, one.location.encode(*_CODEC), one.start, one.count)
+                for number, one in zip(count(start, step), shards)
+            ),
         )
 
     def _rows(self, query: str, *values: object) -> list[Row]:

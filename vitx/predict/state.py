@@ -147,7 +147,7 @@ def open_run(
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = json.dumps(settings | found | {"measured": measure(taken)})
         make_folder(out / PREDICTIONS)
-        ledger.create(described, taken.numbered())
+        ledger.create(described, taken.shards, share)
 
     if created := not ledger.description():
         backoff.retry(create)

@@ -71,15 +71,10 @@ class Inventory:
     base: str
     shards: tuple[Shard, ...]
     digest: str = ""
-    share: Share = WHOLE
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
     readable: tuple[str, ...] = ()
     schema: Any = None
-
-    def numbered(self) -> Iterator[tuple[int, Shard]]:
-        """The shards with their numbers, from 1; different ones in every share."""
-        return zip(itertools.count(self.share.number, self.share.jobs), self.shards)
 
 
 def take_inventory(
@@ -106,7 +101,7 @@ def take_inventory(
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
     skipped = found.skipped if share.number == 1 else SkippedNames()
-    return replace(found, shards=shards, digest=digest.hexdigest(), share=share, skipped=skipped)
+    return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped)
 
 
 def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: bool = False) -> Inventory:
