@@ -46,7 +46,7 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
 
 
 def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE) -> Run:
-    def take() -> Inventory:
+    def take(share: Share | None) -> Inventory:
         return take_inventory(settings["input"], ledger, settings["shard_size"], share=share)
 
     given = {} if measure is None else {"measure": measure}

@@ -10,13 +10,16 @@ from dataclasses import asdict
 from itertools import chain, groupby
 from pathlib import Path
 
-from vitx.predict.inputs.inventory import Inventory, list_input
+from vitx.predict.inputs.inventory import list_input
 from vitx.predict.inputs.stores import join, version_of
 from vitx.predict.inputs.tables import TableColumns, key_records, refuse_equal_keys
 from vitx.predict.ledger import Ledger, Shard
 from vitx.predict.outputs.parts import VERSION, part_path
 from vitx.predict.state import Run
 from vitx.predict.summary import Increment
+
+# A shard of the run: its number, itself, and whether its finished file is there.
+_Known = tuple[int, Shard, bool]
 
 
 def extend_run(
@@ -30,78 +33,64 @@ def extend_run(
         shards = [shard for _, shard, _ in ledger.shards()]
         images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
         return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
+    out, containers = summary.parent, dict[str, list[_Known]]()
     contents = list_input(source, ledger, columns, again=True)
-    comparison = _Comparison(ledger, summary.parent, contents)
-    new, pending, changed, unchanged, gone = ledger.compare(comparison.read())
+    new, pending, changed, unchanged, gone = ledger.compare(_read(ledger, out, containers))
     found = {"new": new + pending, "changed": changed, "unchanged": unchanged}
+    replaced, added = list[tuple[int, Shard]](), list[Shard]()
     for location, group in groupby(contents.shards, lambda unit: unit.location):
-        found[comparison.add(location, list(group))] += 1
+        units, known = list(group), containers.pop(location, [])
+        done = [number for number, _, finished in known if finished]
+        versions = {version for number in done for version in _column(out, number, VERSION)}
+        # Of a file whose parts have no row nothing is known. One may have changed before it was read.
+        unread = len(done) == len(known) and not versions
+        same_rows = _rows(shard for _, shard, _ in known) == _rows(units)
+        differs = versions - {version_of(join(run.base, location))} or unread or not same_rows
+        if differs:
+            # Parquet may have more row groups than before, or fewer: the others become parts without rows.
+            added += units[len(known) :]
+            units += [Shard("parquet", location, 0, 0)] * (len(known) - len(units))
+            replaced += [(number, unit) for (number, _, _), unit in zip(known, units, strict=False)]
+        found["changed" if differs and done else "unchanged" if known and len(done) == len(known) else "new"] += 1
     if columns.key is not None:
-        records = chain(key_records(contents.base, contents.readable, columns.key), comparison.keys_of_gone())
-        refuse_equal_keys(columns.key, records)
+        refuse_equal_keys(
+            columns.key, chain(key_records(run.base, contents.readable, columns.key), _keys_of_gone(out, containers))
+        )
     # What the run has not done yet aside.
-    if new or comparison.added or comparison.replaced or found["changed"]:
+    if new or added or replaced or found["changed"]:
         summary.unlink(missing_ok=True)
         described = json.dumps(json.loads(ledger.description()) | {"skipped": asdict(contents.skipped)})
-        in_order, replaced = contents.source == "list", comparison.replaced
-        ledger.extend(described, shard_size, in_order=in_order, replaced=replaced, added=comparison.added)
-    return Increment(**found, gone=gone + len(comparison.containers))
+        in_order = contents.source == "list"
+        ledger.extend(described, shard_size, in_order=in_order, replaced=replaced, added=added)
+    return Increment(**found, gone=gone + len(containers))  # what is left of the containers is gone
 
 
-class _Comparison:
-    """Of tar and Parquet files. added, replaced: what the run lacks, see `Ledger.extend`. containers: those of the run
-    that were not compared yet, at the end those that are gone, with their shards."""
+def _read(ledger: Ledger, out: Path, containers: dict[str, list[_Known]]) -> Iterator[tuple[int, str | None, int, int]]:
+    """What was read of single images, see `Ledger.compare`; beside that, note the tar and Parquet files of the run."""
+    for number, shard, digest in ledger.shards():
+        finished = digest is not None and part_path(out, number).is_file()
+        if shard.kind != "images":
+            containers.setdefault(shard.location, []).append((number, shard, finished))
+        elif finished:
+            for place, version in enumerate(_column(out, number, VERSION)):
+                yield shard.start + place + 1, version, number, place
 
-    def __init__(self, ledger: Ledger, out: Path, contents: Inventory) -> None:
-        self._ledger, self._out, self._base = ledger, out, contents.base
-        self.added: list[Shard] = []
-        self.replaced: list[tuple[int, Shard]] = []
-        self.containers: dict[str, list[tuple[int, Shard]]] = {}
-        # Shards whose finished file is there.
-        self._finished = set[int]()
 
-    def read(self) -> Iterator[tuple[int, str | None, int, int]]:
-        """For `Ledger.compare`; beside that, note finished files and containers."""
-        for number, shard, digest in self._ledger.shards():
-            if digest is not None and part_path(self._out, number).is_file():
-                self._finished.add(number)
-            if shard.kind != "images":
-                self.containers.setdefault(shard.location, []).append((number, shard))
-            elif number in self._finished:
-                for place, version in enumerate(self._column(number, VERSION)):
-                    yield shard.start + place + 1, version, number, place
+def _column(out: Path, shard: int, name: str) -> Iterator[str | None]:
+    import pyarrow.parquet as pq
 
-    def _column(self, shard: int, name: str) -> Iterator[str | None]:
-        import pyarrow.parquet as pq
+    with part_path(out, shard).open("rb") as file:
+        for batch in pq.ParquetFile(file).iter_batches(columns=[name]):
+            yield from batch.column(0).to_pylist()
 
-        with part_path(self._out, shard).open("rb") as file:
-            for batch in pq.ParquetFile(file).iter_batches(columns=[name]):
-                yield from batch.column(0).to_pylist()
 
-    def add(self, location: str, units: list[Shard]) -> str:
-        """Compare a file with the run: what it is now, as a field of `Increment`."""
-        shards = self.containers.pop(location, [])
-        done = [number for number, _ in shards if number in self._finished]
-        versions = {version for number in done for version in self._column(number, VERSION)}
-        whole = len(done) == len(shards)
-        # Of a file whose parts have no row nothing is known. One may have changed before it was read.
-        same_rows = _rows(shard for _, shard in shards) == _rows(units)
-        changed = versions - {version_of(join(self._base, location))} or (whole and not versions) or not same_rows
-        if changed:
-            # Parquet may have more row groups than before, or fewer: the others become parts without rows.
-            self.added += units[len(shards) :]
-            units += [Shard("parquet", location, 0, 0)] * (len(shards) - len(units))
-            self.replaced += [(number, unit) for (number, _), unit in zip(shards, units, strict=False)]
-        return "changed" if changed and done else "unchanged" if shards and whole else "new"
-
-    def keys_of_gone(self) -> Iterator[tuple[str, str]]:
-        """Rows of files that are gone stay: their keys may not come again."""
-        for location, shards in self.containers.items():
-            for number in (number for number, _ in shards if number in self._finished):
-                part = part_path(self._out, number).name
-                for row, key in enumerate(self._column(number, "path")):
-                    if key is not None:
-                        yield key, f"row {row} of {part} in the output, whose {location} is gone"
+def _keys_of_gone(out: Path, containers: dict[str, list[_Known]]) -> Iterator[tuple[str, str]]:
+    """Rows of files that are gone stay: their keys may not come again."""
+    for location, known in containers.items():
+        for part, number in ((part_path(out, number).name, number) for number, _, finished in known if finished):
+            for row, key in enumerate(_column(out, number, "path")):
+                if key is not None:
+                    yield key, f"row {row} of {part} in the output, whose {location} is gone"
 
 
 def _rows(shards: Iterable[Shard]) -> list[tuple[int, int | None]]:

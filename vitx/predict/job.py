@@ -95,7 +95,7 @@ def predict(
     backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        take = partial(take_inventory, where, ledger, options.shard_size, columns, options.share)
+        take = partial(take_inventory, where, ledger, options.shard_size, columns)
         run = open_run(ledger, out, settings, backoff, take, partial(measure, ledger), options.share)
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
@@ -105,7 +105,7 @@ def predict(
             log(f"predict: {increment}", quiet=quiet)
             run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
-            _refuse_other_listing(run, where, backoff.retry(lambda: take(compare=True).digest))
+            _refuse_other_listing(run, where, backoff.retry(lambda: take(None).digest))
         _refuse_errors(ledger, out, strict=options.strict)
         job = _job(bundle, ledger, out, run, where, copied, options)
         job = replace(job, certified=certified, has_single_files=ledger.has_images())

@@ -124,7 +124,7 @@ def open_run(
     out: Path,
     settings: dict[str, Any],
     backoff: DiskFullBackoff,
-    take: Callable[[], Inventory],
+    take: Callable[[Share | None], Inventory],
     measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
     share: Share = WHOLE,
 ) -> Run:
@@ -140,7 +140,7 @@ def open_run(
     def create() -> None:
         if agreement.exists():  # before the listing, which may take an hour
             _refuse_changes(out, _read_agreement(agreement), settings | {"shards": share.jobs})
-        taken = take()
+        taken = take(share)
         if share != WHOLE:
             _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
         found = {name: getattr(taken, name) for name in ("base", "digest", "source")}

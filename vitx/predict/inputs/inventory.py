@@ -78,27 +78,22 @@ class Inventory:
 
 
 def take_inventory(
-    source: str,
-    ledger: Ledger,
-    shard_size: int,
-    columns: TableColumns = TableColumns(),
-    share: Share = WHOLE,
-    *,
-    compare: bool = False,
+    source: str, ledger: Ledger, shard_size: int, columns: TableColumns = TableColumns(), share: Share | None = WHOLE
 ) -> Inventory:
-    """List `source`, and make its single images, those of `share` only, the images of the ledger.
+    """List `source`, and make its single images, those of `share` only, the images of the ledger; None: for the digest.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. compare: only for the digest. Memory does not grow with the number of images. Raises InputError if
+    these by URL. Memory does not grow with the number of images. Raises InputError if
     there is nothing to predict, no Parquet file whose `columns` of images and keys are clear, one whose columns cannot
     go on to the output, or two rows of one key.
     """
     found = list_input(source, ledger, columns)
     if columns.key is not None:
         refuse_equal_keys(columns.key, key_records(found.base, found.readable, columns.key))
-    count, listed = ledger.number(None if compare else share, in_order=found.source == "list")
+    count, listed = ledger.number(share, in_order=found.source == "list")
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
+    share = share or WHOLE
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
     skipped = found.skipped if share.number == 1 else SkippedNames()
     return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped)
