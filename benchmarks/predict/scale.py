@@ -163,7 +163,7 @@ def stages(scratch: Path, folder: Path, bundle: Path) -> dict[str, Any]:
 def plan_shards(where: Path, count: int) -> None:
     shards = tuple(Shard("images", "", number * 100_000, SHARD_SIZE) for number in range(count))
     with closing(Ledger(where)) as ledger:
-        ledger.create("scale", shards)
+        ledger.create({}, shards)
 
 
 def take_all(where: Path, seconds: float) -> int:

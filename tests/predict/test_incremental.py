@@ -447,25 +447,25 @@ def test_an_extension_keeps_the_rows_of_a_finished_shard(tmp_path: Path) -> None
     listed_names(tmp_path / "ledger", "abc")
     with closing(Ledger(tmp_path / "ledger")) as ledger:
 
-        def extend(description: str, now: dict[str, str], **changes: Any) -> tuple[int, ...]:
+        def extend(number: int, now: dict[str, str], **changes: Any) -> tuple[int, ...]:
             ledger.find(now.items(), once=True)
             counts = ledger.compare((place + 1, "old", 1, place) for place in range(3))
-            ledger.extend(description, 9, **changes)
+            ledger.extend({"number": number}, 9, **changes)
             return counts
 
-        ledger.create("{}", [shard])
+        ledger.create({}, [shard])
         ledger.commit(Claim(1, shard), ShardRecord("old", 3, 0, {}), lambda: None)
-        assert extend("1", {"d": "new", "c": "new", "b": "old", "a": "new"}) == (1, 0, 2, 1, 0)
+        assert extend(1, {"d": "new", "c": "new", "b": "old", "a": "new"}) == (1, 0, 2, 1, 0)
         assert list(ledger.unfinished()) == [
             Claim(1, shard, "old", frozenset({0, 2})),
             Claim(2, Shard("images", "", 3, 1)),
         ]
         # Before it was done: it still keeps the rows of the last finished file.
-        assert extend("2", {"b": "new", "a": "old"}, replaced=[(2, other)], added=[other]) == (0, 0, 1, 1, 2)
+        assert extend(2, {"b": "new", "a": "old"}, replaced=[(2, other)], added=[other]) == (0, 0, 1, 1, 2)
         assert [claim.again for claim in ledger.unfinished()] == [{1}, frozenset(), frozenset()]
         assert ledger.totals().expected is None
         ledger.commit(next(ledger.unfinished()), ShardRecord("new", 3, 0, {}), lambda: None)
-        assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ("2", [2, 3])
+        assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ({"number": 2}, [2, 3])
 
 
 @pytest.mark.parametrize("most", [0, 2, 4])

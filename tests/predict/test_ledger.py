@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 def created(path: Path, shards: Sequence[Shard] = SHARDS) -> Ledger:
     ledger = Ledger(path)
-    ledger.create("plan", shards)
+    ledger.create({}, shards)
     return ledger
 
 
@@ -177,12 +177,12 @@ def test_a_creation_that_fails_leaves_no_run(path: Path) -> None:
         raise ValueError("no more images")
 
     with closing(Ledger(path)) as one:
-        assert one.description() == ""
+        assert one.description() == {}
         with pytest.raises(ValueError, match="no more images"):
-            one.create("plan", torn())
-        assert one.description() == ""
-        one.create("later", SHARDS)
-        assert (one.description(), one.totals().shards) == ("later", 3)
+            one.create({}, torn())
+        assert one.description() == {}
+        one.create({"is": "later"}, SHARDS)
+        assert (one.description(), one.totals().shards) == ({"is": "later"}, 3)
 
 
 def test_names_of_any_bytes_come_back(path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(path: Path, share: tuple[int, int], numbers: list[int]) -> None:
     with closing(Ledger(path)) as one:
-        one.create("", SHARDS, Share(*share))
+        one.create({}, SHARDS, Share(*share))
         assert [claim.id for claim in one.unfinished()] == numbers
 
 

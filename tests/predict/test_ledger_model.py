@@ -45,7 +45,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def create(self, counts: list[int | None]) -> None:
         shards = [Shard("tar", f"{index}.tar", index, count) for index, count in enumerate(counts)]
         self.model = {number: Entry(shard) for number, shard in enumerate(shards, 1)}
-        self.ledger.create("plan", shards)
+        self.ledger.create({}, shards)
 
     def _unfinished(self) -> list[Claim]:
         entries = self.model.items()
@@ -152,7 +152,7 @@ TestLedger.settings = settings(
 def test_pages_of_finished_shards_join_without_a_gap(tmp_path: Path) -> None:
     """A thousand rows are read at once; here are two more, and one between that is not finished."""
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("plan", (Shard("images", "", index, 1) for index in range(1, 1004)))
+        ledger.create({}, (Shard("images", "", index, 1) for index in range(1, 1004)))
         ledger._change("SET digest = 'd', made = 'd', classes = '{}', skipped = '{}' WHERE id <> ?", 500)
         assert [number for number, _, _ in ledger.records()] == [n for n in range(1, 1004) if n != 500]
         assert [claim.id for claim in ledger.unfinished()] == [500]

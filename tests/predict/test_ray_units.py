@@ -191,7 +191,7 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(1, 0, 1, 1, 1))
     shards = listed_names(tmp_path / "list", ["a.png", "b.png"])
     with closing(Ledger(tmp_path / "list")) as ledger:
-        ledger.create("", shards)
+        ledger.create({}, shards)
         executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
         executor.execute(job(tmp_path, ""), ledger, MagicMock(), MagicMock())
     ((listing, names),) = seen

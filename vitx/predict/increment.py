@@ -4,7 +4,6 @@ New names become further shards. Where an image changed, its shard is set free a
 Parquet file that changed is done anew. Either way a part takes the place of the old one in one step: a key has one row.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain, groupby
@@ -59,7 +58,7 @@ def extend_run(
     # What the run has not done yet aside.
     if new or added or replaced or found["changed"]:
         summary.unlink(missing_ok=True)
-        described = json.dumps(json.loads(ledger.description()) | {"skipped": asdict(contents.skipped)})
+        described = ledger.description() | {"skipped": asdict(contents.skipped)}
         in_order = contents.source == "list"
         ledger.extend(described, shard_size, in_order=in_order, replaced=replaced, added=added)
     return Increment(**found, gone=gone + len(containers))  # what is left of the containers is gone

@@ -103,7 +103,6 @@ def predict(
         if options.incremental:
             increment = backoff.retry(lambda: extend_run(ledger, run, where, copied, options.shard_size, summary_path))
             log(f"predict: {increment}", quiet=quiet)
-            run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
             _refuse_other_listing(run, where, backoff.retry(lambda: take(None).digest))
         _refuse_errors(ledger, out, strict=options.strict)
@@ -124,13 +123,7 @@ def predict(
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
         else:
             summary = summarize(
-                *(ledger, bundle, where, performance),
-                certified=certified,
-                draft=run.measured.get("draft"),
-                source=run.source,
-                beside=run.skipped,
-                shard=options.shard,
-                increment=increment,
+                *(ledger, bundle, performance), certified=certified, shard=options.shard, increment=increment
             )
         # A new one: `backoff` was stopped when the work ended.
         DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))

@@ -147,9 +147,9 @@ class Ledger:
         with self._lock:
             self._connection.close()
 
-    def description(self) -> str:
+    def description(self) -> dict[str, Any]:
         """Of the run; empty before `create`."""
-        return next((str(text) for (text,) in self._rows("SELECT description FROM run")), "")
+        return next((dict(json.loads(text)) for (text,) in self._rows("SELECT description FROM run")), {})
 
     def find(self, images: Iterable[tuple[str, str | None]], *, once: bool = False) -> int:
         """Put names and versions of images in the table `found`, which ends with the process; return their number.
@@ -198,11 +198,11 @@ class Ledger:
         finally:
             path.unlink(missing_ok=True)
 
-    def create(self, description: str, shards: Iterable[Shard], share: Share = WHOLE) -> None:
+    def create(self, description: dict[str, Any], shards: Iterable[Shard], share: Share = WHOLE) -> None:
         """share: whose the shards are; those of each have numbers of their own."""
         with self._writing() as run:
             self._insert(shards, share.number, share.jobs)
-            run("INSERT INTO run (description) VALUES (?)", (description,))
+            run("INSERT INTO run (description) VALUES (?)", (json.dumps(description),))
 
     def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
         """Compare the images of the run with those that were found last, each once.
@@ -227,7 +227,7 @@ class Ledger:
 
     def extend(
         self,
-        description: str,
+        description: dict[str, Any],
         shard_size: int,
         *,
         in_order: bool = False,
@@ -256,7 +256,7 @@ class Ledger:
             new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {'rowid' if in_order else 'name'}"
             after = before + run(f"INSERT INTO image (name) {new}").rowcount
             self._insert([*image_shards(before, after, shard_size), *added], last + 1)
-            run("UPDATE run SET description = ?", (description,))
+            run("UPDATE run SET description = ?", (json.dumps(description),))
 
     def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
         """Yield each shard, and the sha256 of its last finished file, or None."""

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory
-from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
@@ -105,16 +104,12 @@ def _remove(out: Path, held: ExitStack) -> None:
 class Run(NamedTuple):
     """A run as it was created.
 
-    id: random. base, digest, source, skipped and schema: see `Inventory`. measured: see `open_run`. created: by this
-    call.
+    id: random. base, digest and schema: see `Inventory`. created: by this call.
     """
 
     id: str
     base: str
     digest: str
-    measured: dict[str, Any]
-    source: str
-    skipped: SkippedNames
     schema: Any
     created: bool
 
@@ -145,16 +140,15 @@ def open_run(
             _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
         found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
-        described = json.dumps(settings | found | {"measured": measure(taken)})
+        described = settings | found | {"measured": measure(taken)}
         make_folder(out / PREDICTIONS)
         ledger.create(described, taken.shards, share)
 
     if created := not ledger.description():
         backoff.retry(create)
-    run = json.loads(ledger.description())
+    run = ledger.description()
     _refuse_changes(out, run, settings)
-    skipped, schema = SkippedNames(**run["skipped"]), schema_from_text(run["schema"])
-    return Run(run["id"], run["base"], run["digest"], run["measured"], run["source"], skipped, schema, created)
+    return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ CLAIMS = [Claim(number, Shard("tar", f"{number}.tar")) for number in (1, 2, 3)]
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     with closing(Ledger(tmp_path / "ledger.sqlite")) as opened:
-        opened.create("plan", (claim.shard for claim in CLAIMS))
+        opened.create({}, (claim.shard for claim in CLAIMS))
         yield opened
 
 
