@@ -53,7 +53,7 @@ def extend_run(
         found["changed" if differs and done else "unchanged" if known and len(done) == len(known) else "new"] += 1
     if columns.key is not None:
         refuse_equal_keys(
-            columns.key, chain(key_records(run.base, contents.readable, columns.key), _keys_of_gone(out, containers))
+            columns.key, chain(key_records(run.base, contents.shards, columns.key), _keys_of_gone(out, containers))
         )
     # What the run has not done yet aside.
     if new or added or replaced or found["changed"]:

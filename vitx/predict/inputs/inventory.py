@@ -64,8 +64,8 @@ class Inventory:
     """The shards of an input, or of one share of it.
 
     base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
-    names the single images. skipped: names beside them; counted in the first share. readable: names of Parquet files.
-    schema: a `pyarrow.Schema` of their columns that go on to the output, None if there are none.
+    names the single images. skipped: names beside them; counted in the first share. schema: a `pyarrow.Schema` of the
+    columns of Parquet files that go on to the output, None if there are none.
     """
 
     base: str
@@ -73,7 +73,6 @@ class Inventory:
     digest: str = ""
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
-    readable: tuple[str, ...] = ()
     schema: Any = None
 
 
@@ -90,7 +89,7 @@ def take_inventory(
     """
     found = list_input(source, ledger, columns)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(found.base, found.readable, columns.key))
+        refuse_equal_keys(columns.key, key_records(found.base, found.shards, columns.key))
     count, listed = ledger.number(share, in_order=found.source == "list")
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
     share = share or WHOLE
@@ -134,8 +133,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         raise tables.refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
         raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    readable = tuple(tables.readable)
-    return Inventory(base, tuple(units), source=named, skipped=skipped, readable=readable, schema=tables.schema())
+    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
 
 
 def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:

@@ -13,6 +13,7 @@ from typing import Any
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.stores import join, open_stream
+from vitx.predict.ledger import Shard
 
 # If several columns may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
@@ -39,13 +40,12 @@ class TableColumns:
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
-    readable: names of files. refused: an error for each file whose columns of images or keys are not clear. again: the
-    input was listed before, and no other columns than then can go on to the output.
+    refused: an error for each file whose columns of images or keys are not clear. again: the input was listed before,
+    and no other columns than then can go on to the output.
     """
 
     def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
         self._columns, self._again = columns, again
-        self.readable: list[str] = []
         self.refused: list[InputError] = []
         # By name: the type, and the file where it was found first.
         self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
@@ -69,7 +69,6 @@ class Tables:
             self.refused.append(error)
             return [(0, None)]
         self._copy(schema, name)
-        self.readable.append(name)
         return groups
 
     def schema(self) -> Any:
@@ -172,12 +171,12 @@ def refuse_equal_keys(column: str, records: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def key_records(base: str, names: Iterable[str], column: str) -> Iterator[tuple[str, str]]:
-    """Key and place of all rows of Parquet files. Raises InputError for a row without a key."""
+def key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
+    """Key and place of all rows of row groups. Raises InputError for a row without a key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for name in names:
+    for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
         try:
             with open_stream(join(base, name)) as file:
                 batches = pq.ParquetFile(file).iter_batches(columns=[column])
