@@ -315,5 +315,5 @@ def listed(
 def listed_names(listing: Path, names: Iterable[str], shard_size: int = 100) -> list[Shard]:
     """The shards of these names, in their order."""
     with closing(Ledger(listing)) as ledger:
-        ledger.find((name, None) for name in names)
-        return image_shards(0, ledger.number(WHOLE, in_order=True)[0], shard_size)
+        ledger.find(((name, None) for name in names), in_order=True)
+        return image_shards(0, ledger.number(WHOLE)[0], shard_size)

@@ -59,8 +59,7 @@ def extend_run(
     if new or added or replaced or found["changed"]:
         summary.unlink(missing_ok=True)
         described = ledger.description() | {"skipped": asdict(contents.skipped)}
-        in_order = contents.source == "list"
-        ledger.extend(described, shard_size, in_order=in_order, replaced=replaced, added=added)
+        ledger.extend(described, shard_size, replaced=replaced, added=added)
     return Increment(**found, gone=gone + len(containers))  # what is left of the containers is gone
 
 

@@ -151,11 +151,12 @@ class Ledger:
         """Of the run; empty before `create`."""
         return next((dict(json.loads(text)) for (text,) in self._rows("SELECT description FROM run")), {})
 
-    def find(self, images: Iterable[tuple[str, str | None]], *, once: bool = False) -> int:
+    def find(self, images: Iterable[tuple[str, str | None]], *, in_order: bool = False, once: bool = False) -> int:
         """Put names and versions of images in the table `found`, which ends with the process; return their number.
 
-        once: one that comes again is left out.
+        in_order: theirs is that of the run, else they are to be sorted. once: one that comes again is left out.
         """
+        self._order = "rowid" if in_order else "name"
         unique = "UNIQUE" if once else ""
         with self._writing() as run:
             run("DROP TABLE IF EXISTS temp.found")
@@ -166,15 +167,14 @@ class Ledger:
                 run(f"INSERT OR IGNORE INTO found VALUES {values}", list(chain.from_iterable(some)))
         return int(self._rows("SELECT count(*) FROM found")[0][0])
 
-    def number(self, share: Share | None, *, in_order: bool = False) -> tuple[int, str]:
+    def number(self, share: Share | None) -> tuple[int, str]:
         """Make the names that were found last the images of the run, those of `share`: every Nth of N jobs.
 
-        in_order: as they were found, else sorted. Return how many the run has, and the sha256 of all that were found;
-        without a share only that.
+        Return how many the run has, and the sha256 of all that were found; without a share only that.
         """
-        hasher, table = hashlib.sha256(), "found" if in_order else "listed"
+        hasher, table = hashlib.sha256(), "found" if self._order == "rowid" else "listed"
         with self._writing() as run:
-            if not in_order:
+            if table == "listed":
                 run("DROP TABLE IF EXISTS temp.listed")
                 run("CREATE TEMP TABLE listed AS SELECT name FROM found ORDER BY name")
             names = run(f"SELECT name FROM {table} ORDER BY rowid")
@@ -230,13 +230,12 @@ class Ledger:
         description: dict[str, Any],
         shard_size: int,
         *,
-        in_order: bool = False,
         replaced: Iterable[tuple[int, Shard]] = (),
         added: Iterable[Shard] = (),
     ) -> None:
         """Add to the run what the last comparison found: new images, and those to be read again in a finished file.
 
-        description: of the run, from now on. in_order: see `number`. replaced: shards that are to be done anew, by
+        description: of the run, from now on. replaced: shards that are to be done anew, by
         number. added: further shards.
         """
 
@@ -253,7 +252,7 @@ class Ledger:
             for number, shard in replaced:
                 run(f"UPDATE shard SET {anew} WHERE id = ?", (shard.start, shard.count, number))
             ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
-            new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {'rowid' if in_order else 'name'}"
+            new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {self._order}"
             after = before + run(f"INSERT INTO image (name) {new}").rowcount
             self._insert([*image_shards(before, after, shard_size), *added], last + 1)
             run("UPDATE run SET description = ?", (json.dumps(description),))

@@ -75,8 +75,8 @@ def test_what_is_found_is_told_by_all_its_names_and_their_order(tmp_path: Path) 
     with closing(Ledger(tmp_path / "ledger")) as ledger:
 
         def digest(names: list[str], share: Share | None) -> str:
-            ledger.find((name, None) for name in names)
-            return ledger.number(share, in_order=True)[1]
+            ledger.find(((name, None) for name in names), in_order=True)
+            return ledger.number(share)[1]
 
         whole = [digest(names, WHOLE) for names in lists]
         assert [digest(names, Share(2, 3)) for names in lists] == whole

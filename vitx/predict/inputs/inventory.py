@@ -90,7 +90,7 @@ def take_inventory(
     found = list_input(source, ledger, columns)
     if columns.key is not None:
         refuse_equal_keys(columns.key, key_records(found.base, found.shards, columns.key))
-    count, listed = ledger.number(share, in_order=found.source == "list")
+    count, listed = ledger.number(share)
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
     share = share or WHOLE
     shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
@@ -118,7 +118,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     else:
         named, base, names = _named(source, beside)
         images = _with_versions(base, names) if again else ((name, None) for name in names)
-    count = ledger.find(images, once=again)  # then all names beside them have been seen
+    count = ledger.find(images, in_order=named == "list", once=again)  # then all names beside them have been seen
     if count and folder:
         for name in containers:
             skipped.add(name)
