@@ -36,10 +36,8 @@ from support.server_peers import export_deit_tiny
 from support.targets import report_header, save_report
 from vitx.core.bundle import Bundle
 from vitx.predict import PREDICTIONS, predict
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.inputs.listing import sort_paths, write_list
-from vitx.predict.ledger import Ledger, ShardRecord
-from vitx.predict.options import PredictOptions, Share
+from vitx.predict.ledger import Ledger, Shard, ShardRecord
+from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import load_session
 
@@ -165,7 +163,7 @@ def stages(scratch: Path, folder: Path, bundle: Path) -> dict[str, Any]:
 def plan_shards(where: Path, count: int) -> None:
     shards = tuple(Shard("images", "", number * 100_000, SHARD_SIZE) for number in range(count))
     with closing(Ledger(where)) as ledger:
-        ledger.create("scale", enumerate(shards, 1))
+        ledger.create({}, shards)
 
 
 def take_all(where: Path, seconds: float) -> int:
@@ -193,7 +191,9 @@ def listing(scratch: Path, count: int = 300_000) -> dict[str, float]:
     """Paths a second that one process lists, sorts and writes down."""
     names = (f"{index * 7919 % count:09d}/photo of something.jpg" for index in range(count))
     start = time.perf_counter()
-    write_list(scratch / "list", sort_paths(names, scratch), SHARD_SIZE)
+    with closing(Ledger(scratch / "names.sqlite")) as ledger:
+        ledger.find((name, None) for name in names)
+        ledger.number(WHOLE)
     return {"paths_per_second": count / (time.perf_counter() - start)}
 
 

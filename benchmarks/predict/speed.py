@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,8 +40,8 @@ from support.targets import command_line, report_header, save_report
 from vitx.core.bundle import Bundle
 from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.predict import predict
-from vitx.predict.inputs.listing import read_range, sort_paths, write_list
-from vitx.predict.options import PredictOptions, Share
+from vitx.predict.ledger import Ledger, image_shards, names_of
+from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import warm_up
 from vitx.runtimes import Session, load_session
 
@@ -195,8 +195,10 @@ def processes(scratch: Path, bundle: Bundle, rounds: int = 3) -> dict[str, Any]:
 def list_paths(scratch: Path, count: int, result: Any) -> None:
     names = (f"{index * 7919 % count:09d}/photo of something.jpg" for index in range(count))
     start = time.perf_counter()
-    ranges, *_ = write_list(scratch / "list", sort_paths(names, scratch), 4096)
-    read = sum(1 for part in ranges for _ in read_range(scratch / "list", *part))
+    with closing(Ledger(scratch / f"{count}.sqlite")) as ledger:
+        ledger.find((name, None) for name in names)
+        shards = image_shards(0, ledger.number(WHOLE)[0], 4096)
+        read = sum(1 for shard in shards for _ in names_of(shard, ledger.path))
     result.put((read, time.perf_counter() - start, own_peak_bytes()))
 
 

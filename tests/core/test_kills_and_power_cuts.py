@@ -29,7 +29,6 @@ from vitx.models.source import SourceInfo, SourceRequest
 from vitx.parity import certify_models
 from vitx.parity.executables.verdict_cache import cached_verdict, keep_verdict
 from vitx.parity.loaded_model import LoadedModel
-from vitx.predict.inputs.listing import write_list
 from vitx.predict.outputs.parts import PartWriter, Rows, part_path
 from vitx.runtimes.session import executable_of
 from vitx.train.loop.checkpoint import (
@@ -134,15 +133,6 @@ def test_a_part_is_published_twice_but_not_without_its_file(tmp_path: Path) -> N
     part.path.unlink()
     with pytest.raises(FileNotFoundError):
         part.publish()
-
-
-def test_the_list_of_images_is_on_the_disk_before_a_ledger_refers_to_it(tmp_path: Path) -> None:
-    def read(folder: Path) -> bytes | None:
-        # A name without content is a list that no ledger refers to yet.
-        return (folder / "images").read_bytes() or None if (folder / "images").exists() else None
-
-    calls = assert_old_or_new(tmp_path, nothing, lambda folder: write_list(folder / "images", ["a", "b"], 1), read)
-    assert calls == ["fsync images", "fsync (root)"]
 
 
 def test_a_certificate_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

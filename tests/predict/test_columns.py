@@ -9,13 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import NumpySession, colour_image, png
+from bundle_fixture import NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, PredictionSummary, predict
-from vitx.predict.inputs import listing
-from vitx.predict.inputs.inventory import take_inventory
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs import parts
@@ -192,13 +190,11 @@ def test_a_key_that_occurs_twice_is_refused_with_both_rows(
     tiny_bundle: Bundle,
     tmp_path: Path,
     vitx: Vitx,
-    monkeypatch: pytest.MonkeyPatch,
     first: Any,
     second: Any,
     key: str,
     places: tuple[str, str],
 ) -> None:
-    monkeypatch.setattr(listing, "RUN_SIZE", 5)  # some runs are on the disk
     for name, values in (("a", first), ("b", second)):
         pq.write_table(table(id=list(values)), tmp_path / f"{name}.parquet", row_group_size=4)
     arguments = ("predict", tiny_bundle.path, tmp_path / "*.parquet", "--out", tmp_path / "out", "--device", "cpu")
@@ -247,7 +243,7 @@ def test_a_table_whose_columns_change_after_it_was_listed_gives_rows_with_the_re
     from vitx.predict.inputs.inventory import read_shard
 
     pq.write_table(table(label=list(range(6))), tmp_path / "a.parquet")
-    taken = take_inventory(str(tmp_path / "a.parquet"), tmp_path / "list", 9)
+    taken = listed(str(tmp_path / "a.parquet"), tmp_path / "list", 9)
     columns = TableColumns(schema=taken.schema)
     pq.write_table(table(label=list("abcdef")), tmp_path / "a.parquet")
     (shard,) = taken.shards

@@ -1,7 +1,9 @@
 """What is listed is predicted, unreadable or skipped: `summary.json` counts all, and says when they do not add up."""
 
 import json
+import sqlite3
 import tarfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import NumpySession, colour_image, png, tar_of
+from bundle_fixture import NumpySession, colour_image, listed, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.errors import CheckFailed
@@ -104,13 +106,13 @@ def test_a_list_counts_its_lines(tiny_bundle: Bundle, tmp_path: Path) -> None:
 def test_a_list_of_images_that_is_damaged_meanwhile_is_not_complete(
     tiny_bundle: Bundle, tmp_path: Path, vitx: Vitx
 ) -> None:
-    """OUT/.vitx/images-… loses its end before a shard is done again, as on a disk that lies."""
+    """The ledger loses a name before a shard is done again, as on a disk that lies."""
     write(tmp_path / "in", *(f"{index}.png" for index in range(6)))
 
     run(tiny_bundle, tmp_path / "in", tmp_path / "out", shard_size=3)
     (tmp_path / "out" / PREDICTIONS / "part-00000002.parquet").unlink()
-    (listing,) = (tmp_path / "out" / ".vitx").glob("images-*")
-    listing.write_bytes(listing.read_bytes()[:-6])
+    with closing(sqlite3.connect(tmp_path / "out" / ".vitx" / "ledger.sqlite")) as ledger, ledger:
+        ledger.execute("DELETE FROM image WHERE id = 6")
     summary = run(tiny_bundle, tmp_path / "in", tmp_path / "out", shard_size=3)
     assert counts(summary) == {"folder": (6, 5, 0, 0)}
     assert not summary.complete
@@ -130,7 +132,7 @@ def test_a_table_that_changes_after_it_was_listed_loses_no_row(
     table = tmp_path / "a.parquet"
     pq.write_table(pa.table({"image": IMAGES}), table, row_group_size=2)
 
-    taken = inventory.take_inventory(str(table), tmp_path / "list", 9)
+    taken = listed(str(table), tmp_path / "list", 9)
     if change == "removed":
         table.unlink()
     elif change == "shorter":
@@ -148,7 +150,7 @@ def test_a_table_that_changes_after_it_was_listed_loses_no_row(
 def test_a_table_that_can_be_read_again_gives_all_its_rows(tmp_path: Path) -> None:
     """It could not be listed; when its shard is read it is whole, with several row groups."""
     (tmp_path / "a.parquet").write_bytes(b"not yet")
-    taken = inventory.take_inventory(str(tmp_path / "a.parquet"), tmp_path / "list", 9)
+    taken = listed(str(tmp_path / "a.parquet"), tmp_path / "list", 9)
     pq.write_table(pa.table({"image": IMAGES}), tmp_path / "a.parquet", row_group_size=1)
     (shard,) = taken.shards
     items = list(inventory.read_shard(shard, taken.base, tmp_path / "list"))

@@ -11,16 +11,16 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_sample_images
 
-from bundle_fixture import NumpySession, colour_image
+from bundle_fixture import NumpySession, colour_image, listed_names
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.errors import CheckFailed
 from vitx.core.preprocess import DRAFT_MARGIN, ImageError, Preprocessing, UInt8Array, decode
 from vitx.parity.statistics import clopper_pearson_upper
 from vitx.predict import PREDICTIONS, SUMMARY, predict
-from vitx.predict.inputs.inventory import Inventory, Item, Shard
-from vitx.predict.inputs.listing import write_list
+from vitx.predict.inputs.inventory import Inventory, Item
 from vitx.predict.inputs.tables import TableColumns
+from vitx.predict.ledger import Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline import draft
 from vitx.predict.pipeline.draft import SAMPLE_IMAGES, check_draft
@@ -194,8 +194,7 @@ def test_the_sample_is_spread_over_the_shards(tiny_bundle: Bundle, photos: Path,
 
 def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) -> list[int]:
     """The numbers of the images that are sampled from shards of a list of `count`."""
-    ranges, *_ = write_list(folder / "list", (str(index) for index in range(count)), shard_size)
-    shards = tuple(Shard("images", "", *part) for part in ranges)
+    shards = tuple(listed_names(folder / "list", (str(index) for index in range(count)), shard_size))
     if not known:
         shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
     found = draft._sample(Inventory("", shards, ""), folder / "list", TableColumns())
@@ -260,8 +259,7 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
     monkeypatch.setattr(draft, "MAX_FLIP_RATE", 0.9)
     for index in range(4):
         (tmp_path / str(index)).write_bytes(b"%d" % index)
-    ranges, *_ = write_list(tmp_path / "list", [*map(str, range(4)), "absent"], 5)
-    inventory = Inventory(str(tmp_path), (Shard("images", "", ranges[0][0], 5),), "")
+    inventory = Inventory(str(tmp_path), tuple(listed_names(tmp_path / "list", [*map(str, range(4)), "absent"])))
     for batch_size in (1, 2, 3):
         found = check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=batch_size)
         assert found.model_dump() == {
@@ -283,7 +281,6 @@ def test_every_field_of_the_check_by_hand(tiny_bundle: Bundle, tmp_path: Path, m
 
 def test_an_input_without_a_readable_image_proves_nothing(tiny_bundle: Bundle, tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(b"")
-    write_list(tmp_path / "list", ["bad"], 5)
-    inventory = Inventory(str(tmp_path), (Shard("images", "", 0, 1),), "")
+    inventory = Inventory(str(tmp_path), tuple(listed_names(tmp_path / "list", ["bad"])))
     with pytest.raises(CheckFailed, match=r"the class of 0 of 0 images of the input: flip rate at most 1\.0000"):
         check_draft(tiny_bundle, ByLevel(), inventory, tmp_path / "list", TableColumns(), batch_size=4)

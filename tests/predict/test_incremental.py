@@ -15,14 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, NumpySession, colour_image, png, tar_of
+from bundle_fixture import LABELS, NumpySession, colour_image, listed_names, png, tar_of
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.stores import version_of
-from vitx.predict.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, part_path
 
@@ -408,17 +407,6 @@ def test_an_input_that_is_empty_now_is_refused(tiny_bundle: Bundle, folder: Path
     assert not [path for path in (tmp_path / "out" / ".vitx").iterdir() if path.name.startswith(".")]
 
 
-def test_a_further_list_that_was_lost_is_an_error(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:
-    run(tiny_bundle, folder, tmp_path / "out")
-    write(folder / "10.png", IMAGES[10])
-    before = set((tmp_path / "out" / ".vitx").glob("images-*"))
-    run(tiny_bundle, folder, tmp_path / "out")
-    (further,) = set((tmp_path / "out" / ".vitx").glob("images-*")) - before
-    further.unlink()
-    with pytest.raises(InputError, match=rf"has lost its list of images \({further.name} in"):
-        run(tiny_bundle, folder, tmp_path / "out")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -454,19 +442,30 @@ def test_the_command_says_what_it_did(tiny_bundle: Bundle, folder: Path, tmp_pat
 
 
 def test_an_extension_keeps_the_rows_of_a_finished_shard(tmp_path: Path) -> None:
+    shard, other = Shard("images", "", 0, 3), Shard("tar", "", 0, None)
+    (tmp_path / "ledger").unlink(missing_ok=True)
+    listed_names(tmp_path / "ledger", "abc")
     with closing(Ledger(tmp_path / "ledger")) as ledger:
-        shard = Shard("images", "", 0, 3)
-        ledger.create("{}", [(1, shard)])
+
+        def extend(number: int, now: dict[str, str], **changes: Any) -> tuple[int, ...]:
+            ledger.find(now.items(), once=True)
+            counts = ledger.compare((place + 1, "old", 1, place) for place in range(3))
+            ledger.extend({"number": number}, 9, **changes)
+            return counts
+
+        ledger.create({}, [shard])
         ledger.commit(Claim(1, shard), ShardRecord("old", 3, 0, {}), lambda: None)
-        ledger.extend("1", again=[(1, [0, 2])], added=[shard])
-        assert list(ledger.unfinished()) == [Claim(1, shard, "old", frozenset({0, 2})), Claim(2, shard)]
+        assert extend(1, {"d": "new", "c": "new", "b": "old", "a": "new"}) == (1, 0, 2, 1, 0)
+        assert list(ledger.unfinished()) == [
+            Claim(1, shard, "old", frozenset({0, 2})),
+            Claim(2, Shard("images", "", 3, 1)),
+        ]
         # Before it was done: it still keeps the rows of the last finished file.
-        other = Shard("tar", "", 0, None)
-        ledger.extend("2", again=[(1, [1])], replaced=[(2, other)])
-        assert [claim.again for claim in ledger.unfinished()] == [{1}, frozenset()]
+        assert extend(2, {"b": "new", "a": "old"}, replaced=[(2, other)], added=[other]) == (0, 0, 1, 1, 2)
+        assert [claim.again for claim in ledger.unfinished()] == [{1}, frozenset(), frozenset()]
         assert ledger.totals().expected is None
         ledger.commit(next(ledger.unfinished()), ShardRecord("new", 3, 0, {}), lambda: None)
-        assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ("2", [2])
+        assert (ledger.description(), [claim.id for claim in ledger.unfinished()]) == ({"number": 2}, [2, 3])
 
 
 @pytest.mark.parametrize("most", [0, 2, 4])

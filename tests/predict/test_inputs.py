@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,15 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from bundle_fixture import LABELS, NumpySession, colour_image, png
+from bundle_fixture import LABELS, NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs import listing as listing_module
-from vitx.predict.inputs.inventory import Shard, read_item, read_shard, take_inventory
-from vitx.predict.inputs.listing import read_range, sort_paths, write_list
-from vitx.predict.options import PredictOptions
+from vitx.predict.inputs.inventory import read_item, read_shard
+from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
+from vitx.predict.options import WHOLE, PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter, rank
 
 IMAGES = {f"{index:02d}.png": png(colour_image(index % 4, np.random.default_rng(index))) for index in range(12)}
@@ -247,30 +247,22 @@ def test_folder_that_cannot_be_listed_is_a_row(folder: Path, tmp_path: Path, mon
         return real(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    inventory = take_inventory(str(folder), tmp_path / "list", 100)
+    inventory = listed(str(folder), tmp_path / "list", 100)
     items = [read_item(item) for item in read_shard(inventory.shards[0], inventory.base, tmp_path / "list")]
     assert {item.key: str(item.source) for item in items if not isinstance(item.source, bytes)} == {
         "locked/": "cannot list the folder: Permission denied"
     }
 
 
-def test_order_is_that_of_sorted_paths_across_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing_module, "RUN_SIZE", 7)
-    names = ["a/b", "a-b", "a", "a/b/c", "ö", "a b", "Z", "a\nb", *(f"x/{index * 7919 % 100}" for index in range(100))]
-    assert list(sort_paths(iter(names), tmp_path)) == [str(path) for path in sorted(map(Path, names))]
-    ranges, digest = write_list(tmp_path / "list", names, 10)
-    assert [name for part in ranges for name in read_range(tmp_path / "list", *part)] == names
-    assert (len(ranges), ranges[-1][1], len(digest)) == (11, 8, 64)
-
-
-def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing_module, "RUN_SIZE", 10_000)
+def test_memory_does_not_grow_with_the_number_of_paths(tmp_path: Path) -> None:
+    """Of Python's; what SQLite keeps has a limit of its own."""
 
     def peak(count: int) -> int:
         tracemalloc.start()
-        names = (f"{index * 7919 % count:09d}/image.jpg" for index in range(count))
-        ranges, *_ = write_list(tmp_path / "list", sort_paths(names, tmp_path), 4096)
-        read = sum(1 for part in ranges for _ in read_range(tmp_path / "list", *part))
+        with closing(Ledger(tmp_path / str(count))) as ledger:
+            ledger.find((f"{index * 7919 % count:09d}/image.jpg", None) for index in range(count))
+            shards = image_shards(0, ledger.number(WHOLE)[0], 4096)
+        read = sum(1 for shard in shards for _ in names_of(shard, tmp_path / str(count)))
         assert read == count
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()

@@ -12,9 +12,8 @@ import pytest
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_bytes
 from vitx.predict import ledger as ledger_module
-from vitx.predict.inputs.inventory import Inventory, Shard
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 
@@ -29,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 def created(path: Path, shards: Sequence[Shard] = SHARDS) -> Ledger:
     ledger = Ledger(path)
-    ledger.create("plan", enumerate(shards, 1))
+    ledger.create({}, shards)
     return ledger
 
 
@@ -148,7 +147,6 @@ def test_totals_are_sums(ledger: Ledger) -> None:
     assert all(type(total) is int for total in ledger.totals())
     assert list(ledger.records()) == [(1, "images", DONE)]
     assert ledger.first_shard_with_errors() == 1
-    assert ledger.lists()
 
 
 def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> None:
@@ -167,24 +165,24 @@ def test_totals_leave_out_what_was_set_free(ledger: Ledger, tmp_path: Path) -> N
 def test_totals_of_containers_are_not_known_beforehand(path: Path) -> None:
     with closing(created(path, (Shard("tar", "a.tar"), Shard("tar", "b.tar")))) as one:
         assert one.totals() == (2, 0, 0, 0, None)
-        assert not one.lists()
+        assert not one.has_images()
         for claim in one.unfinished():
             one.commit(claim, DONE, lambda: None)
         assert one.totals() == (2, 2, 8, 2, 8)
 
 
 def test_a_creation_that_fails_leaves_no_run(path: Path) -> None:
-    def torn() -> Iterator[tuple[int, Shard]]:
-        yield 1, SHARDS[0]
+    def torn() -> Iterator[Shard]:
+        yield SHARDS[0]
         raise ValueError("no more images")
 
     with closing(Ledger(path)) as one:
-        assert one.description() == ""
+        assert one.description() == {}
         with pytest.raises(ValueError, match="no more images"):
-            one.create("plan", torn())
-        assert one.description() == ""
-        one.create("later", enumerate(SHARDS, 1))
-        assert (one.description(), one.totals().shards) == ("later", 3)
+            one.create({}, torn())
+        assert one.description() == {}
+        one.create({"is": "later"}, SHARDS)
+        assert (one.description(), one.totals().shards) == ({"is": "later"}, 3)
 
 
 def test_names_of_any_bytes_come_back(path: Path) -> None:
@@ -242,21 +240,15 @@ def test_a_ledger_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path
     with closing(sqlite3.connect(path)) as older:
         assert older.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall() == [("vitx_plan",)]
     with closing(Ledger(tmp_path / "new")) as newer:
-        newer._write(lambda: newer._connection.execute("PRAGMA user_version = 99"))
+        newer._connection.execute("PRAGMA user_version = 99")
     with pytest.raises(InputError, match="was written by another version"):
         Ledger(tmp_path / "new")
-
-
-def test_a_damaged_ledger_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "ledger.sqlite").write_bytes(b"no database" * 20)
-    with pytest.raises(InputError, match=r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"):
-        Ledger(tmp_path / "ledger.sqlite")
 
 
 @pytest.mark.parametrize(("share", "numbers"), [((1, 1), [1, 2, 3]), ((2, 5), [2, 7, 12]), ((5, 5), [5, 10, 15])])
 def test_the_shards_of_jobs_have_numbers_of_their_own(path: Path, share: tuple[int, int], numbers: list[int]) -> None:
     with closing(Ledger(path)) as one:
-        one.create("", Inventory("", SHARDS, "", Share(*share)).numbered())
+        one.create({}, SHARDS, Share(*share))
         assert [claim.id for claim in one.unfinished()] == numbers
 
 
@@ -319,7 +311,7 @@ def test_what_is_no_fault_of_the_file_is_not_called_damage(tmp_path: Path, monke
     with pytest.raises(KeyboardInterrupt):
         Ledger(tmp_path / "ledger.sqlite")
     monkeypatch.undo()
-    monkeypatch.setattr(Ledger, "_create_tables", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
+    monkeypatch.setattr(Ledger, "_open", lambda _: (_ for _ in ()).throw(sqlite3.OperationalError("disk")))
     with pytest.raises(sqlite3.OperationalError, match=r"^disk$"):
         Ledger(tmp_path / "ledger.sqlite")
 
@@ -328,9 +320,10 @@ def test_a_transaction_that_is_over_does_not_hide_the_error(ledger: Ledger) -> N
     """SQLite ends it by itself when the disk is full."""
 
     def work() -> None:
-        ledger._connection.execute("ROLLBACK")
-        raise ValueError("full")
+        with ledger._writing() as run:
+            run("ROLLBACK")
+            raise ValueError("full")
 
     with pytest.raises(ValueError, match=r"^full$"):
-        ledger._write(work)
+        work()
     assert ledger.totals().shards == 3

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from vitx.core.files import sha256_bytes
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger import Claim, Ledger, ShardRecord, Totals
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord, Totals
 
 NUMBERS = st.integers(0, 5)
 
@@ -46,7 +45,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def create(self, counts: list[int | None]) -> None:
         shards = [Shard("tar", f"{index}.tar", index, count) for index, count in enumerate(counts)]
         self.model = {number: Entry(shard) for number, shard in enumerate(shards, 1)}
-        self.ledger.create("plan", enumerate(shards, 1))
+        self.ledger.create({}, shards)
 
     def _unfinished(self) -> list[Claim]:
         entries = self.model.items()
@@ -153,7 +152,7 @@ TestLedger.settings = settings(
 def test_pages_of_finished_shards_join_without_a_gap(tmp_path: Path) -> None:
     """A thousand rows are read at once; here are two more, and one between that is not finished."""
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("plan", ((index, Shard("images", "", index, 1)) for index in range(1, 1004)))
+        ledger.create({}, (Shard("images", "", index, 1) for index in range(1, 1004)))
         ledger._change("SET digest = 'd', made = 'd', classes = '{}', skipped = '{}' WHERE id <> ?", 500)
         assert [number for number, _, _ in ledger.records()] == [n for n in range(1, 1004) if n != 500]
         assert [claim.id for claim in ledger.unfinished()] == [500]

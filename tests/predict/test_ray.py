@@ -24,8 +24,7 @@ from vitx.cli.options import _with_ray_address
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger import Claim
+from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, PredictionActor

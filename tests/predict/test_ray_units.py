@@ -1,20 +1,19 @@
 """Parts of the Ray job that need no cluster: an actor's queue of shards, its results, and how large the pool is."""
 
 from collections.abc import Callable
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from bundle_fixture import LABELS, PREPROCESSING
+from bundle_fixture import LABELS, PREPROCESSING, listed_names
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.predict import PREDICTIONS
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.inputs.listing import write_list
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, ShardRecord
+from vitx.predict.ledger import COPY, Claim, Ledger, Shard, ShardRecord, names_of
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, remove_leftovers
 from vitx.predict.pipeline.worker import Job
@@ -162,10 +161,39 @@ def job(folder: Path, base: str) -> Job:
 def test_the_sample_is_the_first_file_of_the_shard(tmp_path: Path) -> None:
     for name in ("a.png", "b.png", "c.tar"):
         (tmp_path / name).touch()
-    ranges, *_ = write_list(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
-    claims = [Claim(number, Shard("images", "", *part)) for number, part in enumerate(ranges, 1)]
+    shards = listed_names(tmp_path / "list", ["a.png", "b.png", "gone.png", "s3://bucket/d.png"], 1)
+    claims = [Claim(number, shard) for number, shard in enumerate(shards, 1)]
     given = job(tmp_path, str(tmp_path))
     expected = [f"{tmp_path}/a.png", f"{tmp_path}/b.png", None, None]
     assert [pool._sample_path(given, claim) for claim in claims] == expected
     assert pool._sample_path(given, Claim(5, Shard("tar", "c.tar"))) == f"{tmp_path}/c.tar"
     assert pool._sample_path(job(tmp_path, "s3://bucket"), claims[0]) is None
+
+
+def test_the_actors_read_names_in_a_copy_of_the_ledger(
+    tiny_bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite's log uses memory that machines do not share."""
+    seen: list[tuple[Path, list[str]]] = []
+
+    class Committer:
+        performance = MagicMock()
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def commit(self, claims: list[Claim], assignment: Any) -> None:
+            listing = assignment.job.listing
+            seen.append((listing, list(names_of(claims[0].shard, listing))))
+
+    monkeypatch.setattr(pool, "_Committer", Committer)
+    monkeypatch.setattr(pool, "_dataset", lambda claims, assignment, size: assignment)
+    monkeypatch.setattr(pool, "_connected", lambda address: nullcontext())
+    monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(1, 0, 1, 1, 1))
+    shards = listed_names(tmp_path / "list", ["a.png", "b.png"])
+    with closing(Ledger(tmp_path / "list")) as ledger:
+        ledger.create({}, shards)
+        executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
+        executor.execute(job(tmp_path, ""), ledger, MagicMock(), MagicMock())
+    ((listing, names),) = seen
+    assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
+    assert not listing.exists()

@@ -18,13 +18,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import NumpySession, colour_image, png
+from bundle_fixture import NumpySession, colour_image, listed, png
 from cli_fixture import Vitx
 from server_process import wait_until
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs.inventory import take_inventory
 from vitx.predict.options import PredictOptions, Share
 from vitx.predict.outputs.parts import part_path, remove_leftovers
 
@@ -94,10 +93,10 @@ def test_containers_are_shared_out_in_turn(tmp_path: Path, kind: str) -> None:
     else:
         table = pa.table({"image": [b"x"] * 70})
         pq.write_table(table, tmp_path / "all.parquet", row_group_size=10)
-    shares = [take_inventory(str(tmp_path), tmp_path / "list", 9, share=Share(index, 3)) for index in (1, 2, 3)]
+    shares = [listed(str(tmp_path), tmp_path / "list", 9, share=Share(index, 3)) for index in (1, 2, 3)]
     assert [len(share.shards) for share in shares] == [3, 2, 2]
-    whole = take_inventory(str(tmp_path), tmp_path / "list", 9)
-    assert {unit for share in shares for unit in share.numbered()} == set(whole.numbered())
+    whole = listed(str(tmp_path), tmp_path / "list", 9)
+    assert [shares[index % 3].shards[index // 3] for index in range(7)] == list(whole.shards)
     assert {share.digest for share in shares} == {whole.digest}
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS, SUMMARY
 from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.ledger import Ledger
+from vitx.predict.ledger import COPY, Ledger, Shard, names_of
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.lock import LOCK
@@ -45,34 +46,33 @@ def settings_of(images: Path, **changes: Any) -> dict[str, Any]:
 
 
 def opened_run(ledger: Ledger, out: Path, settings: dict[str, Any], measure: Any = None, share: Share = WHOLE) -> Run:
-    def take(listing: Path) -> Inventory:
-        return take_inventory(settings["input"], listing, settings["shard_size"], share=share)
+    def take(share: Share | None) -> Inventory:
+        return take_inventory(settings["input"], ledger, settings["shard_size"], share=share)
 
     given = {} if measure is None else {"measure": measure}
     return open_run(ledger, out, settings, DiskFullBackoff(out), take, share=share, **given)
 
 
-def lists(out: Path) -> list[str]:
-    return [path.name for path in (out / STATE).glob("images-*")]
+def names(ledger: Ledger) -> list[str]:
+    return list(names_of(Shard("images", "", 0, 9), ledger.path))
 
 
 def test_the_first_call_creates_the_run_and_the_others_go_on_with_it(ledger: Ledger, out: Path, images: Path) -> None:
-    measured: list[tuple[Inventory, bytes]] = []
+    measured: list[tuple[Inventory, list[str]]] = []
 
-    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
-        measured.append((inventory, listing.read_bytes()))
+    def measure(inventory: Inventory) -> dict[str, Any]:
+        measured.append((inventory, names(ledger)))
         return {"draft": {"flips": 1}}
 
     first = opened_run(ledger, out, settings_of(images), measure)
-    assert (first.base, first.measured) == (str(images), {"draft": {"flips": 1}})
-    assert first.listing.read_bytes() == b"a.png\0b.png\0c.png\0"
-    assert [(part.start, part.count) for part in measured[0][0].shards] == [(0, 2), (12, 1)]
-    assert measured[0][1] == first.listing.read_bytes()
+    assert (first.base, ledger.description()["measured"]) == (str(images), {"draft": {"flips": 1}})
+    assert names(ledger) == ["a.png", "b.png", "c.png"]
+    assert [(part.start, part.count) for part in measured[0][0].shards] == [(0, 2), (2, 1)]
+    assert measured[0][1] == names(ledger)
     assert (out / PREDICTIONS).is_dir()
     assert first.created
     assert opened_run(ledger, out, settings_of(images), measure) == first._replace(created=False)
     assert len(measured) == 1
-    assert lists(out) == [first.listing.name]
 
 
 @pytest.mark.parametrize(("name", "value"), [("input", "/elsewhere"), ("shard_size", 3), ("top_k", 1), ("new", True)])
@@ -91,29 +91,24 @@ def test_an_option_that_is_newer_than_the_run_was_off(ledger: Ledger, out: Path,
     assert opened_run(ledger, out, settings_of(images) | {"new": False}) == first._replace(created=False)
 
 
-def test_a_measurement_that_fails_leaves_neither_run_nor_list(ledger: Ledger, out: Path, images: Path) -> None:
-    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
+def test_a_measurement_that_fails_leaves_no_run(ledger: Ledger, out: Path, images: Path) -> None:
+    def measure(inventory: Inventory) -> dict[str, Any]:
         raise ValueError("classes change")
 
     with pytest.raises(ValueError, match="classes change"):
         opened_run(ledger, out, settings_of(images), measure)
-    assert lists(out) == []
-    assert ledger.description() == ""
+    assert ledger.description() == {}
     assert not (out / PREDICTIONS).exists()
-
-
-def test_a_run_whose_list_is_elsewhere_is_refused(ledger: Ledger, out: Path, images: Path) -> None:
-    run = opened_run(ledger, out, settings_of(images))
-    run.listing.unlink()
-    with pytest.raises(InputError, match=rf"has lost its list of images \({run.listing.name} in .* --overwrite$"):
-        opened_run(ledger, out, settings_of(images))
+    (images / "d.png").touch()  # what was listed before counts no longer
+    opened_run(ledger, out, settings_of(images))
+    assert names(ledger) == ["a.png", "b.png", "c.png", "d.png"]
 
 
 def test_the_description_of_a_run_is_its_settings_list_and_measurement(ledger: Ledger, out: Path, images: Path) -> None:
     run = opened_run(ledger, out, settings_of(images))
     beside: dict[str, Any] = {"source": "folder", "skipped": {"by_suffix": {}, "first": []}, "schema": None}
-    beside |= {"base": str(images), "digest": run.digest, "listing": run.listing.name, "measured": {}}
-    assert json.loads(ledger.description()) == settings_of(images) | beside
+    beside |= {"base": str(images), "digest": run.digest, "id": run.id, "measured": {}}
+    assert ledger.description() == settings_of(images) | beside
 
 
 def opened(out: Path, **options: Any) -> Any:
@@ -152,7 +147,6 @@ def test_predictions_without_their_ledger_are_refused_and_overwritten_on_request
         opened(out).__enter__()
     with opened(out, overwrite=True):
         assert sorted(path.name for path in out.iterdir()) == [STATE]
-        assert lists(out) == []
 
 
 def test_a_file_in_the_place_of_the_predictions_is_refused_and_overwritten(tmp_path: Path) -> None:
@@ -191,29 +185,27 @@ def test_overwriting_leaves_what_is_not_of_a_prediction(tmp_path: Path) -> None:
     with opened(out, overwrite=True):
         there = {path.relative_to(out).as_posix() for path in out.rglob("*") if STATE not in path.parts}
         assert there == {"notes.txt", "more", "more/notes.txt"}
-        assert lists(out) == []
+        assert not (out / STATE / "images-1").exists()
 
 
-def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], Path]:
-    """One job of several: the numbers of its shards, and its list."""
+def job(out: Path, images: Path, share: Share, **changes: Any) -> tuple[list[int], list[str]]:
+    """One job of several: the numbers of its shards, and its names."""
     with opened(out, shard=share) as ledger:
-        run = opened_run(ledger, out, settings_of(images, **changes), share=share)
-        return [claim.id for claim in ledger.unfinished()], run.listing
+        opened_run(ledger, out, settings_of(images, **changes), share=share)
+        return [claim.id for claim in ledger.unfinished()], names(ledger)
 
 
 def test_each_job_has_a_folder_and_a_list_and_all_have_one_agreement(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
-    first, listing = job(out, images, Share(1, 2))
-    assert (first, listing.read_bytes()) == ([1], b"a.png\0c.png\0")
-    assert listing.parent == out / STATE / "shard-00001-of-00002"
+    assert job(out, images, Share(1, 2)) == ([1], ["a.png", "c.png"])
+    assert (out / STATE / "shard-00001-of-00002" / LEDGER).is_file()
     agreed = json.loads((out / STATE / AGREEMENT).read_text())
     digest = agreed.pop("listing")
     assert len(digest) == 64
     assert agreed == settings_of(images, shards=2)
-    second, listing = job(out, images, Share(2, 2))
-    assert (second, listing.read_bytes()) == ([2], b"b.png\0")
+    assert job(out, images, Share(2, 2)) == ([2], ["b.png"])
     assert json.loads((out / STATE / AGREEMENT).read_text()) == agreed | {"listing": digest}
-    assert job(out, images, Share(2, 2)) == ([2], listing)
+    assert job(out, images, Share(2, 2)) == ([2], ["b.png"])
 
 
 @pytest.mark.parametrize(
@@ -277,13 +269,23 @@ def test_a_job_that_fails_removes_its_own_folder_alone(tmp_path: Path, images: P
     assert sorted(path.name for path in (out / STATE).iterdir()) == ["shard-00001-of-00002", AGREEMENT]
 
 
-def test_a_folder_with_a_list_is_left_to_who_made_it(tmp_path: Path) -> None:
+def test_a_run_outlives_a_failure(tmp_path: Path, images: Path) -> None:
     out = tmp_path / "out"
-    begun = opened(out)
-    begun.__enter__()
-    (out / STATE / "images-1").touch()
-    assert not begun.__exit__(ValueError, ValueError("later"), None)
+
+    def fail(ledger: Ledger) -> None:
+        opened_run(ledger, out, settings_of(images))
+        raise ValueError("later")
+
+    with pytest.raises(ValueError, match="later"), opened(out) as ledger:
+        fail(ledger)
     assert (out / STATE / LEDGER).exists()
+
+
+def test_a_copy_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / STATE).mkdir()
+    (tmp_path / STATE / f"{COPY}1").touch()
+    with opened(tmp_path):
+        assert not (tmp_path / STATE / f"{COPY}1").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_the_users_mistake(tmp_path: Path) -> None:
@@ -316,3 +318,31 @@ def test_a_job_needs_hard_links_and_waits_for_a_full_disk(
     ):
         job(tmp_path / "out", images, Share(1, 2))
     assert raised == []  # tried again after the first one
+
+
+@pytest.mark.parametrize("place", [0, 5000])
+def test_a_damaged_ledger_is_refused_and_left_there(tmp_path: Path, images: Path, place: int) -> None:
+    """At once, or where a page is read."""
+    out = tmp_path / "out"
+    with opened(out) as ledger:
+        opened_run(ledger, out, settings_of(images))
+    content = (out / STATE / LEDGER).read_bytes()
+    damaged = content[:place] + b"\xff" * (len(content) - place)
+    (out / STATE / LEDGER).write_bytes(damaged)
+    message = r"ledger\.sqlite is damaged \(.*\): choose .* --overwrite$"
+    with pytest.raises(InputError, match=message), opened(out) as ledger:
+        names(ledger)
+    assert (out / STATE / LEDGER).read_bytes() == damaged
+
+
+def test_a_ledger_that_is_damaged_while_it_is_used_is_left_there(tmp_path: Path, images: Path) -> None:
+    out = tmp_path / "out"
+
+    def fail(ledger: Ledger) -> None:
+        opened_run(ledger, out, settings_of(images))
+        ledger._connection.execute("DROP TABLE run")
+        raise sqlite3.DatabaseError("torn")
+
+    with pytest.raises(InputError, match=r"damaged \(torn\)"), opened(out) as ledger:
+        fail(ledger)
+    assert (out / STATE / LEDGER).exists()

@@ -2,7 +2,9 @@
 
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +13,16 @@ from vitx.core.bundle import MANIFEST
 from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
-from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Ledger, ShardRecord, Totals
+from vitx.predict.ledger import Ledger, Shard, ShardRecord, Totals
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
 from vitx.predict.summary import PredictionSummary, SourceCounts, bundle_digest, summarize, summary_name
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    """Of a run."""
+    return {"input": "/in", "source": "folder", "skipped": {}, "measured": {}} | changes
 
 
 def test_every_field_of_a_summary(tmp_path: Path) -> None:
@@ -34,15 +40,12 @@ def test_every_field_of_a_summary(tmp_path: Path) -> None:
         "max_grey_difference": 9,
     }
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", enumerate(shards, 1))
+        beside = {"by_suffix": {".txt": 2, "(hidden)": 1}, "first": ["a.txt", "b\udcff.txt", ".c"]}
+        ledger.create(described(input="/in/\udcff", source="list", skipped=beside, measured={"draft": draft}), shards)
         for claim, classes in zip(ledger.unfinished(), records, strict=True):
             images = sum(classes.values()) + 2
             ledger.commit(claim, ShardRecord(f"digest {claim.id}", images, 2, classes, images), lambda: None)
-        beside = SkippedNames({".txt": 2, "(hidden)": 1}, ["a.txt", "b\udcff.txt", ".c"])
-        summary = summarize(
-            *(ledger, bundle, "/in/\udcff", performance), certified=True, draft=draft, source="list", beside=beside
-        )
-        assert summarize(ledger, bundle, "/in", performance, certified=False).draft is None
+        summary = summarize(ledger, bundle, performance, certified=True)
     found = summary.model_dump(mode="json")
     assert found.pop("created").startswith("20")
     assert found == {
@@ -76,11 +79,11 @@ def test_classes_of_one_label_are_one_entry(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "b.vitx")
     object.__setattr__(bundle.manifest, "labels", ("same", "same", "else", "same"))
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", [(1, Shard("tar", "a"))])
+        ledger.create(described(), [Shard("tar", "a")])
         (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("d", 9, 0, {0: 1, 1: 3, 3: 5}), lambda: None)
         performance = Performance(9, 2.0, {"read": 1.0}, {})
-        assert summarize(ledger, bundle, "", performance, certified=True).classes == {"same": 9, "else": 0}
+        assert summarize(ledger, bundle, performance, certified=True).classes == {"same": 9, "else": 0}
 
 
 def test_a_bundle_is_known_by_its_manifest(tmp_path: Path) -> None:
@@ -150,10 +153,10 @@ def test_the_bar_moves_twice_a_second_at_most(bar: Bar) -> None:
 def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:
     performance = Performance(6, 1.5, {"read": 0.2, "decode": 0.4, "infer": 0.7, "write": 0.1}, {})
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", [(1, Shard("images", "", 0, 50))])
+        ledger.create(described(), [Shard("images", "", 0, 50)])
         (claim,) = ledger.unfinished()
         ledger.commit(claim, ShardRecord("digest", 50, 2, {0: 48}, 50), lambda: None)
-        summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), "/in", performance, certified=True)
+        summary = summarize(ledger, write_bundle(tmp_path / "b.vitx"), performance, certified=True)
     summary.check_errors(0.04)
     with pytest.raises(CheckFailed, match=r"^2 of 50 images are unreadable, more than --max-error-rate 0\.039: the"):
         summary.check_errors(0.039)
@@ -170,13 +173,11 @@ def summary_of(
     """Of a ledger with these shards, all done; what names single images is a pattern."""
     performance = Performance(6, 1.5, {"read": 0.2}, {})
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
-        ledger.create("", enumerate(shards, 1))
+        ledger.create(described(source="pattern", skipped=asdict(beside)), shards)
         for claim, record in zip(ledger.unfinished(), shards.values(), strict=True):
             ledger.commit(claim, record, lambda: None)
         bundle = write_bundle(tmp_path / "b.vitx")
-        return summarize(
-            *(ledger, bundle, "", performance), certified=True, source="pattern", beside=beside, shard=share
-        )
+        return summarize(ledger, bundle, performance, certified=True, shard=share)
 
 
 def counts_of(listed: int, predicted: int, unreadable: int, skipped: int) -> SourceCounts:

@@ -6,7 +6,8 @@ images whose class is known.
 
 import io
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,10 @@ from vitx.core.preprocess import Preprocessing, UInt8Array
 from vitx.core.run import ModelSpec
 from vitx.data.image_set import ImageSet
 from vitx.export.graph.outputs import embedding_part
+from vitx.predict.inputs.inventory import Inventory, take_inventory
+from vitx.predict.inputs.tables import TableColumns
+from vitx.predict.ledger import Ledger, Shard, image_shards
+from vitx.predict.options import WHOLE, Share
 from vitx.runtimes.session import Session
 
 # Sorted, as the classes of an image folder are.
@@ -297,3 +302,18 @@ def certificate(**changes: Any) -> Certificate:
         "created": "2026-01-02T03:04:05+00:00",
     }
     return Certificate(**fields | changes)
+
+
+def listed(
+    source: str, listing: Path, shard_size: int = 100, columns: TableColumns = TableColumns(), share: Share = WHOLE
+) -> Inventory:
+    """The inventory of an input for `vitx predict`, whose names are then in a ledger at `listing`."""
+    with closing(Ledger(listing)) as ledger:
+        return take_inventory(source, ledger, shard_size, columns, share)
+
+
+def listed_names(listing: Path, names: Iterable[str], shard_size: int = 100) -> list[Shard]:
+    """The shards of these names, in their order."""
+    with closing(Ledger(listing)) as ledger:
+        ledger.find(((name, None) for name in names), in_order=True)
+        return image_shards(0, ledger.number(WHOLE)[0], shard_size)

@@ -4,9 +4,9 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,39 +83,36 @@ def predict(
     taken = tuple(output_columns(options.lists, versions=options.incremental))
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
-    def take(listing: Path) -> Inventory:
-        return take_inventory(where, listing, options.shard_size, columns, options.share)
-
-    def measure(inventory: Inventory, listing: Path) -> dict[str, Any]:
+    def measure(ledger: Ledger, inventory: Inventory) -> dict[str, Any]:
         if not options.draft or not inventory.shards:
             return {}
         with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
-            checked = check_draft(bundle, model, inventory, listing, columns, batch_size=options.batch_size)
+            checked = check_draft(bundle, model, inventory, ledger.path, columns, batch_size=options.batch_size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
 
     backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
     with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
-        run = open_run(ledger, out, settings, backoff, take, measure, options.share)
+        take = partial(take_inventory, where, ledger, options.shard_size, columns)
+        run = open_run(ledger, out, settings, backoff, take, partial(measure, ledger), options.share)
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
         increment: Increment | None = None
         if options.incremental:
             increment = backoff.retry(lambda: extend_run(ledger, run, where, copied, options.shard_size, summary_path))
             log(f"predict: {increment}", quiet=quiet)
-            run = open_run(ledger, out, settings, backoff, take)
         elif not has_work:
-            _refuse_other_listing(run, where, take, backoff)
+            _refuse_other_listing(run, where, backoff.retry(lambda: take(None).digest))
         _refuse_errors(ledger, out, strict=options.strict)
-        job = _job(bundle, out, run, where, copied, options)
-        job = replace(job, certified=certified, has_single_files=bool(ledger.lists()))
+        job = _job(bundle, ledger, out, run, where, copied, options)
+        job = replace(job, certified=certified, has_single_files=ledger.has_images())
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
         executor = session if isinstance(session, Executor) else LocalExecutor(session)
         if mirror is not None:
-            mirror.begin(ledger, run.listing.name, summary_path, overwrite=options.overwrite)
+            mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
         following = nullcontext() if mirror is None else mirror.following(ledger)
         with following, progress("predict", total, quiet=quiet) as bar:
             performance = executor.execute(job, ledger, backoff, bar)
@@ -125,13 +122,7 @@ def predict(
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
         else:
             summary = summarize(
-                *(ledger, bundle, where, performance),
-                certified=certified,
-                draft=run.measured.get("draft"),
-                source=run.source,
-                beside=run.skipped,
-                shard=options.shard,
-                increment=increment,
+                *(ledger, bundle, performance), certified=certified, shard=options.shard, increment=increment
             )
         # A new one: `backoff` was stopped when the work ended.
         DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))
@@ -166,10 +157,12 @@ def _write_summary(path: Path, summary: PredictionSummary) -> None:
         write_json(path, summary)
 
 
-def _job(bundle: Bundle, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions) -> Job:
+def _job(
+    bundle: Bundle, ledger: Ledger, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions
+) -> Job:
     return Job(
         out=out,
-        listing=run.listing,
+        listing=ledger.path,
         base=run.base,
         labels=bundle.manifest.labels,
         preprocessing=bundle.manifest.preprocessing,
@@ -216,13 +209,8 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(run: Run, source: str, take: Callable[[Path], Inventory], backoff: DiskFullBackoff) -> None:
+def _refuse_other_listing(run: Run, source: str, digest: str) -> None:
     """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
-    temporary = run.listing.with_name(".again")
-    try:
-        digest = backoff.retry(lambda: take(temporary).digest)
-    finally:
-        temporary.unlink(missing_ok=True)
     if digest != run.digest:
         raise InputError(
             f"images were added to '{source}' or removed since it was predicted: choose another folder, or pass "

@@ -1,4 +1,7 @@
-"""Which shards of a run are done: a SQLite file of the one process that holds the run's lock.
+"""What a run has to do and what is done: a SQLite file of the one process that holds the run's lock.
+
+image: the names of single images in their order; a shard of them is a range of `id`. A name is bytes, because a file
+name need not be valid Unicode, with NUL for "/": in this order "a/b" comes before "a-b", as the part "a" before "a-b".
 
 A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
 nothing of that is left when the process is killed.
@@ -7,29 +10,37 @@ made: the sha256 of the file that was, or is about to be, renamed into place; NU
 stored: the sha256 of the file that was put into an object store last, see `Mirror`.
 """
 
+import hashlib
 import json
+import os
 import sqlite3
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
-from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.options import WHOLE, Share
 
-T = TypeVar("T")
 Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 5
+FORMAT = 6
+# Rows that are read at once.
+PAGE = 4096
+# The names of its copies begin with this, see `Ledger.copied`.
+COPY = "images-"
 
-# Paths are bytes, because a file name need not be valid Unicode and TEXT must be.
 _SCHEMA = f"""
 CREATE TABLE run (description TEXT NOT NULL);
+CREATE TABLE image (id INTEGER PRIMARY KEY, name BLOB NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
@@ -37,8 +48,28 @@ CREATE TABLE shard (
 );
 PRAGMA user_version = {FORMAT}
 """
+_CODEC = ("utf-8", "surrogateescape")
 _SHARD = "kind, location, start, count"
+_NEW = "name NOT IN (SELECT name FROM image)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
+
+
+ShardKind = Literal["images", "tar", "parquet"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The unit of work, by kind.
+
+    images: `count` single images behind the first `start`. tar: the file at `location`. parquet: the row group of the
+    file at `location` that begins with row `start`, or all of a file without a `count`. count: the number of images,
+    None if only reading the shard can tell.
+    """
+
+    kind: ShardKind
+    location: str
+    start: int = 0
+    count: int | None = None
 
 
 class ShardRecord(NamedTuple):
@@ -81,8 +112,8 @@ class Claim:
 class Ledger:
     """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    For all threads: one uses it at a time. Raises InputError for a file that is damaged, or of another version of vitx;
-    what writes raises EnvironmentMissing if another program has locked the file for BUSY_SECONDS.
+    For all threads: one uses it at a time. Raises InputError for a file of another version of vitx; what writes raises
+    EnvironmentMissing if another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,77 +123,148 @@ class Ledger:
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._open()
-        except BaseException as error:
+        except BaseException:
             self.close()
-            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
-                raise
-            again = "choose another folder, or pass --overwrite"
-            raise InputError(f"the ledger {path} is damaged ({error}): {again}") from None
+            raise
 
     def _open(self) -> None:
         self._connection.execute("PRAGMA journal_mode = WAL")
         # Without a flush at each commit, a power cut may lose the last commits, but not the file's consistency: those
         # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
-        if self._one("PRAGMA user_version") != (FORMAT,):
-            self._write(self._create_tables)
+        if self._rows("PRAGMA user_version") == [(FORMAT,)]:
+            return
+        with self._writing() as run:
+            if self._rows("SELECT 1 FROM sqlite_master"):
+                raise InputError(
+                    f"the ledger {self.path} was written by another version of vitx: finish the run with that one, "
+                    "choose another folder, or pass --overwrite"
+                )
+            for statement in _SCHEMA.split(";"):
+                run(statement)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
 
-    def description(self) -> str:
+    def description(self) -> dict[str, Any]:
         """Of the run; empty before `create`."""
-        return next((str(text) for (text,) in self._rows("SELECT description FROM run")), "")
+        return next((dict(json.loads(text)) for (text,) in self._rows("SELECT description FROM run")), {})
 
-    def create(self, description: str, shards: Iterable[tuple[int, Shard]]) -> None:
-        def work() -> None:
-            self._insert(shards)
-            self._connection.execute("INSERT INTO run (description) VALUES (?)", (description,))
+    def find(self, images: Iterable[tuple[str, str | None]], *, in_order: bool = False, once: bool = False) -> int:
+        """Put names and versions of images in the table `found`, which ends with the process; return their number.
 
-        self._write(work)
+        in_order: theirs is that of the run, else they are to be sorted. once: one that comes again is left out.
+        """
+        self._order = "rowid" if in_order else "name"
+        unique = "UNIQUE" if once else ""
+        with self._writing() as run:
+            run("DROP TABLE IF EXISTS temp.found")
+            run(f"CREATE TEMP TABLE found (name BLOB NOT NULL {unique}, version TEXT)")
+            rows = ((name.replace("/", "\0").encode(*_CODEC), version) for name, version in images)
+            while some := list(islice(rows, 50)):  # which halves the time
+                values = ", ".join(["(?, ?)"] * len(some))
+                run(f"INSERT OR IGNORE INTO found VALUES {values}", list(chain.from_iterable(some)))
+        return int(self._rows("SELECT count(*) FROM found")[0][0])
+
+    def number(self, share: Share | None) -> tuple[int, str]:
+        """Make the names that were found last the images of the run, those of `share`: every Nth of N jobs.
+
+        Return how many the run has, and the sha256 of all that were found; without a share only that.
+        """
+        hasher, table = hashlib.sha256(), "found" if self._order == "rowid" else "listed"
+        with self._writing() as run:
+            if table == "listed":
+                run("DROP TABLE IF EXISTS temp.listed")
+                run("CREATE TEMP TABLE listed AS SELECT name FROM found ORDER BY name")
+            names = run(f"SELECT name FROM {table} ORDER BY rowid")
+            while page := names.fetchmany(PAGE):
+                hasher.update(b"/".join(name for (name,) in page) + b"/")
+            if share is None:
+                return 0, hasher.hexdigest()
+            run("DELETE FROM image")  # of a creation that did not come to its end
+            own = f"SELECT name FROM {table} WHERE rowid % ? = ? ORDER BY rowid"
+            images = run(f"INSERT INTO image (name) {own}", (share.jobs, share.number % share.jobs)).rowcount
+        return images, hasher.hexdigest()
+
+    @contextmanager
+    def copied(self) -> Iterator[Path]:
+        """Yield a copy that other machines may read too, as `names_of` does; it is removed at the end."""
+        path = self.path.with_name(f"{COPY}{uuid.uuid4().hex}")
+        try:
+            with self._lock:
+                self._connection.execute("VACUUM INTO CAST(? AS TEXT)", (os.fsencode(path),))
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    def create(self, description: dict[str, Any], shards: Iterable[Shard], share: Share = WHOLE) -> None:
+        """share: whose the shards are; those of each have numbers of their own."""
+        with self._writing() as run:
+            self._insert(shards, share.number, share.jobs)
+            run("INSERT INTO run (description) VALUES (?)", (json.dumps(description),))
+
+    def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
+        """Compare the images of the run with those that were found last, each once.
+
+        read: of each image in a finished file its id, the version that was read, the shard and the place in the file.
+        Returns how many are not in the run; and of those in it how many are not finished, of another version than was
+        read, the same, and gone.
+        """
+
+        with self._writing() as run:
+            run("DROP TABLE IF EXISTS temp.read")
+            run("CREATE TEMP TABLE read (id INTEGER PRIMARY KEY, version TEXT, shard INTEGER, place INTEGER)")
+            self._connection.executemany("INSERT INTO read VALUES (?, ?, ?, ?)", read)
+        (counts,) = self._rows(
+            f"SELECT (SELECT count(*) FROM found WHERE {_NEW}), count(*) FILTER (WHERE here AND NOT done), "
+            "count(*) FILTER (WHERE here AND differs), count(*) FILTER (WHERE here AND NOT differs), "
+            "count(*) FILTER (WHERE NOT here) FROM (SELECT found.name NOTNULL AS here, read.id NOTNULL AS done, "
+            "CASE WHEN read.id NOTNULL THEN read.version IS NOT found.version END AS differs "
+            "FROM image LEFT JOIN read USING (id) LEFT JOIN found USING (name))"
+        )
+        return counts
 
     def extend(
         self,
-        description: str,
+        description: dict[str, Any],
+        shard_size: int,
         *,
-        again: Iterable[tuple[int, list[int]]] = (),
         replaced: Iterable[tuple[int, Shard]] = (),
         added: Iterable[Shard] = (),
     ) -> None:
-        """Add work to the run.
+        """Add to the run what the last comparison found: new images, and those to be read again in a finished file.
 
-        description: of the run, from now on. again: places of images to be read again in the finished file of a shard:
-        (shard, places). replaced: shards that are to be done anew, by number. added: further shards.
+        description: of the run, from now on. replaced: shards that are to be done anew, by
+        number. added: further shards.
         """
 
-        def work() -> None:
-            run = self._connection.execute
-            for number, places in again:
-                run(
-                    f"UPDATE shard SET kept = coalesce(digest, kept), again = ?, {_SET_FREE} WHERE id = ?",
-                    (json.dumps(places), number),
-                )
+        changed = (
+            "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
+            "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
+        )
+        with self._writing() as run:
+            self._connection.executemany(
+                f"UPDATE shard SET again = ?, kept = coalesce(digest, kept), {_SET_FREE} WHERE id = ?",
+                run(changed).fetchall(),
+            )
+            anew = f"kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE}"
             for number, shard in replaced:
-                run(
-                    f"UPDATE shard SET kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE} "
-                    "WHERE id = ?",
-                    (shard.start, shard.count, number),
-                )
-            (last,) = self._one("SELECT coalesce(max(id), 0) FROM shard")
-            self._insert(enumerate(added, last + 1))
-            run("UPDATE run SET description = ?", (description,))
-
-        self._write(work)
+                run(f"UPDATE shard SET {anew} WHERE id = ?", (shard.start, shard.count, number))
+            ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
+            new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {self._order}"
+            after = before + run(f"INSERT INTO image (name) {new}").rowcount
+            self._insert([*image_shards(before, after, shard_size), *added], last + 1)
+            run("UPDATE run SET description = ?", (json.dumps(description),))
 
     def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
         """Yield each shard, and the sha256 of its last finished file, or None."""
         for row in self._pages(f"id, coalesce(digest, kept), {_SHARD}", "TRUE"):
             yield row[0], _shard(row[2:]), row[1]
 
-    def lists(self) -> list[str]:
-        """The files beside the first one that hold names of single images."""
-        return [_decoded(row[0]) for row in self._rows("SELECT DISTINCT location FROM shard WHERE kind = 'images'")]
+    def has_images(self) -> bool:
+        """Whether some shards are of single images."""
+        return bool(self._rows("SELECT 1 FROM image LIMIT 1"))
 
     def unfinished(self) -> Iterator[Claim]:
         """Yield the shards that are not done, in order; what is finished or set free meanwhile does not matter."""
@@ -199,42 +301,41 @@ class Ledger:
 
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
-        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0")
+        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest NOTNULL AND errors > 0")
 
     def unstored(self) -> list[tuple[int, str]]:
         """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
-        found = self._rows("SELECT id, digest FROM shard WHERE digest IS NOT NULL AND stored IS NOT digest ORDER BY id")
-        return [(row[0], row[1]) for row in found]
+        return self._rows("SELECT id, digest FROM shard WHERE digest NOTNULL AND stored IS NOT digest ORDER BY id")
 
     def stored(self) -> list[int]:
         """Finished shards whose file has been put into the store."""
-        return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
+        return [number for (number,) in self._rows("SELECT id FROM shard WHERE stored = digest")]
 
     def set_stored(self, shard: int, digest: str | None) -> None:
         self._change("SET stored = ? WHERE id = ?", digest, shard)
 
     def totals(self) -> Totals:
-        shards, done, images, errors, expected, unknown = self._one(
-            # A shard that was set free still has the numbers of its last file.
-            "SELECT count(*), count(digest), "
-            "coalesce(sum(CASE WHEN digest IS NOT NULL THEN images END), 0), "
-            "coalesce(sum(CASE WHEN digest IS NOT NULL THEN errors END), 0), "
-            "coalesce(sum(coalesce(images, count)), 0), count(*) - count(coalesce(images, count)) FROM shard"
+        # A shard that was set free still has the numbers of its last file.
+        finished = "coalesce(sum({}) FILTER (WHERE digest NOTNULL), 0)"
+        expected = "CASE WHEN count(*) = count(known) THEN coalesce(sum(known), 0) END"
+        (totals,) = self._rows(
+            f"SELECT count(*), count(digest), {finished.format('images')}, {finished.format('errors')}, "
+            f"{expected} FROM (SELECT *, coalesce(images, count) AS known FROM shard)"
         )
-        return Totals(shards, done, images, errors, None if unknown else expected)
+        return Totals(*totals)
 
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
         columns = "id, kind, classes, skipped, digest, images, errors, listed"
-        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest IS NOT NULL"):
-            by_class = {int(index): count for index, count in json.loads(classes).items()}
+        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest NOTNULL"):
             images, errors, listed = counts
+            by_class = {int(index): count for index, count in json.loads(classes).items()}
             names = SkippedNames(**json.loads(skipped))
             yield number, kind, ShardRecord(digest, images, errors, by_class, listed, names)
 
     def first_shard_with_errors(self) -> int | None:
         """The first finished shard that has an unreadable image."""
-        first = self._one("SELECT min(id) FROM shard WHERE digest IS NOT NULL AND errors > 0")[0]
+        ((first,),) = self._rows("SELECT min(id) FROM shard WHERE digest NOTNULL AND errors > 0")
         return None if first is None else int(first)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
@@ -247,12 +348,12 @@ class Ledger:
             yield from page
             last = page[-1][0]
 
-    def _insert(self, shards: Iterable[tuple[int, Shard]]) -> None:
+    def _insert(self, shards: Iterable[Shard], start: int, step: int = 1) -> None:
         self._connection.executemany(
             f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
             (
-                (number, one.kind, one.location.encode("utf-8", "surrogateescape"), one.start, one.count)
-                for number, one in shards
+                (number, one.kind, one.location.encode(*_CODEC), one.start, one.count)
+                for number, one in zip(count(start, step), shards)
             ),
         )
 
@@ -260,28 +361,18 @@ class Ledger:
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
-    def _one(self, query: str) -> Row:
-        return self._rows(query)[0]
-
     def _change(self, change: str, *values: object) -> int:
         """Run an UPDATE of the shards; return how many rows it changed."""
-        return self._write(lambda: self._connection.execute(f"UPDATE shard {change}", values).rowcount)
+        with self._writing() as run:
+            return run(f"UPDATE shard {change}", values).rowcount
 
-    def _create_tables(self) -> None:
-        if self._rows("SELECT 1 FROM sqlite_master"):
-            raise InputError(
-                f"the ledger {self.path} was written by another version of vitx: finish the run with that one, choose "
-                "another folder, or pass --overwrite"
-            )
-        for statement in _SCHEMA.split(";"):
-            self._connection.execute(statement)
-
-    def _write(self, work: Callable[[], T]) -> T:
-        """Run `work` in a transaction, which is rolled back when it raises."""
+    @contextmanager
+    def _writing(self) -> Iterator[Callable[..., sqlite3.Cursor]]:
+        """Yield `execute` for a transaction, which is rolled back when the block raises."""
         try:
             with self._lock, self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
-                return work()
+                yield self._connection.execute
         except sqlite3.OperationalError as error:
             if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_BUSY:
                 raise
@@ -292,8 +383,22 @@ class Ledger:
 
 
 def _shard(row: Sequence[Any]) -> Shard:
-    return Shard(row[0], _decoded(row[1]), row[2], row[3])
+    return Shard(row[0], row[1].decode(*_CODEC), row[2], row[3])
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
+def image_shards(start: int, end: int, size: int) -> list[Shard]:
+    """Of the images behind the first `start` up to `end`."""
+    return [Shard("images", "", first, min(size, end - first)) for first in range(start, end, size)]
+
+
+def names_of(shard: Shard, listing: Path) -> Iterator[str]:
+    """The names of a shard of single images. listing: the ledger's file, or a copy of it, see `Ledger.copied`."""
+    # A copy does not change, and where it lies no lock may work. Closed by whichever thread drops the iterator.
+    mode = "immutable=1" if listing.name.startswith(COPY) else "mode=ro"
+    location = f"{listing.absolute().as_uri()}?{mode}"
+    with closing(sqlite3.connect(location, timeout=BUSY_SECONDS, uri=True, check_same_thread=False)) as database:
+        end = shard.start + (shard.count or 0)
+        for first in range(shard.start, end, PAGE):
+            within = (first, min(first + PAGE, end))
+            names = database.execute("SELECT name FROM image WHERE id > ? AND id <= ? ORDER BY id", within).fetchall()
+            yield from (name.decode(*_CODEC).replace("\0", "/") for (name,) in names)

@@ -1,7 +1,8 @@
-"""What a run keeps besides its output: the lock, the ledger and the list of images."""
+"""What a run keeps besides its output: the lock and the ledger."""
 
 import json
 import shutil
+import sqlite3
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -12,16 +13,15 @@ from typing import Any, NamedTuple
 from vitx.core.errors import InputError
 from vitx.core.files import make_folder, write_bytes_once
 from vitx.predict.inputs.inventory import Inventory
-from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import schema_from_text, schema_to_text
-from vitx.predict.ledger import Ledger
+from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS, remove_leftovers
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.summary import SUMMARY
 
-# OUT/.vitx/ holds the lock, the list of images and the ledger; with --shard I/N each job has a folder for them in
+# OUT/.vitx/ holds the lock and the ledger; with --shard I/N each job has a folder for them in
 # there, beside a file of what all jobs must agree on.
 STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
 
@@ -32,12 +32,13 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
 
     If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
     when `out` cannot be written, another process works on it, or it holds the predictions of another run (`overwrite`
-    removes them).
+    removes them), or its ledger is damaged.
     """
     share = options.share
     if options.overwrite and share != WHOLE:
         raise InputError("--overwrite with --shard would remove what the other jobs did: remove the folder, then begin")
     state = out / STATE if share == WHOLE else out / STATE / f"shard{share.suffix}"
+    listed = False
     made_here = [folder for folder in (out, out / STATE, state) if not folder.exists()]
     with ExitStack() as held:
         try:
@@ -50,16 +51,26 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
         try:
             _refuse_others(out, share)
             remove_leftovers(out, share)
+            for left in state.glob(f"{COPY}*"):  # by a process that was killed
+                left.unlink()
             with closing(backoff.retry(lambda: Ledger(state / LEDGER))) as ledger:
-                yield ledger
-        except BaseException:
-            if state in made_here and not any(state.glob("images-*")):
+                listed = True
+                try:
+                    yield ledger
+                finally:
+                    with suppress(sqlite3.Error):
+                        listed = bool(ledger.description())
+        except BaseException as error:
+            if state in made_here and not listed:
                 for path in (*state.glob(f"{LEDGER}*"), state / LOCK):  # the lock last: others may take a new one then
                     path.unlink(missing_ok=True)
                 for folder in reversed(made_here):
                     with suppress(OSError):  # not empty
                         folder.rmdir()
-            raise
+            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+                raise
+            again = "choose another folder, or pass --overwrite"
+            raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
             remove_leftovers(out, share)
 
@@ -93,16 +104,12 @@ def _remove(out: Path, held: ExitStack) -> None:
 class Run(NamedTuple):
     """A run as it was created.
 
-    base, digest, source, skipped and schema: see `Inventory`. listing: the file with the list. measured: see
-    `open_run`. created: by this call.
+    id: random. base, digest and schema: see `Inventory`. created: by this call.
     """
 
+    id: str
     base: str
-    listing: Path
     digest: str
-    measured: dict[str, Any]
-    source: str
-    skipped: SkippedNames
     schema: Any
     created: bool
 
@@ -112,54 +119,36 @@ def open_run(
     out: Path,
     settings: dict[str, Any],
     backoff: DiskFullBackoff,
-    take: Callable[[Path], Inventory],
-    measure: Callable[[Inventory, Path], dict[str, Any]] = lambda inventory, listing: {},
+    take: Callable[[Share | None], Inventory],
+    measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
     share: Share = WHOLE,
 ) -> Run:
     """Create the run, or go on with it if it was created with the same settings.
 
-    settings: everything that the rows depend on. take: lists the input to a new file. measure: called with the new
-    listing when the run is created; what it returns is kept in the run; if it raises, no run is created.
-    Raises InputError when the run has other settings or has lost its list, and when the jobs of a --shard have other
-    settings, or found another input.
+    settings: everything that the rows depend on. take: lists the input, into the ledger. measure: called then, when the
+    run is created; what it returns is kept in the run; if it raises, no run is created.
+    Raises InputError when the run has other settings, and when the jobs of a --shard have other settings, or found
+    another input.
     """
-    state = ledger.path.parent
     agreement = out / STATE / AGREEMENT
 
     def create() -> None:
         if agreement.exists():  # before the listing, which may take an hour
             _refuse_changes(out, _read_agreement(agreement), settings | {"shards": share.jobs})
-        for left in state.glob("images-*"):  # by a process that was killed before there was a run
-            left.unlink()
-        # The name stands for the run: see `Mirror.begin`, and the actors of Ray.
-        listing = state / f"images-{uuid.uuid4().hex}"
-        try:
-            taken = take(listing)
-            if share != WHOLE:
-                _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
-            measured = measure(taken, listing)
-            make_folder(out / PREDICTIONS)
-            found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
-            found |= {"skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
-            described = settings | found | {"listing": listing.name, "measured": measured}
-            ledger.create(json.dumps(described), taken.numbered())
-        except BaseException:
-            listing.unlink(missing_ok=True)
-            raise
+        taken = take(share)
+        if share != WHOLE:
+            _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
+        found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
+        found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
+        described = settings | found | {"measured": measure(taken)}
+        make_folder(out / PREDICTIONS)
+        ledger.create(described, taken.shards, share)
 
     if created := not ledger.description():
         backoff.retry(create)
-    run = json.loads(ledger.description())
+    run = ledger.description()
     _refuse_changes(out, run, settings)
-    listing = state / run["listing"]
-    lost = [name for name in (listing.name, *ledger.lists()) if name and not (state / name).is_file()]
-    if lost:
-        raise InputError(
-            f"the run in '{out}' has lost its list of images ({lost[0]} in {state}): choose another folder, or pass "
-            "--overwrite"
-        )
-    skipped, schema = SkippedNames(**run["skipped"]), schema_from_text(run["schema"])
-    return Run(run["base"], listing, run["digest"], run["measured"], run["source"], skipped, schema, created)
+    return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:

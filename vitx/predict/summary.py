@@ -7,7 +7,7 @@ from vitx.core.bundle import MANIFEST, Bundle, timestamp
 from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
-from vitx.predict.inputs.skipped import NONE_SKIPPED, SkippedNames
+from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger, ShardRecord
 from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
@@ -100,7 +100,7 @@ class PredictionSummary(Record):
             if counts.missing:
                 raise CheckFailed(
                     f"not complete: of {counts.listed} names listed ({source}) {counts.predicted} were predicted, "
-                    f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the list in "
+                    f"{counts.unreadable} are unreadable and {counts.skipped} were skipped. The input or the ledger in "
                     ".vitx was changed meanwhile: choose another folder, or pass --overwrite"
                 )
         if self.errors > max_error_rate * self.images:
@@ -113,23 +113,18 @@ class PredictionSummary(Record):
 def summarize(
     ledger: Ledger,
     bundle: Bundle,
-    where: str,
     performance: Performance,
     *,
     certified: bool,
-    draft: dict[str, Any] | None = None,
-    source: str = "folder",
-    beside: SkippedNames = NONE_SKIPPED,
     shard: Share | None = None,
     increment: Increment | None = None,
 ) -> PredictionSummary:
-    """The summary of a ledger whose shards are all done. source and beside: what the listing found, see `Inventory`."""
-    totals = ledger.totals()
+    """The summary of a ledger whose shards are all done."""
+    totals, run = ledger.totals(), ledger.description()
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
-    sources = {source: SourceCounts(listed=beside.count, skipped=beside.count)} if beside.count else {}
-    skipped = SkippedNames()
-    skipped.merge(beside)
+    source, skipped = run["source"], SkippedNames(**run["skipped"])
+    sources = {source: SourceCounts(listed=skipped.count, skipped=skipped.count)} if skipped.count else {}
     for _, kind, record in ledger.records():
         named = source if kind == "images" else kind
         sources[named] = sources.get(named, SourceCounts()).plus(record)
@@ -140,7 +135,7 @@ def summarize(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),
         certified=certified,
-        input=escape_invalid_utf8(where),
+        input=escape_invalid_utf8(run["input"]),
         images=totals.images,
         errors=totals.errors,
         shards=totals.shards,
@@ -159,7 +154,7 @@ def summarize(
         runtime=performance.runtime,
         versions=installed_versions(),
         created=timestamp(),
-        draft=None if draft is None else DraftCheck.model_validate(draft),
+        draft=run["measured"].get("draft"),
         shard=None if shard is None else f"{shard.number}/{shard.jobs}",
         increment=increment,
     )

@@ -12,12 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bundle_fixture import listed
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory as inventory_module
 from vitx.predict.inputs import remote
-from vitx.predict.inputs.inventory import Inventory, Item, Shard, read_item, read_shard, take_inventory
+from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
 from vitx.predict.inputs.tables import TableColumns
+from vitx.predict.ledger import Shard
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -27,7 +29,7 @@ def touch(folder: Path, *names: str) -> None:
 
 
 def inventory(source: object, folder: Path, shard_size: int = 100, column: str | None = None) -> Inventory:
-    return take_inventory(str(source), folder / "list", shard_size, TableColumns(column))
+    return listed(str(source), folder / "list", shard_size, TableColumns(column))
 
 
 def items(given: Inventory, folder: Path, column: str | None = None) -> list[Item]:
@@ -44,14 +46,14 @@ def test_a_folder_is_listed_relative_to_itself_in_shards(tmp_path: Path) -> None
     touch(tmp_path / "in", "b.png", "a/2.png", "a-1.png", "c.txt", "d.tar")
     found = inventory(f"{tmp_path}/in/", tmp_path, 2)
     assert found.base == f"{tmp_path}/in"
-    assert found.shards == (Shard("images", "", 0, 2), Shard("images", "", 16, 1))
+    assert found.shards == (Shard("images", "", 0, 2), Shard("images", "", 2, 1))
     assert [item.key for item in items(found, tmp_path)] == ["a/2.png", "a-1.png", "b.png"]
     assert [item.source for item in items(found, tmp_path)] == [
         f"{tmp_path}/in/{name}" for name in ("a/2.png", "a-1.png", "b.png")
     ]
     assert found == inventory(tmp_path / "in", tmp_path, 2)
-    listed = hashlib.sha256(b"a/2.png\0a-1.png\0b.png\0").hexdigest()
-    assert found.digest == hashlib.sha256(f"{listed} {tmp_path}/in []".encode()).hexdigest()
+    names = hashlib.sha256(b"a\x002.png/a-1.png/b.png/").hexdigest()
+    assert found.digest == hashlib.sha256(f"{names} {tmp_path}/in []".encode()).hexdigest()
 
 
 def test_a_pattern_gives_images_first_and_containers_in_order(tmp_path: Path) -> None:
@@ -253,8 +255,8 @@ def test_a_folder_whose_name_is_not_utf8_is_listed(tmp_path: Path) -> None:
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     touch(folder, "1.png", "2.tar")
     found = inventory(folder, tmp_path)
-    listed = f"{hashlib.sha256(b'1.png' + bytes(1)).hexdigest()} {tmp_path}/\\udcff []"
-    assert found.digest == hashlib.sha256(listed.encode()).hexdigest()
+    names = f"{hashlib.sha256(b'1.png/').hexdigest()} {tmp_path}/\\udcff []"
+    assert found.digest == hashlib.sha256(names.encode()).hexdigest()
 
 
 @pytest.mark.parametrize("name", ["X", "X/", "X//"])
@@ -273,12 +275,12 @@ def test_versions_wait_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the listing is interrupted while servers do not answer."""
     given: list[threading.Event] = []
 
-    def version(name: str, location: str, stopped: threading.Event) -> str:
+    def version(location: str, stopped: threading.Event) -> str:
         given.append(stopped)
-        return name if name == "0" else str(stopped.wait(30))
+        return "first" if location == "0" else str(stopped.wait(30))
 
-    monkeypatch.setattr(inventory_module, "with_version", version)
+    monkeypatch.setattr(inventory_module, "version_of", version)
     names = inventory_module._with_versions("", map(str, range(40)))
-    assert next(names) == "0"
+    assert next(names) == ("0", "first")
     names.close()
     assert given[0].is_set()

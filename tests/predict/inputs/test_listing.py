@@ -1,18 +1,19 @@
-"""The list of images: sorted by the parts of the paths, any bytes in a name, and each range gives its own records."""
+"""Names of images in the ledger: sorted by the parts of paths, any bytes in a name, each range gives its own."""
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from vitx.predict.inputs import listing
-from vitx.predict.inputs.listing import read_range, sort_paths, write_list
+from bundle_fixture import listed_names
+from vitx.predict import ledger as ledger_module
+from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
+from vitx.predict.options import WHOLE, Share
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # Bytes of a file's name: all but / and NUL. The first ones sort before and after /, and are not UTF-8.
@@ -23,71 +24,88 @@ PATHS = st.lists(st.lists(PART, min_size=1, max_size=3).map(b"/".join) | CLOSE, 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of a few records and blocks of a few bytes, so that records lie across them."""
-    monkeypatch.setattr(listing, "RUN_SIZE", 7)
-    monkeypatch.setattr(listing, "BLOCK_BYTES", 5)
+    """Pages of a few names, so that shards lie across them."""
+    monkeypatch.setattr(ledger_module, "PAGE", 7)
+
+
+def new() -> Path:
+    return Path(tempfile.mkdtemp()) / "ledger"
+
+
+def all_of(ledger: Ledger) -> list[bytes]:
+    return [os.fsencode(name) for name in names_of(Shard("images", "", 0, 10_000), ledger.path)]
 
 
 @quick
-@given(PATHS)
-@example([b"x"] * 7)
-@example([b"%d" % index for index in range(21)])
-@example([b"a/b", b"a-b", b"a", b"a!b", b"a/b/c", b"a.b"])
-def test_paths_are_sorted_by_their_parts(tmp_path: Path, paths: list[bytes]) -> None:
+@given(PATHS, st.integers(1, 5))
+@example([b"x"] * 7, 1)
+@example([b"%d" % index for index in range(21)], 2)
+@example([b"a/b", b"a-b", b"a", b"a!b", b"a/b/c", b"a.b"], 3)
+def test_paths_are_sorted_by_their_parts_and_shared_out_in_turn(tmp_path: Path, paths: list[bytes], jobs: int) -> None:
     expected = sorted(paths, key=lambda path: path.split(b"/"))
-    found = list(sort_paths(map(os.fsdecode, paths), tmp_path))
-    assert [os.fsencode(path) for path in found] == expected
-    assert not any(tmp_path.iterdir())
+    (tmp_path / "ledger").unlink(missing_ok=True)
+    with closing(Ledger(tmp_path / "ledger")) as ledger:
+        assert ledger.find((os.fsdecode(path), None) for path in paths) == len(paths)
+        for number in range(1, jobs + 1):
+            assert ledger.number(Share(number, jobs))[0] == len(expected[number - 1 :: jobs])
+            assert all_of(ledger) == expected[number - 1 :: jobs]
 
 
 @quick
-@given(PATHS, st.integers(1, 6))
+@given(PATHS, st.integers(1, 9))
 @example([b"12345", b"1234", b"123", b"", b"123456789"], 2)
-def test_every_range_gives_its_own_records(tmp_path: Path, paths: list[bytes], shard_size: int) -> None:
-    records = [os.fsdecode(path) for path in paths]
-    file = tmp_path / "list"
-    ranges, digest = write_list(file, iter(records), shard_size)
-    assert file.read_bytes() == b"".join(path + b"\0" for path in paths)
-    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
-    slices = [records[start : start + shard_size] for start in range(0, len(records), shard_size)]
-    assert [list(read_range(file, *part)) for part in ranges] == slices
-    starts = [sum(len(path) + 1 for path in paths[:first]) for first in range(0, len(paths), shard_size)]
-    assert ranges == [(start, len(part)) for start, part in zip(starts, slices, strict=True)]
+def test_every_range_gives_its_own_names_in_order(tmp_path: Path, paths: list[bytes], shard_size: int) -> None:
+    names = [os.fsdecode(path) for path in paths]
+    (tmp_path / "ledger").unlink(missing_ok=True)
+    shards = listed_names(tmp_path / "ledger", iter(names), shard_size)
+    slices = [names[start : start + shard_size] for start in range(0, len(names), shard_size)]
+    assert [list(names_of(shard, tmp_path / "ledger")) for shard in shards] == slices
+    assert [shard.count for shard in shards] == [len(part) for part in slices]
 
 
 def test_a_range_ends_with_the_list(tmp_path: Path) -> None:
-    write_list(tmp_path / "list", ["a", "b", "c"], 2)
-    assert list(read_range(tmp_path / "list", 2, 1)) == ["b"]
-    assert list(read_range(tmp_path / "list", 2, 9)) == ["b", "c"]
-    assert list(read_range(tmp_path / "list", 0, 0)) == []
+    listed_names(tmp_path / "ledger", ["a", "b", "c"])
+    for start, count, expected in ((1, 1, ["b"]), (1, 9, ["b", "c"]), (0, 0, [])):
+        assert list(names_of(Shard("images", "", start, count), tmp_path / "ledger")) == expected
 
 
-def test_a_list_is_on_the_disk_when_it_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole: what is flushed has all its records."""
-    flushed: list[bytes] = []
-    real = os.fsync
+def test_what_is_found_is_told_by_all_its_names_and_their_order(tmp_path: Path) -> None:
+    """A digest for each; no two lists of names have one."""
+    lists = [["a", "b"], ["b", "a"], ["ab"], ["a/b"], ["a", "b", ""], ["a"], [], ["\udcff"], ["\\xff"]]
+    with closing(Ledger(tmp_path / "ledger")) as ledger:
 
-    def fsync(descriptor: int) -> None:
-        real(descriptor)
-        flushed.append((tmp_path / "list").read_bytes())
+        def digest(names: list[str], share: Share | None) -> str:
+            ledger.find(((name, None) for name in names), in_order=True)
+            return ledger.number(share)[1]
 
-    monkeypatch.setattr(os, "fsync", fsync)
-    write_list(tmp_path / "list", ["a", "b", "c"], 2)
-    assert flushed == [b"a\0b\0c\0"] * 2  # the file, then its folder
-
-
-def test_runs_are_kept_in_the_given_folder_and_are_not_all_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders: list[Any] = []
-    real = tempfile.TemporaryFile
-    monkeypatch.setattr(tempfile, "TemporaryFile", lambda dir: folders.append(dir) or real(dir=dir))  # type: ignore[func-returns-value]
-    assert len(list(sort_paths((str(index) for index in range(22)), tmp_path))) == 22
-    assert folders == [tmp_path] * 3
+        whole = [digest(names, WHOLE) for names in lists]
+        assert [digest(names, Share(2, 3)) for names in lists] == whole
+        assert len(set(whole)) == len(lists)
+        kept = digest(["x"], WHOLE) and all_of(ledger)
+        assert [digest(names, None) for names in lists] == whole
+        assert all_of(ledger) == kept == [b"x"]
 
 
-def test_paths_are_read_once() -> None:
-    def once() -> Iterator[str]:
-        yield from ("b", "a")
+def test_a_listing_that_fails_leaves_the_names_that_were_there(tmp_path: Path) -> None:
+    def torn() -> Iterator[tuple[str, None]]:
+        yield "c", None
+        raise KeyboardInterrupt
 
-    assert list(sort_paths(once(), Path())) == ["a", "b"]
+    listed_names(tmp_path / "ledger", ["b", "a"])
+    with closing(Ledger(tmp_path / "ledger")) as ledger:
+        with pytest.raises(KeyboardInterrupt):
+            ledger.find(torn())
+        assert all_of(ledger) == [b"b", b"a"]
+
+
+def test_a_copy_is_read_without_the_ledger_and_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "\udcff?#%"
+    folder.mkdir()
+    listed_names(folder / "ledger", map(str, range(20)))
+    with closing(Ledger(folder / "ledger")) as ledger:
+        with ledger.copied() as copy:
+            alone = copy.rename(tmp_path / copy.name)
+            assert list(names_of(image_shards(4, 20, 9)[0], alone)) == list(map(str, range(4, 13)))
+            alone.rename(copy)
+            assert copy.parent == folder
+        assert [path.name for path in folder.iterdir() if not path.name.startswith("ledger")] == []

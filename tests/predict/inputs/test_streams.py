@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import tar_of
+from bundle_fixture import listed, tar_of
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory, remote
-from vitx.predict.inputs.inventory import Shard, read_shard, take_inventory
+from vitx.predict.inputs.inventory import read_shard
 from vitx.predict.inputs.stores import exists, open_stream
+from vitx.predict.ledger import Shard
 
 TAR = tar_of({f"{number:02d}.png": bytes([number]) * 1000 for number in range(40)})
 NAMES = [f"a.tar/{number:02d}.png" for number in range(40)]
@@ -227,7 +228,7 @@ def test_a_broken_file_is_read_on_if_it_is_still_the_same(
 
 
 def lines(url: str, folder: Path) -> list[str]:
-    found = take_inventory(f"{url}/list.txt", folder / "list", 100)
+    found = listed(f"{url}/list.txt", folder / "list", 100)
     return [item.key for shard in found.shards for item in read_shard(shard, found.base, folder / "list")]
 
 
@@ -250,12 +251,12 @@ def test_a_server_in_trouble_has_not_nothing(host: Hosts, waits: list[float], tm
     """fsspec says that there is no such file."""
     url, _ = host(HEAD=["503"] * 9, GET=["503"] * 9)
     with pytest.raises(EnvironmentMissing, match=r"^cannot look for '.*/list.txt': it gives no answer: .*503"):
-        take_inventory(f"{url}/list.txt", tmp_path / "list", 100)
+        listed(f"{url}/list.txt", tmp_path / "list", 100)
     assert waits == [0.2, 1.0]
     assert exists(f"{host()[0]}/absent.txt") is False
 
 
 def test_a_file_of_a_server_is_not_searched_for_links(host: Hosts, tmp_path: Path) -> None:
     url, requests = host()
-    take_inventory(f"{url}/a.tar", tmp_path / "list", 100)
+    listed(f"{url}/a.tar", tmp_path / "list", 100)
     assert set(requests) == {"HEAD"}

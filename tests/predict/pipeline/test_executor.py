@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from vitx.core.errors import EnvironmentMissing
-from vitx.predict.inputs.inventory import Shard
-from vitx.predict.ledger import Claim, Ledger, ShardRecord
+from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import LedgerShards
@@ -22,7 +21,7 @@ CLAIMS = [Claim(number, Shard("tar", f"{number}.tar")) for number in (1, 2, 3)]
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
     with closing(Ledger(tmp_path / "ledger.sqlite")) as opened:
-        opened.create("plan", ((claim.id, claim.shard) for claim in CLAIMS))
+        opened.create({}, (claim.shard for claim in CLAIMS))
         yield opened
 
 

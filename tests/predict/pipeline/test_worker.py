@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from bundle_fixture import LABELS, PREPROCESSING, NumpySession, colour_image, png
+from bundle_fixture import LABELS, PREPROCESSING, NumpySession, colour_image, listed, png
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS
-from vitx.predict.inputs.inventory import Inventory, take_inventory
+from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter
@@ -93,7 +93,7 @@ class Bench:
             (images / f"{index:02d}.png").write_bytes(b"" if index in (2, 8) else png(colour_image(index % 4, rng)))
         self.out, self.listing = folder, folder / "list"
         (folder / PREDICTIONS).mkdir()
-        self.inventory = take_inventory(str(images), self.listing, 4)
+        self.inventory = listed(str(images), self.listing, 4)
         self.shards, self.backoff = ListedShards(self.inventory), Waits(folder)
 
     def worker(

@@ -8,16 +8,15 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.listing import read_range, sort_paths, write_list
 from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.stores import (
@@ -31,14 +30,13 @@ from vitx.predict.inputs.stores import (
     read_bytes,
     version_of,
     walk_images,
-    with_version,
 )
 from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
+from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
 from vitx.predict.options import WHOLE, Share
 
-ShardKind = Literal["images", "tar", "parquet"]
 Source = Literal["folder", "pattern", "list", "image"]
 TAR_NAMES = (".tar", ".tar.gz", ".tgz")
 LIST_NAMES = (".txt", ".lst", ".list")
@@ -46,21 +44,6 @@ LIST_NAMES = (".txt", ".lst", ".list")
 MAX_LINE, MAX_LIST = 1 << 16, 1 << 37
 # Versions that are asked for at once.
 VERSION_THREADS = 16
-
-
-@dataclass(frozen=True)
-class Shard:
-    """The unit of work, by kind.
-
-    images: `count` records of the list, from byte `start` on; location names the list, empty for the run's first. tar:
-    the file at `location`. parquet: the row group of the file at `location` that begins with row `start`, or all of a
-    file without a `count`. count: the number of images, None if only reading the shard can tell.
-    """
-
-    kind: ShardKind
-    location: str
-    start: int = 0
-    count: int | None = None
 
 
 class Item(NamedTuple):
@@ -87,76 +70,76 @@ class Inventory:
 
     base: str
     shards: tuple[Shard, ...]
-    digest: str
-    share: Share = WHOLE
+    digest: str = ""
     source: Source = "folder"
     skipped: SkippedNames = field(default_factory=SkippedNames)
     schema: Any = None
 
-    def numbered(self) -> Iterator[tuple[int, Shard]]:
-        """The shards with their numbers, from 1; different ones in every share."""
-        return zip(itertools.count(self.share.number, self.share.jobs), self.shards)
-
 
 def take_inventory(
-    source: str, listing: Path, shard_size: int, columns: TableColumns = TableColumns(), share: Share = WHOLE
+    source: str, ledger: Ledger, shard_size: int, columns: TableColumns = TableColumns(), share: Share | None = WHOLE
 ) -> Inventory:
-    """List `source`, and write the paths of its single images to the file `listing`, sorted; those of `share` only.
+    """List `source`, and make its single images, those of `share` only, the images of the ledger; None: for the digest.
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if there is nothing to predict, no
-    Parquet file whose `columns` of images and keys are clear, one whose columns cannot go on to the output, or two
-    rows of one key.
+    these by URL. Memory does not grow with the number of images. Raises InputError if
+    there is nothing to predict, no Parquet file whose `columns` of images and keys are clear, one whose columns cannot
+    go on to the output, or two rows of one key.
     """
-    found = list_input(source, listing.parent, columns)
-    ranges, listed = write_list(listing, found.images, shard_size, share)
+    found = list_input(source, ledger, columns)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(found.base, found.tables.readable, columns.key), listing.parent)
-    digest = hashlib.sha256(f"{listed} {found.base} {found.units}".encode("utf-8", "backslashreplace"))
-    images = (Shard("images", "", start, count) for start, count in ranges)
-    units = found.units[share.number - 1 :: share.jobs]
-    beside = found.skipped if share.number == 1 else SkippedNames()
-    schema = found.tables.schema()
-    return Inventory(found.base, (*images, *units), digest.hexdigest(), share, found.source, beside, schema)
+        refuse_equal_keys(columns.key, key_records(found.base, found.shards, columns.key))
+    count, listed = ledger.number(share)
+    digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
+    share = share or WHOLE
+    shards = (*image_shards(0, count, shard_size), *found.shards[share.number - 1 :: share.jobs])
+    skipped = found.skipped if share.number == 1 else SkippedNames()
+    return replace(found, shards=shards, digest=digest.hexdigest(), skipped=skipped)
 
 
-class Contents(NamedTuple):
-    """What an input has now.
+def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: bool = False) -> Inventory:
+    """List an input, see `take_inventory`: its single images for `Ledger.find`; the shards are of all other files.
 
-    source: what names the single images. images: each, to be read once. units: the shards of tar and Parquet files.
-    """
-
-    source: Source
-    base: str
-    images: Iterator[str]
-    units: list[Shard]
-    tables: Tables
-    skipped: SkippedNames
-
-
-def list_input(source: str, scratch: Path, columns: TableColumns, *, again: bool = False) -> Contents:
-    """List an input; see `take_inventory`. scratch: for temporary files.
-
-    again: it was listed before, and `columns` has the schema that was found then; then each image is followed by MARK
-    and its version.
+    again: it was listed before, and `columns` has the schema that was found then; the images have versions.
     """
     source = source if is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
     skipped = SkippedNames()
-    named, base, names = _list_input(source, scratch, containers, skipped, versions=again)
-    images = iter(names)
-    first = list(itertools.islice(images, 1))  # then all names of a folder or a pattern have been seen
-    if first and named == "folder":
+    folder = _is_folder(source)
+
+    def beside(name: str) -> None:
+        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
+        containers.append(name) if taken else skipped.add(name)
+
+    named: Source = "folder"
+    if folder:
+        base, images = source, walk_images(source, beside, versions=again)
+    else:
+        named, base, names = _named(source, beside)
+        images = _with_versions(base, names) if again else ((name, None) for name in names)
+    count = ledger.find(images, in_order=named == "list", once=again)  # then all names beside them have been seen
+    if count and folder:
         for name in containers:
             skipped.add(name)
         containers = []
-    units, tables = _container_shards(source, base, sorted(containers), columns, others=bool(first), again=again)
-    if not units and not first:
+    tables = Tables(columns, again=again)
+    units = [unit for name in sorted(containers) for unit in _container_shards(base, name, tables)]
+    if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
-        kind = "holds" if named == "folder" else "names"
+        kind = "holds" if folder else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    return Contents(named, base, itertools.chain(first, images), units, tables, skipped)
+    if units and len(tables.refused) == len(units) and not count:
+        raise tables.refused[0]
+    if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
+        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
+    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
+
+
+def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
+    if name.lower().endswith(".parquet"):
+        return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
+    return [Shard("tar", name)]
 
 
 def _is_folder(source: str) -> bool:
@@ -165,42 +148,30 @@ def _is_folder(source: str) -> bool:
     return not (named and is_http(source)) and is_folder(source)
 
 
-def _list_input(
-    source: str, scratch: Path, containers: list[str], skipped: SkippedNames, *, versions: bool
-) -> tuple[Source, str, Iterable[str]]:
-    """Return (what names the images, base, single images), names relative to the base; tar and Parquet files and other
-    names are added to `containers` and `skipped`, those of a folder or a pattern when the first image is asked for.
+def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
+    """What names the images of an input that is no folder, their base, and themselves.
 
-    versions: each image is followed by MARK and its version.
+    beside: called with the names of other files, those of a pattern while its images are asked for.
     """
-
-    def beside(name: str) -> None:
-        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
-        containers.append(name) if taken else skipped.add(name)
-
-    if folder := _is_folder(source):
-        return "folder", source, sort_paths(walk_images(source, beside, versions=versions), scratch)
-    named: Source = "image"
     if not exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
-        named, base, images = "pattern", "", sort_paths(_matched_images(source, beside), scratch)
-    else:
-        above, _, name = source.rpartition("/")
-        base = above or ("/" if source.startswith("/") else "")
-        if base.endswith(":/"):  # memory://images.tar has no folder
-            base, name = "", source
-        if name.lower().endswith(LIST_NAMES):
-            named, images = "list", _lines(source)
-        elif _is_container(name) or is_image_name(name):
-            images = iter([name] if is_image_name(name) else [])
-            containers += [name] if _is_container(name) else []
-        else:
-            raise InputError(
-                f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
-                f"or a list of paths in {', '.join(LIST_NAMES)}"
-            )
-    return named, base, _with_versions(base, images) if versions else images
+        return "pattern", "", _matched_images(source, beside)
+    above, _, name = source.rpartition("/")
+    base = above or ("/" if source.startswith("/") else "")
+    if base.endswith(":/"):  # memory://images.tar has no folder
+        base, name = "", source
+    if name.lower().endswith(LIST_NAMES):
+        return "list", base, _lines(source)
+    if is_image_name(name):
+        return "image", base, iter([name])
+    if not _is_container(name):
+        raise InputError(
+            f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
+            f"or a list of paths in {', '.join(LIST_NAMES)}"
+        )
+    beside(name)
+    return "image", base, iter(())
 
 
 def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
@@ -241,33 +212,15 @@ def _lines(source: str) -> Iterator[str]:
         ) from None
 
 
-def _with_versions(base: str, names: Iterable[str]) -> Generator[str, None, None]:
-    remaining, stopped = iter(names), threading.Event()
+def _with_versions(base: str, names: Iterator[str]) -> Generator[tuple[str, str | None], None, None]:
+    stopped = threading.Event()
     pool = ThreadPoolExecutor(VERSION_THREADS)
     try:
-        while block := list(itertools.islice(remaining, 1024)):
-            yield from pool.map(lambda name: with_version(name, join(base, name), stopped), block)
+        while block := list(itertools.islice(names, 1024)):
+            yield from pool.map(lambda name: (name, version_of(join(base, name), stopped)), block)
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
-
-
-def _container_shards(
-    source: str, base: str, names: list[str], columns: TableColumns, *, others: bool, again: bool
-) -> tuple[list[Shard], Tables]:
-    """The shards of tar and Parquet files, and what was found of the latter. others: images beside them."""
-    tables = Tables(columns, again=again)
-    units = []
-    for name in names:
-        if name.lower().endswith(".parquet"):
-            units += [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
-        else:
-            units.append(Shard("tar", name))
-    if tables.refused and len(tables.refused) == len(units) and not others:
-        raise tables.refused[0]
-    if columns.key is not None and (others or any(unit.kind != "parquet" for unit in units)):
-        raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    return units, tables
 
 
 def read_shard(
@@ -282,8 +235,8 @@ def read_shard(
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
-    versions: those of tar and Parquet files are told with their images; of single images, `read_item` tells them.
-    stopped: see `read_bytes`.
+    listing: see `names_of`. versions: those of tar and Parquet files are told with their images; of single images,
+    `read_item` tells them. stopped: see `read_bytes`.
 
     What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
     file whose images were not counted.
@@ -302,12 +255,6 @@ def read_shard(
     except TAR_ERRORS as error:
         reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
         yield Item(shard.location, ImageError(reason), version=version)
-
-
-def names_of(shard: Shard, listing: Path) -> Iterator[str]:
-    """The names of a shard of single images. listing: the run's first."""
-    path = listing.with_name(shard.location) if shard.location else listing
-    return read_range(path, shard.start, shard.count or 0)
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:

@@ -15,7 +15,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError
@@ -35,8 +35,6 @@ from vitx.predict.inputs.remote import (
 
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
-# Between a name and its version; a version has none.
-MARK = "\x01"
 
 
 def is_url(location: str) -> bool:
@@ -52,7 +50,8 @@ def join(base: str, name: str) -> str:
 
 
 def is_image_name(name: str) -> bool:
-    return PurePosixPath(name).suffix.lower() in EXTENSIONS
+    stem, _, suffix = name.rstrip("/").rpartition(".")  # a PurePosixPath takes six times as long
+    return f".{suffix}".lower() in EXTENSIONS and stem[-1:] not in ("", "/")
 
 
 def is_hidden(name: str) -> bool:
@@ -85,23 +84,17 @@ def open_stream(location: str, stopped: threading.Event | None = None) -> Binary
     return cast(BinaryIO, io.BufferedReader(RemoteFile(location, stopped), BLOCK_BYTES))
 
 
-def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[str]:
-    """Yield the paths of the images below a folder, relative to it and unsorted.
+def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[tuple[str, str | None]]:
+    """Yield the paths of the images below a folder, relative to it and unsorted, with None or their `versions`.
 
-    skip: called with each other name. versions: each path is followed by MARK and its version, empty if that cannot be
-    told.
+    skip: called with each other name.
 
     Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     if is_url(root):
         return _walk_remote(root, skip, versions=versions)
-    names = _walk_local(root, skip)
-    return (with_version(name, join(root, name)) for name in names) if versions else names
-
-
-def with_version(name: str, location: str, stopped: threading.Event | None = None) -> str:
-    return f"{name}{MARK}{version_of(location, stopped) or ''}"
+    return ((name, version_of(join(root, name)) if versions else None) for name in _walk_local(root, skip))
 
 
 def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
@@ -245,7 +238,7 @@ def _folder_problem(location: str) -> str:
         return f"cannot list the folder: {error.strerror}"
 
 
-def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[str]:
+def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[tuple[str, str | None]]:
     system, top = remote_filesystem(root)
     system.invalidate_cache()  # of an earlier listing in this process
     top = top.rstrip("/")
@@ -259,8 +252,7 @@ def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> I
         elif is_hidden(name) or not is_image_name(name):
             skip(given)
             continue
-        version = f"{MARK}{_entry_version(entry) or version_of(join(root, given)) or ''}" if versions else ""
-        yield given + version
+        yield given, (_entry_version(entry) or version_of(join(root, given))) if versions else None
 
 
 def _entries(

@@ -3,16 +3,17 @@
 import base64
 import itertools
 import json
+import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
-from vitx.predict.inputs.listing import sort_paths
-from vitx.predict.inputs.stores import MARK, join, open_stream
+from vitx.predict.inputs.stores import join, open_stream
+from vitx.predict.ledger import Shard
 
 # If several columns may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
@@ -39,13 +40,12 @@ class TableColumns:
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
-    readable: names of files. refused: an error for each file whose columns of images or keys are not clear. again: the
-    input was listed before, and no other columns than then can go on to the output.
+    refused: an error for each file whose columns of images or keys are not clear. again: the input was listed before,
+    and no other columns than then can go on to the output.
     """
 
     def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
         self._columns, self._again = columns, again
-        self.readable: list[str] = []
         self.refused: list[InputError] = []
         # By name: the type, and the file where it was found first.
         self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
@@ -69,7 +69,6 @@ class Tables:
             self.refused.append(error)
             return [(0, None)]
         self._copy(schema, name)
-        self.readable.append(name)
         return groups
 
     def schema(self) -> Any:
@@ -159,30 +158,25 @@ def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
     return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
-def refuse_equal_keys(column: str, records: Iterable[str], scratch: Path) -> None:
-    """Raise InputError for a key that two rows have. records: of `key_record`. scratch: for temporary files."""
-    last = last_place = ""
-    for record in sort_paths(records, scratch):
-        key, _, place = record.partition(MARK)
-        if key == last:
+def refuse_equal_keys(column: str, records: Iterable[tuple[str, str]]) -> None:
+    """Raise InputError for a key that two rows have. records: of each row the key, and where it is."""
+    with closing(sqlite3.connect("")) as database:  # a file without a name
+        database.execute("CREATE TABLE row (key TEXT, place TEXT)")
+        database.executemany("INSERT INTO row VALUES (?, ?)", records)
+        equal = "SELECT key, min(place), max(place) FROM row GROUP BY key HAVING count(*) > 1 LIMIT 1"
+        for key, place, other in database.execute(equal):
             raise InputError(
-                f"--key {column}: {key} is in {last_place} and in {place}: expected a column whose values are all "
-                "different"
+                f"--key {column}: {json.dumps(key, ensure_ascii=False)} is in {place} and in {other}: expected a "
+                "column whose values are all different"
             )
-        last, last_place = key, place
 
 
-def key_record(key: str, place: str) -> str:
-    """JSON has no control characters: the first MARK ends the key."""
-    return f"{json.dumps(key, ensure_ascii=False)}{MARK}{place}"
-
-
-def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
-    """Of all rows of Parquet files. Raises InputError for a row without a key."""
+def key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
+    """Key and place of all rows of row groups. Raises InputError for a row without a key."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for name in names:
+    for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
         try:
             with open_stream(join(base, name)) as file:
                 batches = pq.ParquetFile(file).iter_batches(columns=[column])
@@ -190,7 +184,7 @@ def key_records(base: str, names: Iterable[str], column: str) -> Iterator[str]:
                 for row, key in enumerate(keys):
                     if key is None:
                         raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
-                    yield key_record(str(key), f"row {row} of {name}")
+                    yield str(key), f"row {row} of {name}"
         except (OSError, pa.ArrowException):
             continue  # the rows that cannot be read have no key
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
-from vitx.predict.inputs.inventory import Item, Shard, read_item, read_shard
+from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
-from vitx.predict.ledger import Claim
+from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
 from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
@@ -39,7 +39,7 @@ def slice_size(batch_size: int, decode_threads: int) -> int:
 class Job:
     """What is predicted and how.
 
-    listing: the file with the paths of single images; base: the folder or URL that they are relative to.
+    listing: where the paths of single images are, see `names_of`; base: the folder or URL that they are relative to.
     """
 
     out: Path

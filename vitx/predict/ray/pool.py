@@ -16,9 +16,8 @@ from vitx.core.bundle import Bundle
 from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
-from vitx.predict.inputs.inventory import names_of
 from vitx.predict.inputs.stores import is_url, join
-from vitx.predict.ledger import Claim, Ledger
+from vitx.predict.ledger import Claim, Ledger, names_of
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.executor import Performance, ProgressReporter
@@ -83,9 +82,9 @@ class RayPool:
         if not claims:
             return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
         # Ray prints what happens to its actors on standard output, which is for the result of the command.
-        with redirect_stdout(sys.stderr), _connected(self._address):
+        with redirect_stdout(sys.stderr), ledger.copied() as copy, _connected(self._address):
             size = self._pool_size()
-            assignment = self._assignment(job, size, claims[0])
+            assignment = self._assignment(replace(job, listing=copy), size, claims[0])
             committer = _Committer(ledger, backoff, reporter)
             while claims:
                 committer.commit(claims, _dataset(claims, assignment, size))
