@@ -36,8 +36,8 @@ SIZE = 512 + 4  # of an answer of one number
 FAULTY = """
 from pathlib import Path
 from vitx.runtimes import Session
-from vitx.serve.models import served_model
-load, fault = served_model.load_session, Path("FAULT")
+from vitx.serve.models import loading
+load, fault = loading.load_session, Path("FAULT")
 class Faulty(Session):
     def __init__(self, session):
         super().__init__()
@@ -49,7 +49,7 @@ class Faulty(Session):
         return self.session.infer(images) + (float(fault.read_text()) if fault.exists() else 0)
     def _infer_outputs(self, images):
         return self.session.infer_outputs(images)
-served_model.load_session = lambda *args, **options: Faulty(load(*args, **options))
+loading.load_session = lambda *args, **options: Faulty(load(*args, **options))
 from vitx.cli import main
 main()
 """
