@@ -24,7 +24,7 @@ def bundle(tmp_path: Path) -> Bundle:
 def test_what_is_no_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError) as caught:
         Bundle.open(tmp_path / "none")
-    assert str(caught.value) == f"no bundle at '{tmp_path}/none': expected a folder made by `vitx export`"
+    assert str(caught.value) == f"no bundle at '{tmp_path}/none': expected a folder made by `vitx export`, or its URL"
     with pytest.raises(InputError) as caught:
         Bundle.open(tmp_path)
     assert str(caught.value) == f"'{tmp_path}' is not a bundle: it has no manifest.json"

@@ -1,17 +1,35 @@
-"""The bundle: a plain folder NAME.vitx that travels to production. Specification: docs/bundle.md."""
+"""The bundle: a plain folder NAME.vitx that travels to production. Specification: docs/bundle.md.
 
+Its manifest names every file with its size and digest. So one on a web server or in an object store needs no listing:
+what is read there is the manifest's, or is refused.
+"""
+
+import hashlib
+import importlib.util
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
-from vitx.core.errors import CheckFailed, InputError
-from vitx.core.files import Record, read_record, read_sealed, sha256_file, write_json
+from vitx.core.console import log
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
+from vitx.core.files import (
+    Record,
+    cache_folder,
+    read_record,
+    read_sealed,
+    sha256_bytes,
+    sha256_file,
+    staged_folder,
+    write_json,
+)
 from vitx.core.latency import Latency, LatencyFile, machine_key
 from vitx.core.machine import describe_machine
 from vitx.core.page import fields
@@ -32,6 +50,9 @@ MODEL = "model.onnx"
 # The same network in int8, beside the graph: a candidate of `--runtime auto` (vitx export --for cpu).
 INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
+_URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)", re.DOTALL)  # a path has one slash of the two; a drive has one letter
+_BLOCK = 2**20
+_SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
 
 
 class FileEntry(Record):
@@ -127,10 +148,8 @@ class Bundle:
     def open(cls, path: Path | str) -> "Bundle":
         """Open a bundle and verify every file; raise InputError naming what is missing, changed or not listed.
 
-        path: may be a URL; see `vitx.core.remote_bundle.local_bundle`.
+        path: may be a URL; see `local_bundle`.
         """
-        from vitx.core.remote_bundle import local_bundle
-
         folder = local_bundle(path)
         if not folder.is_dir():
             raise InputError(f"no bundle at '{path}': expected a folder made by `vitx export`, or its URL")
@@ -259,3 +278,104 @@ def _may_be_unlisted(name: str) -> bool:
 def timestamp() -> str:
     """Now, in UTC, ISO 8601 to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def url_of(path: Path | str) -> str | None:
+    """The URL that a path was made of, without a slash at its end; None for a path of this machine."""
+    found = _URL.fullmatch(str(path).rstrip("/"))
+    return None if found is None else f"{found[1]}://{found[2]}"
+
+
+def local_bundle(path: Path | str) -> Path:
+    """The folder of a bundle: `path` itself, or the copy of a URL's in this machine's cache, made now if there is none.
+
+    Its manifest, certificate and signature are read each time: a new one is another copy.
+
+    s3://BUCKET/NAME.vitx, gs://…, az://…, hf://USER/REPOSITORY/NAME.vitx, https://…: what fsspec and its packages open,
+    with their ways to give credentials. Raises InputError for what is no bundle, CheckFailed for a file that is not the
+    manifest's, EnvironmentMissing for a store that does not answer or whose package is not installed.
+    """
+    url = url_of(path)
+    if url is None:
+        return Path(path)
+    store = _Store(url)
+    heads = {name: content for name in (MANIFEST, CERTIFICATE, SIGNATURE) if (content := store.small(name)) is not None}
+    if MANIFEST not in heads:
+        raise InputError(f"'{url}' is not a bundle: it has no {MANIFEST}")
+    try:
+        manifest = Manifest.model_validate_json(heads[MANIFEST])
+    except ValidationError as error:
+        raise InputError(f"'{url}/{MANIFEST}' is not a valid manifest: {error.errors()[0]['msg']}") from None
+    version = sha256_bytes(repr((url, sorted(heads.items()))).encode())[:32]
+    folder = cache_folder() / "bundles" / version / f"{manifest.name}.vitx"
+    if not folder.is_dir():
+        size = sum(entry.size for entry in manifest.files.values())
+        log(f"vitx: copying {url} ({size / 1e6:.1f} MB) to {folder}")
+        if (latency := store.small(LATENCY)) is not None:
+            heads[LATENCY] = latency
+        with staged_folder(folder) as stage:
+            for name, content in heads.items():
+                (stage / name).write_bytes(content)
+            for name, entry in manifest.files.items():
+                store.copy(name, _below(stage, name, url), entry.size, entry.sha256)
+    return folder
+
+
+class _Store:
+    """The folder at a URL."""
+
+    def __init__(self, url: str) -> None:
+        if importlib.util.find_spec("fsspec") is None:
+            raise missing_package("fsspec", "serve")
+        from fsspec.core import url_to_fs
+
+        self._url = url
+        options: dict[str, Any] = {}
+        try:
+            if url.startswith("http"):  # whose client gives a file five minutes, however fast it comes
+                from aiohttp import ClientTimeout
+
+                seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
+                options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
+            self._system, self._path = url_to_fs(url, **options)
+        except (ImportError, ValueError) as error:  # an unknown scheme, or one whose package is missing
+            raise InputError(f"cannot open '{url}': {error}") from None
+
+    def small(self, name: str) -> bytes | None:
+        """A file that may be missing; stores that do not let folders be listed refuse it then."""
+        with suppress(FileNotFoundError, PermissionError), self._named_errors(name):
+            return bytes(self._system.cat_file(f"{self._path}/{name}"))
+        return None
+
+    def copy(self, name: str, path: Path, size: int, sha256: str) -> None:
+        digest, left = hashlib.sha256(), size + 1  # one more than it may have, to see that it has not
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with (
+                self._named_errors(name),
+                self._system.open(f"{self._path}/{name}", "rb") as file,
+                path.open("wb") as copy,
+            ):
+                while left and (block := file.read(min(left, _BLOCK))):
+                    left -= len(block)
+                    digest.update(block)
+                    copy.write(block)
+        except (FileNotFoundError, PermissionError) as error:
+            raise InputError(f"'{self._url}/{name}' is listed in the manifest and cannot be read: {error}") from None
+        if left != 1 or digest.hexdigest() != sha256:
+            raise CheckFailed(f"'{self._url}/{name}' is not the file that its manifest lists: export the bundle again")
+
+    @contextmanager
+    def _named_errors(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each store's client raises its own
+            raise EnvironmentMissing(f"cannot read '{self._url}/{name}': {error or type(error).__name__}") from None
+
+
+def _below(folder: Path, name: str, url: str) -> Path:
+    if not (folder / name).resolve().is_relative_to(folder.resolve()):
+        raise InputError(f"'{url}/{MANIFEST}' lists '{name[:80]}', which leads out of the bundle")
+    return folder / name

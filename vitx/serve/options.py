@@ -31,7 +31,9 @@ def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
 class ServeOptions(Options):
     """Options of the server. shared_memory trusts whoever reaches the port."""
 
-    bundles: tuple[Path, ...] = option((), "Bundles made by `vitx export`.", metavar="BUNDLE...", argument=True)
+    bundles: tuple[Path, ...] = option(
+        (), "Bundles made by `vitx export`, or their URLs.", metavar="BUNDLE...", argument=True
+    )
     repository: Path | None = option(None, "Serve every bundle NAME.vitx of this folder, and those that come later.")
     versions: Annotated[tuple[str, ...], AfterValidator(_version_policies)] = option(
         (),
@@ -72,6 +74,9 @@ class ServeOptions(Options):
         None, "Keep answers to content that may come again, so many bytes, such as 256MiB.", metavar="SIZE", text=True
     )
     message_timeout: float = option(60, "Seconds for the message of a gRPC call.", ge=0.1)
+    decode: Literal["threads", "processes"] = option(
+        "threads", "Where images are decoded; in processes nothing that crashes or hangs there ends the server."
+    )
     watch: bool = option(False, "Load a bundle again when it was replaced on disk.")
     management: bool = option(False, "Let clients load and unload models, with the management token.")
     management_token_file: Path | None = option(None, "File with the token for --management.")

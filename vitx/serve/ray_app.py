@@ -14,7 +14,7 @@ from ray import serve
 from starlette.routing import Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vitx.core.bundle import MANIFEST
+from vitx.core.bundle import MANIFEST, local_bundle, url_of
 from vitx.core.errors import InputError
 from vitx.core.files import sha256_file
 from vitx.core.ray_connection import cluster_nodes
@@ -31,7 +31,7 @@ from vitx.serve.server_core import ServerCore, verified
 _NOT_ON_RAY = {
     "it is a matter of the cluster and of Ray Serve's http_options": "ray host port tls_cert tls_key",
     "give --replicas": "workers",
-    "name the bundles, and deploy again for new ones": "repository watch management management_token_file",
+    "name the bundles, and deploy again for new ones": "repository versions watch management management_token_file",
     "a region is known to one replica": "shared_memory",
     "Ray's proxies pass on HTTP": "grpc_port message_timeout",
     "Ray Serve has logs and traces of its own": "access_log otlp_endpoint",
@@ -74,7 +74,8 @@ def application(args: ServeOptions, *, may_grow: bool = True) -> serve.Applicati
     cpus, gpus, threads = share_of(args, may_grow=may_grow)
     (least, most), instances = args.replicas or (1, 1), args.batching.instances
     update: dict[str, Any] = {name: value.absolute() for name, value in args if isinstance(value, Path)}
-    update |= {"bundles": tuple(path.absolute() for path in args.bundles), "device": "cuda" if gpus else "cpu"}
+    bundles = tuple(path if url_of(path) else path.absolute() for path in args.bundles)
+    update |= {"bundles": bundles, "device": "cuda" if gpus else "cpu"}
     settled = args.model_copy(update={**update, "instances": instances, "threads": threads})
     target = instances * (args.max_batch if gpus else min(args.max_batch, 8))  # on a CPU more are seldom faster, each
     scaling: dict[str, Any] = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
@@ -91,7 +92,7 @@ def application(args: ServeOptions, *, may_grow: bool = True) -> serve.Applicati
         graceful_shutdown_wait_loop_s=0.2,  # between two looks at whether a replica that ends still has requests
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    return deployed(Replica).bind(settled, [sha256_file(path / MANIFEST) for path in settled.bundles])
+    return deployed(Replica).bind(settled, [sha256_file(local_bundle(path) / MANIFEST) for path in bundles])
 
 
 @serve.ingress()
@@ -102,7 +103,8 @@ class Replica:
         """`digests`: sha256 of each bundle's manifest when the application was built: all replicas are the same."""
         configure_process()
         for path, digest in zip(args.bundles, digests, strict=True):
-            if not (path / MANIFEST).is_file() or sha256_file(path / MANIFEST) != digest:
+            manifest = local_bundle(path) / MANIFEST
+            if not manifest.is_file() or sha256_file(manifest) != digest:
                 what = f"'{path}' on node {platform.node()} is not the bundle that was deployed"
                 raise InputError(f"{what}: every node needs the same one there; if it is a new one, deploy it again")
         self._core = ServerCore(args, verified(args))
@@ -120,8 +122,7 @@ class Replica:
             raise RuntimeError("; ".join(faults))
 
     async def _exposition(self) -> bytes:
-        name = serve.get_replica_context().replica_tag
-        return merged({name: self._core.metrics.exposition()}, "replica")
+        return merged({serve.get_replica_context().replica_tag: self._core.metrics.exposition()}, "replica")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Below a prefix perhaps, and cancelled when the client hangs up."""

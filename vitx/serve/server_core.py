@@ -61,7 +61,12 @@ class ServerCore:
         self.budget = MemoryBudget(self.limits.memory_bytes)
         self.repository: Repository | None = None
         observe = self.metrics.decode_seconds.observe
-        self.decoder = Decoder(max_pixels=options.max_pixels, capacity=options.queue, on_decode=observe)
+        self.decoder = Decoder(
+            max_pixels=options.max_pixels,
+            capacity=options.queue,
+            processes=options.decode == "processes",
+            on_decode=observe,
+        )
 
     def about(self) -> dict[str, Any]:
         """The server's metadata, with the protocol's extensions that it offers."""

@@ -3,7 +3,10 @@
 import json
 import shutil
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -121,6 +124,31 @@ def test_a_watched_bundle_is_loaded_when_it_is_replaced(tmp_path: Path) -> None:
         replace_bundle(bundle.path, fault="drift")  # another model: its logits are 3e-4 higher
         wait_until(lambda: server.metric('vitx_model_loads_total{model="tiny",result="loaded",version="1"}') == 1)
         assert np.subtract(logits(server), before) == pytest.approx([3e-4] * 4, abs=5e-5)
+
+
+def test_a_bundle_by_url_is_copied_again_when_it_is_loaded_again(tiny_bundle: Bundle, managed: list[str]) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tiny_bundle.path.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as store:
+        Thread(target=store.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{store.server_port}/{tiny_bundle.path.name}"
+        with running_server(url, "--allow-uncertified", *managed) as server:
+            before = logits(server)
+            replace_bundle(tiny_bundle.path, fault="drift")
+            assert logits(server) == before
+            assert manage(server, "models/tiny/load") == (200, None)
+            after = logits(server)
+            assert after != before
+            (tiny_bundle.path / "model.onnx").write_bytes(b"")
+            (tiny_bundle.path / "certificate.json").write_bytes(b"{}")  # so that it is another bundle
+            status, answer = manage(server, "models/tiny/load")
+            store.shutdown()
+            store.server_close()
+            assert status == 400
+            assert "model.onnx' is not the file that its manifest lists" in answer["error"]
+            status, answer = manage(server, "models/tiny/load")
+            assert status == 400
+            assert f"cannot read '{url}/manifest.json'" in answer["error"]
+            assert logits(server) == after
 
 
 def test_models_come_and_go_in_a_repository(tmp_path: Path, managed: list[str]) -> None:

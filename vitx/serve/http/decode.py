@@ -1,4 +1,4 @@
-"""Decodes images on threads (Pillow releases the interpreter lock while it decodes), cheap ones first.
+"""Decodes images on threads (Pillow releases the interpreter lock), or in a process of each, cheap ones first.
 
 An image of more than `_SMALL_PIXELS` pixels, as its header says, takes a second or more. Such images may occupy every
 thread but one, so that a small image never waits for one of them. Among images of a kind the next is of the client that
@@ -11,14 +11,16 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import median_low
 from typing import Any
 
-from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
+from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array
 from vitx.serve.errors import DeadlineMissed, QueueFull
+from vitx.serve.http.decode_process import DecodeProcess, decoded
 
 _SMALL_PIXELS = 4_000_000  # a tenth of a second as PNG
 _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take long
@@ -26,6 +28,7 @@ _SMALL_BYTES = 4 * 2**20  # in more even finding the number of pixels may take l
 _WEBP_PIXELS = 25_000_000
 _MOST_SCANS = 100  # of a JPEG: each goes over the whole image, in a few bytes; progressive ones have about ten
 _CLIENTS = 4096  # remembered at most, and one more
+Decode = Callable[[bytes, Preprocessing, int], UInt8Array]  # with the most pixels; raises ImageError
 
 
 @dataclass(eq=False, slots=True)
@@ -49,9 +52,13 @@ class Decoder:
         max_pixels: int,
         capacity: int,
         threads: int | None = None,
+        processes: bool = False,
         on_decode: Callable[[float], None] | None = None,
     ) -> None:
-        """`threads` run at once, by default one a core, and one more for small images while all have large ones."""
+        """`threads` run at once, by default one a core, and one more for small images while all have large ones.
+
+        processes: each has one that decodes for it.
+        """
         self._max_pixels = max_pixels
         self._capacity = capacity
         self._on_decode = on_decode
@@ -65,7 +72,8 @@ class Decoder:
         self._order = count()
         self._closed = False
         for number in range(self._threads + 1):
-            threading.Thread(target=self._work, name=f"decode-{number}", daemon=True).start()
+            work = self._work_by_process if processes else partial(self._work, decoded)
+            threading.Thread(target=work, name=f"decode-{number}", daemon=True).start()
 
     async def decode(
         self, images: list[bytes], preprocessing: Preprocessing, *, client: str = "", deadline: float | None = None
@@ -116,10 +124,14 @@ class Decoder:
         self._served_to[job.client] = start + cost
         heapq.heappush(self._queues[job.large], (start, next(self._order), job))
 
-    def _work(self) -> None:
+    def _work_by_process(self) -> None:
+        with closing(DecodeProcess()) as process:
+            self._work(process.decoded)
+
+    def _work(self, decode: Decode) -> None:
         """A thread: decode until closed. While it waits it has no image."""
         while (taken := self._next()) is not None:
-            self._run(*taken)
+            self._run(decode, *taken)
             del taken
 
     def _next(self) -> tuple[_Job, bytes] | None:
@@ -130,8 +142,8 @@ class Decoder:
                 self._changed.wait()
             return None
 
-    def _run(self, job: _Job, data: bytes) -> None:
-        result = self._result(job, data)
+    def _run(self, decode: Decode, job: _Job, data: bytes) -> None:
+        result = self._result(decode, job, data)
         with self._changed:
             self._running[job.large] -= 1
             if isinstance(result, TooManyPixels) and result.pixels <= result.allowed and not job.large:
@@ -158,7 +170,7 @@ class Decoder:
         self._changed.notify()  # another thread may now have something to take, which it had not when it was woken
         return job, job.data
 
-    def _result(self, job: _Job, data: bytes) -> UInt8Array | Exception:
+    def _result(self, decode: Decode, job: _Job, data: bytes) -> UInt8Array | Exception:
         """The pixels, or why there are none; TooManyPixels where the image belongs into the other queue."""
         started = time.perf_counter()
         most = min(self._max_pixels, _WEBP_PIXELS) if data[8:12] == b"WEBP" else self._max_pixels
@@ -166,8 +178,7 @@ class Decoder:
         try:
             if data.startswith(b"\xff\xd8") and (scans := data.count(b"\xff\xda")) > _MOST_SCANS:
                 raise ImageError(f"JPEG of {scans} scans: more than the {_MOST_SCANS} allowed")
-            check_size = job.preprocessing.check_size
-            image = job.preprocessing.apply(decode(data, max_pixels=limit, check_size=check_size))
+            image = decode(data, job.preprocessing, limit)
         except TooManyPixels as found:
             return TooManyPixels(found.width, found.height, most)
         except ImageError as failure:

@@ -49,11 +49,15 @@ def key_text(key: ModelKey) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """A verified bundle that may be served. `certificate` is None only with --allow-uncertified."""
+    """A verified bundle that may be served. `certificate` is None only with --allow-uncertified.
+
+    given: its path or URL, as it was given.
+    """
 
     bundle: Bundle
     certificate: Certificate | None
     version: str = FIRST_VERSION
+    given: Path | None = None
 
     @property
     def key(self) -> ModelKey:
@@ -95,16 +99,19 @@ class Loader:
     options: ServeOptions
 
     def verify(self, path: Path, key: ModelKey | None = None) -> Offer:
-        """Verify every file, the certificate and, where a `key` is given, the name; raise InputError or CheckFailed."""
-        if self.options.require_signature is not None:
-            require_signature(path, self.options.require_signature)
+        """Verify every file, the certificate and, where a `key` is given, the name.
+
+        Raises InputError or CheckFailed, for a URL EnvironmentMissing too.
+        """
         bundle = Bundle.open(path)
+        if self.options.require_signature is not None:
+            require_signature(bundle.path, self.options.require_signature)
         bundle.latency_file()  # not in the manifest: it has its own digest
         name = bundle.manifest.name
         if key is not None and key[0] != name:
             raise InputError(f"{path} is the model '{name}': to be loaded as '{key[0]}' it must be named so")
         certificate = self._passing(bundle.require_certificate)
-        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1])
+        return Offer(bundle, certificate, FIRST_VERSION if key is None else key[1], path)
 
     def warm(self, offer: Offer) -> WarmModel:
         """Load a model and run batches. Raises InputError or CheckFailed if it does not do what its bundle says."""

@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle, local_bundle
 from vitx.core.console import log
 from vitx.core.errors import CheckFailed, InputError, VitxError
 from vitx.serve.errors import RequestError, not_offered, unavailable
@@ -69,7 +69,7 @@ class Repository:
         self._models, self._loader, self._metrics = models, loader, metrics
         options = loader.options
         given, self._folder, self._policies = options.bundles, options.repository, options.versions
-        self._given = {offer.key: offer.bundle.path for offer in offers if offer.bundle.path in given}
+        self._given = {offer.key: offer.given for offer in offers if offer.given in given}
         self._retire_seconds = loader.options.limits.drain_seconds  # what clients of a replaced model get
         self._refusals: dict[ModelKey, str] = {}
         self._busy = asyncio.Lock()
@@ -166,7 +166,7 @@ class Repository:
 
     def _prepare(self, key: ModelKey, path: Path) -> WarmModel:
         """Verify and warm up a bundle, on another thread; raises what makes the server refuse it."""
-        path = path.resolve()  # the same folder to the end, even if a link is moved meanwhile
+        path = local_bundle(path).resolve()  # the same folder to the end, even if a link is moved meanwhile
         before = _signature(path)
         offer = self._loader.verify(path, key)
         if (served := self._models.loaded(key)) is not None:

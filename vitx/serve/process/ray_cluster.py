@@ -28,8 +28,7 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
     names = ", ".join(offer.bundle.manifest.name for offer in checked(args))  # before anything is started
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with joined(address, num_cpus=int(describe_machine()["cores"])), suppress(KeyboardInterrupt):
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _on_signal)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         deployed = application(args, may_grow=address != LOCAL)
         url = _start_proxies(options)
         try:
@@ -41,6 +40,10 @@ def serve_on_ray(options: ServeOptions, address: str) -> None:
             reason = message.strip().splitlines()[-1].removeprefix("vitx.core.errors.")
             refusal = getattr(errors, reason.partition(":")[0], errors.CheckFailed)
             raise refusal(f"a replica does not start: {reason}") from None
+        except KeyboardInterrupt:
+            for number in (signal.SIGINT, signal.SIGTERM):  # another ends this process, and a cluster that it started
+                signal.signal(number, signal.SIG_DFL)
+            log("vitx: draining; a second signal stops at once")
         finally:
             serve.delete(APPLICATION)
 
@@ -56,11 +59,3 @@ def _start_proxies(options: ServeOptions) -> str:
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     serve.start(http_options={"host": options.host, "port": port}, logging_config=quiet)
     return _get_global_client().root_url  # type: ignore[union-attr,no-any-return]  # it runs, and is not annotated
-
-
-def _on_signal(number: int, frame: object) -> None:
-    """The first drains; a second one ends this process, and a cluster that it started."""
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_DFL)
-    log("vitx: draining; a second signal stops at once")
-    raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """Bundles by URL: over real HTTP, and from a store in memory that is damaged."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -12,9 +13,9 @@ import fsspec
 import pytest
 
 from bundle_fixture import write_bundle
-from vitx.core.bundle import CERTIFICATE, MANIFEST, MODEL, Bundle
+from vitx.core import bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, MODEL, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
-from vitx.core.remote_bundle import local_bundle, url_of
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +56,13 @@ def test_over_http_every_file_comes_once(made: Bundle, cache: Path) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/tiny.vitx"
-        bundle = Bundle.open(Path(url))
+        opened = Bundle.open(Path(url))
         graphs = [request for request in asked if request == f"GET /tiny.vitx/{MODEL}"]
-        assert bundle.subject() == made.subject()
-        assert bundle.path.is_relative_to(cache)
+        assert opened.subject() == made.subject()
+        assert opened.path.is_relative_to(cache)
         assert len(graphs) == 1
         asked.clear()
-        assert Bundle.open(url).path == bundle.path
+        assert Bundle.open(url).path == opened.path
         assert not any(MODEL in request for request in asked)
         with pytest.raises(InputError, match=f"is not a bundle: it has no {MANIFEST}"):
             Bundle.open(url + "/no")
@@ -111,3 +112,11 @@ def test_what_is_no_manifest_is_refused(store: Any) -> None:
 def test_an_unknown_scheme_is_named() -> None:
     with pytest.raises(InputError, match=r"cannot open 'foo://bucket/tiny\.vitx': .*foo"):
         Bundle.open("foo://bucket/tiny.vitx")
+
+
+def test_a_server_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "_SILENT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/tiny.vitx"
+        with pytest.raises(EnvironmentMissing, match=f"cannot read '{url}/{MANIFEST}'"):
+            local_bundle(url)

@@ -1,0 +1,91 @@
+"""A process that decodes images for one thread (`--decode processes`): what crashes or hangs a decoder ends it alone.
+
+The thread sends a job as a pickle and gets bytes back: the pixels, or a text. Nothing that a decoder says is unpickled.
+"""
+
+import ctypes
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import numpy as np
+from PIL import Image
+
+from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
+
+_HUNG_SECONDS = 60  # without an answer: images that are allowed take a few seconds
+_MAIN = "import sys; from vitx.serve.http.decode_process import work; work(int(sys.argv[1]))"
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2): with the thread that started it
+_PIXELS, _TOO_MANY, _ERROR = b"p", b"m", b"e"  # first byte of an answer
+
+
+def decoded(data: bytes, steps: Preprocessing, limit: int) -> UInt8Array:
+    """Uint8 (S, S, 3) of an encoded image of at most `limit` pixels; raises ImageError."""
+    return steps.apply(decode(data, max_pixels=limit, check_size=steps.check_size))
+
+
+class DecodeProcess:
+    """`decoded` in a process of its own, which is replaced when it ended or hangs. For one thread."""
+
+    def __init__(self) -> None:
+        self._start()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen([sys.executable, "-c", _MAIN, str(number)], pass_fds=[number])
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of a stopped process the buffers fill up
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HUNG_SECONDS, 0))
+        self._connection = Connection(ours.detach())
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def decoded(self, data: bytes, steps: Preprocessing, limit: int) -> UInt8Array:
+        """As the function; an image with which the process ends twice, or hangs, is an ImageError too."""
+        for again in (True, False):  # it may have ended by something else, also long before
+            try:
+                self._connection.send((data, steps, limit))
+                answer = self._connection.recv_bytes()
+            except (OSError, EOFError) as error:
+                hung = isinstance(error, BlockingIOError)
+                self.close()
+                self._start()
+                if again and not hung:
+                    continue
+                what = f"took longer than {_HUNG_SECONDS} s" if hung else "ended twice"
+                raise ImageError(f"cannot decode the image: the process that did {what}") from None
+            kind, said = answer[:1], answer[1:]
+            if kind == _TOO_MANY:
+                width, height = map(int, said.split())
+                raise TooManyPixels(width, height, limit)
+            if kind == _ERROR:
+                raise ImageError(said.decode())
+            return np.frombuffer(said, np.uint8).reshape(steps.image_size, steps.image_size, 3)
+        raise AssertionError("the second turn returns or raises")
+
+
+def work(file: int) -> None:
+    """The process: answer jobs until the other side closes."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the server, which answers what it has accepted
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":  # elsewhere a stopped process outlives the server
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+    Image.MAX_IMAGE_PIXELS = None  # as in the server: the job's limit decides
+    connection = Connection(file)
+    with suppress(EOFError, OSError):
+        while True:
+            try:
+                answer = _PIXELS + decoded(*connection.recv()).tobytes()
+            except TooManyPixels as found:
+                answer = _TOO_MANY + f"{found.width} {found.height}".encode()
+            except ImageError as error:
+                answer = _ERROR + str(error).encode()
+            connection.send_bytes(answer)
