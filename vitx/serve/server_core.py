@@ -2,7 +2,9 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
+from vitx import __version__
 from vitx.core.errors import InputError
 from vitx.serve.http.decode import Decoder
 from vitx.serve.limits import MemoryBudget
@@ -52,7 +54,7 @@ class ServerCore:
         self.options, self.limits, self.offers, self.observers = options, options.limits, offers, observers
         self.metrics = Metrics()
         cache = ResponseCache(options.cache) if options.cache else None
-        self.models = ModelSet((offer.key for offer in offers), freeze_heap, options.server_id, cache)
+        self.models = ModelSet((offer.key for offer in offers), freeze_heap, cache)
         self.memory = SharedMemory(enabled=options.shared_memory)
         self.tokens = Tokens.read(options)
         self.loader = Loader(options)
@@ -65,6 +67,12 @@ class ServerCore:
             processes=options.decode == "processes",
             on_decode=observe,
         )
+
+    def about(self) -> dict[str, Any]:
+        """The server's metadata, with the protocol's extensions that it offers."""
+        offered = ["binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics"]
+        offered += ["system_shared_memory"] * self.memory.enabled + ["model_repository"] * (self.repository is not None)
+        return {"name": self.options.server_id, "version": __version__, "extensions": offered}
 
     async def load(self) -> None:
         self._upkeep = asyncio.create_task(return_freed_memory(lambda: self.models.active))

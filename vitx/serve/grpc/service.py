@@ -8,13 +8,12 @@ from typing import Any
 
 from google.protobuf.json_format import ParseDict
 
-from vitx import __version__
 from vitx.serve.errors import NO_CUDA, RequestError, not_offered
 from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.models.repository import managed
 from vitx.serve.models.served_model import ServedModel
-from vitx.serve.protocol.infer import InferRequest, extensions
+from vitx.serve.protocol.infer import InferRequest
 from vitx.serve.server_core import ServerCore
 
 Call = Callable[[Any, Any], Awaitable[Any]]  # (request, context) → response
@@ -31,9 +30,8 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
     `grpc.health.v1.Health/Check`. Answers are JSON, mostly that of HTTP; None: an empty message.
     """
     models, memory, repository = core.models, core.memory, core.repository
-    # `binary_tensor_data` is HTTP's.
-    offered = extensions(memory=memory.enabled, repository=repository is not None)[1:]
-    about = {"name": models.server_id, "version": __version__, "extensions": offered}
+    about = core.about()
+    about["extensions"].remove("binary_tensor_data")  # it is HTTP's
 
     def named(request: Any) -> ServedModel:
         return models.get(request.name, request.version or None)

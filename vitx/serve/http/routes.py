@@ -20,7 +20,6 @@ from vitx.serve.http.asgi import read_body
 from vitx.serve.limits import Limits
 from vitx.serve.models.repository import managed
 from vitx.serve.models.served_model import ServedModel
-from vitx.serve.protocol.infer import extensions
 from vitx.serve.protocol.json_pixels import SMALL_BYTES
 from vitx.serve.protocol.parameters import parse_json_object
 from vitx.serve.server_core import ServerCore
@@ -103,9 +102,7 @@ def _model_routes(core: ServerCore, add: Add) -> None:
     def statistics(models: Iterable[ServedModel]) -> dict[str, Any]:
         return {"model_stats": [model.statistics() for model in models]}
 
-    offered = extensions(memory=core.memory.enabled, repository=core.repository is not None)
-    about = {"name": models.server_id, "version": __version__, "extensions": offered}
-    add("server_metadata", "The server's name, version and extensions", lambda _: about, "/v2", reply=api.OBJECT)
+    add("server_metadata", "The server's name, version and extensions", lambda _: core.about(), "/v2", reply=api.OBJECT)
     add("server_live", "Whether the process answers", lambda _: None, "/v2/health/live")
     add("server_ready", "Whether every model is warm", lambda _: models.ready, "/v2/health/ready", errors=(503,))
     every, path = "Statistics of every model", "/v2/models/stats"

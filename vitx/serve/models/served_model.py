@@ -183,14 +183,9 @@ class ModelSet:
         self,
         expected: Iterable[ModelKey],
         on_change: Callable[[], object] = lambda: None,
-        server_id: str = "vitx",
         cache: ResponseCache | None = None,
     ) -> None:
-        """`on_change` is called when a model was added, and on another thread when one was closed.
-
-        server_id: the server's name in its metadata. cache: of all models.
-        """
-        self.server_id = server_id
+        """`on_change` is called when a model was added, and on another thread when one was closed. cache: of all."""
         self._expected = dict.fromkeys(expected)  # an ordered set
         self._on_change = on_change
         self._cache = cache

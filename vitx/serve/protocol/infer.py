@@ -46,12 +46,6 @@ _CACHED_HEADERS, _CACHED_HEADER_BYTES = 256, 512
 _NOT_CACHED = (b"shared_memory", b'"data"', b"\\")
 
 
-def extensions(*, memory: bool, repository: bool) -> list[str]:
-    """The extensions of the protocol that a server with or without these two offers."""
-    always = ["binary_tensor_data", "classification", "model_configuration", "schedule_policy", "statistics"]
-    return [*always, *["system_shared_memory"] * memory, *["model_repository"] * repository]
-
-
 @dataclass(frozen=True, slots=True)
 class Contract:
     """The input and the outputs of one model. `image_shape` is (S, S, 3), without the batch dimension.
