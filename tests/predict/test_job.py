@@ -16,7 +16,6 @@ import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
-from vitx.core.console import Progress
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
@@ -24,9 +23,8 @@ from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
-from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.draft import DraftCheck
-from vitx.predict.pipeline.executor import LocalExecutor, Performance
+from vitx.predict.pipeline.executor import LocalExecutor, Output, Performance
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job
 
@@ -48,9 +46,9 @@ class Spy(LocalExecutor):
         self.jobs: list[Job] = []
         self.work = work
 
-    def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
         self.jobs.append(job)
-        return super().execute(job, ledger, backoff, bar) if self.work else Performance(0, 1.0, {"read": 0.0}, {})
+        return super().execute(job, ledger, output) if self.work else Performance(0, 1.0, {"read": 0.0}, {})
 
 
 def run(bundle: Bundle, session: Any, source: object, out: Path, **options: Any) -> PredictionSummary:
@@ -199,9 +197,9 @@ def test_strict_looks_again_at_what_was_done(tiny_bundle: Bundle, images: Path, 
     (images / "3.png").write_bytes(b"")
 
     class Other(Spy):
-        def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+        def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
             lenient = replace(job, options=job.options.model_copy(update={"strict": False}))
-            return super().execute(lenient, ledger, backoff, bar)
+            return super().execute(lenient, ledger, output)
 
     with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png"):
         run(tiny_bundle, Other(), images, tmp_path / "out", strict=True)

@@ -145,30 +145,10 @@ class Steps:
         monkeypatch.setattr(pq.ParquetWriter, "close", closed)
 
 
-def test_a_second_publication_flushes_the_folder_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
-    steps = Steps(monkeypatch)
-    part.path.write_bytes(b"published before")
-    part.publish()
-    assert steps.taken == [("sync", PREDICTIONS)]
-    assert part.path.read_bytes() == b"published before"
-
-
-def test_a_part_that_is_nowhere_is_not_published(out: Path) -> None:
-    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
-    with pytest.raises(FileNotFoundError):
-        part.publish()
-    part.abandon()
-
-
 def test_abandoned_files_are_removed(out: Path) -> None:
     writer = PartWriter(out, 1, LABELS)
     writer.add(rows("a", [None], [[1, 0, 0]]))
     writer.abandon()
-    assert not any((out / PREDICTIONS).iterdir())
-    part = PartWriter(out, 1, LABELS).finish()
-    part.abandon()
-    part.abandon()
     assert not any((out / PREDICTIONS).iterdir())
 
 
@@ -207,9 +187,8 @@ def test_a_label_may_appear_twice(out: Path) -> None:
 
 def test_a_record_has_what_was_listed_and_skipped_and_the_file_its_footer(out: Path) -> None:
     writer = PartWriter(out, 1, LABELS, footer={"vitx.bundle": "b"})
-    writer.listed = (5, SkippedNames({".txt": 4}, ["a.txt"]))
     writer.add(rows("a", [None], [[1, 0, 0]]))
-    part = writer.finish()
+    part = writer.finish(5, SkippedNames({".txt": 4}, ["a.txt"]))
     assert (part.record.listed, part.record.skipped.count) == (5, 4)
     assert pq.read_metadata(part.temporary).metadata[b"vitx.bundle"] == b"b"
     assert PartWriter(out, 2, LABELS).finish().record.listed == 0
@@ -220,8 +199,7 @@ def finished(out: Path, *groups: Rows, kept: KeptRows | None = None, footer: str
     writer = PartWriter(out, 3, LABELS, lists=("logits",), footer={"made": footer})
     for group in groups:
         writer.add(group)
-    writer.kept = kept
-    part = writer.finish()
+    part = writer.finish(kept=kept)
     part.publish()
     return part
 

@@ -28,7 +28,7 @@ from vitx.predict.inputs.inventory import Shard
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, PredictionActor
+from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, PredictionActor
 from vitx.predict.ray.pool import RayPool
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
@@ -208,38 +208,31 @@ JOB = Job(
 )
 
 
-def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
-    (out / PREDICTIONS).mkdir(parents=True)
-    listing = out / "images"
-    listing.write_bytes(b"none.png\0")
-    given: dict[str, Any] = {
-        "job": replace(JOB, out=out, listing=listing, base=str(out)),
-        "bundle": opened.path,
-        "bundle_sha256": bundle_digest(opened.path),
-        "runtime": "onnxruntime",
-        "device": "cpu",
-        "threads": 1,
-        "sample": None,
-    }
-    return Assignment(**given | changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"job": replace(JOB, out=Path("/absent/out"), listing=Path("/absent/images"))},
+            {"out": Path("/absent/out"), "listing": Path("/absent/images")},
             r"the node .* does not see the output folder '.*out' of this machine: with --r",
         ),
         ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
         ({"sample": "/absent/1.png"}, r"does not see the input '/absent/1\.png' of this machine"),
-        ({"bundle_sha256": "0"}, r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every"),
+        (
+            {"footer": {"vitx.bundle_sha256": "0"}},
+            r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every",
+        ),
     ],
 )
 def test_node_that_does_not_see_the_files(
     certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    actor = PredictionActor(assignment(certified_original, tmp_path / "out", **changes))
+    changes = dict(changes)
+    bundle, sample = (changes.pop(name, None) for name in ("bundle", "sample"))
+    listing = tmp_path / "images"
+    listing.write_bytes(b"none.png\0")
+    footer = {"vitx.bundle_sha256": bundle_digest(certified_original.path)}
+    job = replace(JOB, **{"out": tmp_path, "listing": listing, "footer": footer} | changes)
+    actor = PredictionActor(job, bundle or certified_original.path, sample)
     (result,) = actor({CLAIM: np.array([Claim(1, Shard("images", "", 0, 1))])})[RESULT]
     assert isinstance(result, InputError)
     assert re.search(message, str(result))

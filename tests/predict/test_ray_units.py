@@ -1,4 +1,4 @@
-"""Parts of the Ray job that need no cluster: an actor's queue of shards, its results, and how large the pool is."""
+"""Parts of the Ray job that need no cluster: attempts at a shard, and how large the pool is."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,75 +13,23 @@ from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.predict import PREDICTIONS
 from vitx.predict.inputs.inventory import Shard
 from vitx.predict.inputs.listing import write_list
-from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Claim, ShardRecord
+from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part, remove_leftovers
+from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import PredictionActor, QueuedShards
+from vitx.predict.ray.actor import PredictionActor
 
 pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray.pool")
-
-FIRST, SECOND = Claim(1, Shard("tar", "1.tar")), Claim(2, Shard("tar", "2.tar"))
-RECORD = ShardRecord("digest", 4, 1, {0: 2, 3: 1}, 9, SkippedNames({".txt": 5}, ["a.txt"]))
-
-
-def part(number: int) -> Part:
-    return Part(Path(f"part-{number}"), Path(f"temporary-{number}"), RECORD)
-
-
-def test_each_call_gets_the_part_of_its_shard() -> None:
-    shards = QueuedShards()
-    first, second = shards.submit(FIRST), shards.submit(SECOND)
-    claims = shards.claims()
-    assert [next(claims), next(claims)] == [FIRST, SECOND]
-    shards.commit(SECOND, part(2))
-    assert not first.done()
-    shards.commit(FIRST, part(1))
-    assert (first.result(0), second.result(0)) == (part(1), part(2))
-    shards.stop()
-    assert next(claims, None) is None
-
-
-def test_a_call_that_is_repeated_waits_for_the_same_part() -> None:
-    shards = QueuedShards()
-    assert shards.submit(FIRST) is shards.submit(FIRST)
-    shards.stop()
-    assert list(shards.claims()) == [FIRST]
-    shards.commit(FIRST, part(1))
-    again = shards.submit(FIRST)  # after its end it is done anew
-    assert not again.done()
-
-
-def test_a_released_shard_comes_again() -> None:
-    shards = QueuedShards()
-    waiting = shards.submit(FIRST)
-    claims = shards.claims()
-    shards.release(next(claims))
-    assert next(claims) == FIRST
-    assert not waiting.done()
-
-
-def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
-    shards, error = QueuedShards(), CheckFailed("torn")
-    done, waiting = shards.submit(FIRST), shards.submit(SECOND)
-    shards.commit(FIRST, part(1))
-    shards.fail(error)
-    assert done.result(0) == part(1)
-    assert waiting.exception(0) is error
-    with pytest.raises(CheckFailed) as raised:
-        shards.submit(FIRST)
-    assert raised.value is error
 
 
 def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
     """So that the next death of an actor is counted for one of them alone."""
     actor = object.__new__(PredictionActor)
-    actor._out, actor._shards, actor._started = tmp_path, QueuedShards(), None
+    actor._out, actor._worker, actor._started = tmp_path, MagicMock(), None
+    actor._worker.run.side_effect = CheckFailed("torn")
     (tmp_path / PREDICTIONS).mkdir()
     actor._suspects = alone = MagicMock()
-    actor._shards.fail(CheckFailed("torn"))
     for number, begun in ((1, 0), (1, 1), (2, 1), (1, 2)):
         with pytest.raises(CheckFailed):
             actor._do(Claim(number, Shard("tar", "1.tar")))

@@ -4,7 +4,6 @@ A shard is done when its digest is set: the sha256 of the output file. Nothing s
 nothing of that is left when the process is killed.
 
 made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
-stored: the sha256 of the file that was put into an object store last, see `Mirror`.
 """
 
 import json
@@ -25,7 +24,7 @@ Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 5
+FORMAT = 6
 
 # Paths are bytes, because a file name need not be valid Unicode and TEXT must be.
 _SCHEMA = f"""
@@ -33,7 +32,7 @@ CREATE TABLE run (description TEXT NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
-    kept TEXT, again TEXT, made TEXT, stored TEXT
+    kept TEXT, again TEXT, made TEXT
 );
 PRAGMA user_version = {FORMAT}
 """
@@ -200,18 +199,6 @@ class Ledger:
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
         return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest IS NOT NULL AND errors > 0")
-
-    def unstored(self) -> list[tuple[int, str]]:
-        """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
-        found = self._rows("SELECT id, digest FROM shard WHERE digest IS NOT NULL AND stored IS NOT digest ORDER BY id")
-        return [(row[0], row[1]) for row in found]
-
-    def stored(self) -> list[int]:
-        """Finished shards whose file has been put into the store."""
-        return [row[0] for row in self._rows("SELECT id FROM shard WHERE digest IS NOT NULL AND stored IS digest")]
-
-    def set_stored(self, shard: int, digest: str | None) -> None:
-        self._change("SET stored = ? WHERE id = ?", digest, shard)
 
     def totals(self) -> Totals:
         shards, done, images, errors, expected, unknown = self._one(

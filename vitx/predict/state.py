@@ -17,7 +17,7 @@ from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS, remove_leftovers
-from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
+from vitx.predict.pipeline.disk import is_full
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.summary import SUMMARY
 
@@ -27,7 +27,7 @@ STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
 
 
 @contextmanager
-def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) -> Iterator[Ledger]:
+def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
     """Yield the ledger of the run that writes to `out`, a file there; nobody else has it within the block.
 
     If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
@@ -50,7 +50,7 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
         try:
             _refuse_others(out, share)
             remove_leftovers(out, share)
-            with closing(backoff.retry(lambda: Ledger(state / LEDGER))) as ledger:
+            with closing(Ledger(state / LEDGER)) as ledger:
                 yield ledger
         except BaseException:
             if state in made_here and not any(state.glob("images-*")):
@@ -111,7 +111,6 @@ def open_run(
     ledger: Ledger,
     out: Path,
     settings: dict[str, Any],
-    backoff: DiskFullBackoff,
     take: Callable[[Path], Inventory],
     measure: Callable[[Inventory, Path], dict[str, Any]] = lambda inventory, listing: {},
     share: Share = WHOLE,
@@ -148,7 +147,7 @@ def open_run(
             raise
 
     if created := not ledger.description():
-        backoff.retry(create)
+        create()
     run = json.loads(ledger.description())
     _refuse_changes(out, run, settings)
     listing = state / run["listing"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,8 +84,7 @@ def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
     return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A shard's complete file, still under its temporary name, and what the ledger is to record of it."""
 
     path: Path
@@ -93,19 +92,7 @@ class Part:
     record: ShardRecord
 
     def publish(self) -> None:
-        """Rename the file into place; a second call does nothing. Raises FileNotFoundError if it is in neither place.
-
-        The folder is flushed too: the ledger must not outlive a rename that a power cut undoes.
-        """
-        try:
-            rename(self.temporary, self.path)
-        except FileNotFoundError:
-            if not self.path.exists():
-                raise
-            sync(self.path.parent)
-
-    def abandon(self) -> None:
-        self.temporary.unlink(missing_ok=True)
+        rename(self.temporary, self.path)
 
 
 class KeptRows:
@@ -232,10 +219,6 @@ class PartWriter:
         self._waiting: list[Rows] = []
         self._row_count = self._copied_bytes = 0
         self.images = self.errors = 0
-        # Rows of the shard's last file that are to be among the new ones.
-        self.kept: KeptRows | None = None
-        # Of the record: see `ShardRecord`.
-        self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
         self.classes = Counter[int]()
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
@@ -246,14 +229,17 @@ class PartWriter:
         if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
-    def finish(self) -> Part:
-        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut."""
+    def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
+        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut.
+
+        listed and skipped: of the record, see `ShardRecord`. kept: rows of the last file to be among the new ones.
+        """
         self._write_group()
         self._writer.close()
-        if self.kept is not None:
-            self.images, self.errors, self.classes = self.kept.merge_into(self._temporary)
+        if kept is not None:
+            self.images, self.errors, self.classes = kept.merge_into(self._temporary)
         sync(self._temporary)
-        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes, *self.listed)
+        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes, listed, skipped)
         return Part(self.path, self._temporary, record)
 
     def abandon(self) -> None:
