@@ -25,7 +25,7 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_columns, part_path, warm_up
+from vitx.predict.outputs.parts import output_schema, part_path, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, LocalExecutor, Output
@@ -80,7 +80,7 @@ def predict(
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
         **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
-    taken = tuple(output_columns(options.lists, versions=options.incremental))
+    taken = tuple(output_schema(options.lists, versions=options.incremental).names)
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
     def take(listing: Path) -> Inventory:
@@ -152,12 +152,13 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
 
 
 def _refuse_options(options: PredictOptions) -> None:
-    if options.incremental and options.shard is not None:
-        raise InputError(
-            "--incremental with --shard: what is new would change which job has which image; leave out one of the two"
-        )
-    if options.incremental and options.draft:
-        raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
+    refused = {
+        "--shard": (options.shard, "what is new would change which job has which image"),
+        "--draft": (options.draft, "only the first input would be sampled"),
+    }
+    for name, (given, why) in refused.items():
+        if options.incremental and given:
+            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
 
 
 def _job(bundle: Bundle, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions) -> Job:

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
+from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
+from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, output_schema, part_path, rank
 from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
@@ -218,14 +218,9 @@ class Worker:
         pixels = [item.source for item in batch if isinstance(item.source, np.ndarray)]
         if pixels:
             with self.timer.busy("infer"):
-                outputs = self._run(np.stack(pixels))
+                found = self.session.infer_outputs(np.stack(pixels))
+            outputs = {name: found[name] for name in (LOGITS, *self.job.options.outputs)}
         return reading, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
-
-    def _run(self, images: UInt8Array) -> dict[str, Float32Array]:
-        if not (wanted := self.job.options.outputs):
-            return {LOGITS: self.session.infer(images)}
-        found = self.session.infer_outputs(images)
-        return {name: found[name] for name in (LOGITS, *wanted)}
 
     def _rows(self, batch: BatchOutputs) -> Rows:
         """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
@@ -245,12 +240,14 @@ class Worker:
         self, inferred: Iterator[tuple[Reading, BatchOutputs | None]]
     ) -> Generator[tuple[Claim, int | Part], None, None]:
         """Write each batch and yield its number of images; at the end of a shard yield its file."""
+        job, options = self.job, self.job.options
+        schema = output_schema(options.lists, versions=options.incremental, footer=job.footer)
         writer: PartWriter | None = None
         try:
             for reading, batch in inferred:
                 done: int | Part
                 with self.timer.busy("write"):
-                    writer = writer or self._writer(reading.claim.id)
+                    writer = writer or PartWriter(job.out, reading.claim.id, job.labels, schema, job.columns.schema)
                     if batch is not None:
                         writer.add(self._rows(batch))
                         done = len(batch.items)
@@ -260,11 +257,6 @@ class Worker:
         finally:
             if writer is not None:
                 writer.abandon()
-
-    def _writer(self, shard: int) -> PartWriter:
-        job, options = self.job, self.job.options
-        given: dict[str, Any] = {"lists": options.lists, "versions": options.incremental, "copied": job.columns.schema}
-        return PartWriter(job.out, shard, job.labels, **given, footer=job.footer)
 
 
 def refuse_unreadable(keys: Iterator[str], errors: Sequence[str | None]) -> None:
