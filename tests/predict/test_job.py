@@ -6,7 +6,6 @@ import sqlite3
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,19 +190,6 @@ def test_strict_finds_the_unreadable_image_of_a_finished_shard(
     with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png: not an image: empty; without --strict it become"):
         run(tiny_bundle, spy, images, out, strict=True)
     assert spy.jobs == []
-
-
-def test_strict_looks_again_at_what_was_done(tiny_bundle: Bundle, images: Path, tmp_path: Path) -> None:
-    (images / "3.png").write_bytes(b"")
-
-    class Other(Spy):
-        def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-            lenient = replace(job, options=job.options.model_copy(update={"strict": False}))
-            return super().execute(lenient, ledger, output)
-
-    with pytest.raises(CheckFailed, match=r"^unreadable image 3\.png"):
-        run(tiny_bundle, Other(), images, tmp_path / "out", strict=True)
-    assert not (tmp_path / "out" / SUMMARY).exists()
 
 
 def test_sigterm_interrupts_within_the_block_alone() -> None:

@@ -40,7 +40,7 @@ BAD = 7  # every so many images is unreadable
 IMAGES, SHARD = 840, 10
 BEGUN = 3  # shards
 IMAGE = png(colour_image(0, np.random.default_rng(1)))
-ACTOR = b"ray::MapWorker(MapBatches(PredictionActor))"
+ACTOR = b"ray::MapWorker(Map(PredictionActor))"
 
 
 @pytest.fixture(scope="module")
@@ -226,14 +226,13 @@ JOB = Job(
 def test_node_that_does_not_see_the_files(
     certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    changes = dict(changes)
-    bundle, sample = (changes.pop(name, None) for name in ("bundle", "sample"))
     listing = tmp_path / "images"
     listing.write_bytes(b"none.png\0")
-    footer = {"vitx.bundle_sha256": bundle_digest(certified_original.path)}
-    job = replace(JOB, **{"out": tmp_path, "listing": listing, "footer": footer} | changes)
-    actor = PredictionActor(job, bundle or certified_original.path, sample)
-    (result,) = actor({CLAIM: np.array([Claim(1, Shard("images", "", 0, 1))])})[RESULT]
+    given: dict[str, Any] = {"out": tmp_path, "listing": listing, "bundle": certified_original.path, "sample": None}
+    given |= {"footer": {"vitx.bundle_sha256": bundle_digest(certified_original.path)}} | changes
+    bundle, sample = given.pop("bundle"), given.pop("sample")
+    actor = PredictionActor(replace(JOB, **given), bundle, sample)
+    result = actor({CLAIM: Claim(1, Shard("images", "", 0, 1))})[RESULT]
     assert isinstance(result, InputError)
     assert re.search(message, str(result))
 

@@ -193,10 +193,13 @@ from pathlib import Path
 from vitx.predict.pipeline.lock import locked
 with locked(Path(sys.argv[1]), Path(sys.argv[1])):
     started = subprocess.Popen([sys.executable, "-c", "input()"], close_fds=False)
+    ready, begun = os.pipe()
     forked = os.fork()
     if not forked:
+        os.write(begun, b".")
         sys.stdin.read()
         os._exit(0)
+    os.read(ready, 1)
     print(started.pid, forked, flush=True)
     sys.stdin.read()
 """

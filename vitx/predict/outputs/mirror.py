@@ -46,8 +46,10 @@ class Mirror:
         store has predictions of another run (`overwrite` removes them).
         """
         self._system.invalidate_cache()
-        parts = self._parts()
-        marker = self._marker_of_store()
+        parts, marker = self._parts(), dict[str, Any]()
+        with suppress(ValueError):
+            found = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
+            marker = dict(json.loads(found or b"{}"))
         if overwrite:
             for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
                 self._remove(name)
@@ -85,12 +87,6 @@ class Mirror:
             if not number.isdecimal() or (int(number) - self._share.number) % self._share.jobs == 0:
                 sizes[name] = int(entry["size"] or 0)
         return sizes
-
-    def _marker_of_store(self) -> dict[str, Any]:
-        content = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
-        with suppress(ValueError):
-            return dict(json.loads(content or b"{}"))
-        return {}
 
     def _ask(self, operation: Callable[[], Any], *, writes: bool = False) -> Any:
         """None if there is nothing to read or to remove; where something is written, its bucket is not there."""

@@ -30,8 +30,8 @@ class Output:
         self._ledger, self._mirror, self._bar = ledger, mirror, bar
         self._before = ledger.totals()
         self._started = self._next_update = time.perf_counter()
-        # Since the start: images that were committed, and shards.
-        self.images = self.shards = 0
+        # Since the start: images that were predicted, those of committed shards, and shards.
+        self._predicted = self._images = self._shards = 0
 
     def commit(self, claim: Claim, part: Part) -> None:
         """Raises EnvironmentMissing if the store does not take the file."""
@@ -42,27 +42,28 @@ class Output:
             part.publish()
 
         self._ledger.commit(claim, part.record, publish)
-        self.images += part.record.images
-        self.shards += 1
+        self._images += part.record.images
+        self._shards += 1
 
     def report(self, images: int, shares: Callable[[float], dict[str, float]]) -> None:
-        """Update the bar, at most twice a second: images/s, time left, the binding stage.
+        """So many images more were predicted: update the bar, at most twice a second, with rate and binding stage.
 
-        images: predicted since the start. shares: busy shares by stage, see `StageTimer.shares`.
+        shares: busy shares by stage, see `StageTimer.shares`.
         """
+        self._predicted += images
         now = time.perf_counter()
         if now < self._next_update:
             return
         self._next_update = now + 0.5
         before, seconds = self._before, now - self._started
-        done, rate = before.images + images, images / seconds
+        done, rate = before.images + self._predicted, self._predicted / seconds
         left = "" if before.expected is None or not rate else f", {(before.expected - done) / rate:.0f} s left"
         note = f"{rate:.0f} images/s{left}, bound by {busiest(shares(seconds))}"
-        self._bar.update(before.done + self.shards if before.expected is None else done, note)
+        self._bar.update(before.done + self._shards if before.expected is None else done, note)
 
     def performance(self, shares: Callable[[float], dict[str, float]], runtime: dict[str, Any]) -> Performance:
         seconds = time.perf_counter() - self._started
-        return Performance(self.images, seconds, shares(seconds), runtime)
+        return Performance(self._images, seconds, shares(seconds), runtime)
 
 
 @runtime_checkable
@@ -80,13 +81,7 @@ class LocalExecutor:
         self._session = session
 
     def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-        images = 0
-
-        def predicted(more: int) -> None:
-            nonlocal images
-            images += more
-            output.report(images, worker.timer.shares)
-
         with closing(Worker(job, self._session)) as worker:
-            worker.run(ledger.unfinished(), output.commit, predicted)
-        return output.performance(worker.timer.shares, self._session.describe())
+            shares = worker.timer.shares
+            worker.run(ledger.unfinished(), output.commit, lambda images: output.report(images, shares))
+        return output.performance(shares, self._session.describe())

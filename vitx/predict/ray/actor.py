@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import InputError, VitxError
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -29,7 +26,6 @@ ATTEMPTS = 10
 # Columns of Ray's blocks: the `Claim`s that the driver sends, and what becomes of each: a `Finished`, a VitxError, or
 # the Claim itself if it is given up after ATTEMPTS.
 CLAIM, RESULT = "claim", "result"
-Column = dict[str, npt.NDArray[np.object_] | list[Any]]
 
 
 @dataclass(frozen=True)
@@ -62,15 +58,15 @@ class PredictionActor:
         except VitxError as error:  # returned by the first call: Ray would wrap what is raised here in a traceback
             self._failure = error
 
-    def __call__(self, claims: Column) -> Column:
-        """Do the shards of a batch. Errors of vitx are returned as results, so that Ray adds no traceback to them."""
+    def __call__(self, row: dict[str, Claim]) -> dict[str, Finished | Claim | VitxError]:
+        """Do a shard. Errors of vitx are returned as results, so that Ray adds no traceback to them."""
         try:
             if self._failure is not None:
                 raise self._failure
             with full_disk_explained(self._out):
-                return {RESULT: [self._do(claim) for claim in claims[CLAIM]]}
+                return {RESULT: self._do(row[CLAIM])}
         except VitxError as error:
-            return {RESULT: [error] * len(claims[CLAIM])}
+            return {RESULT: error}
 
     def _start(self, job: Job, bundle: Path, sample: str | None) -> None:
         _check_storage(job, bundle, sample)
@@ -107,22 +103,19 @@ class PredictionActor:
 def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
     """Raise InputError unless this node sees the output, the bundle and the input of the driver."""
     node = socket.gethostname()
-    if not job.listing.is_file():  # its name is random, so it is that of this run
-        raise _unseen(node, "the output folder", job.out)
-    try:
-        digest = bundle_digest(bundle)
-    except OSError:
-        raise _unseen(node, "the bundle", bundle) from None
-    if digest != job.footer["vitx.bundle_sha256"]:
+    # The name of the listing is random, so it is that of this run.
+    seen = {
+        "the output folder": (job.out, job.listing),
+        "the bundle": (bundle, bundle / MANIFEST),
+        "the input": (sample,) * 2,
+    }
+    for what, (named, path) in seen.items():
+        if path is not None and not os.path.lexists(path):
+            raise InputError(
+                f"the node {node} does not see {what} '{named}' of this machine: with --ray the output, the bundle and "
+                "the input must lie where every node finds them under the same path (the input may be a URL)"
+            )
+    if bundle_digest(bundle) != job.footer["vitx.bundle_sha256"]:
         raise InputError(
             f"the bundle '{bundle}' on the node {node} differs from this machine's: give every node the same"
         )
-    if sample is not None and not os.path.lexists(sample):
-        raise _unseen(node, "the input", sample)
-
-
-def _unseen(node: str, what: str, path: object) -> InputError:
-    return InputError(
-        f"the node {node} does not see {what} '{path}' of this machine: with --ray the output, the bundle and the "
-        "input must lie where every node finds them under the same path (the input may be a URL)"
-    )

@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -20,7 +22,6 @@ from vitx.predict.inputs.inventory import names_of
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part
 from vitx.predict.pipeline.executor import Output, Performance
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
 from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Finished, PredictionActor
@@ -90,8 +91,6 @@ class RayPool:
 
         # Ray prints what happens to its actors on standard output, which is for the result of the command.
         with redirect_stdout(sys.stderr), _connected(self._address):
-            import ray
-
             size = self._pool_size()
             job = self._job_of_actors(job, size)
             given = (job, self._bundle.path.absolute(), _sample_path(job, claims[0]))
@@ -99,34 +98,26 @@ class RayPool:
                 with closing(_finished(claims, _dataset(claims, given, size))) as finished:
                     for result in finished:
                         latest[result.actor] = result
-                        _refuse_unseen(result.part)
                         output.commit(result.claim, result.part)
-                        output.report(output.images, shares)
+                        output.report(result.part.record.images, shares)
                 claims = list(islice(unfinished, SHARDS_PER_DATASET))
-            runtime = {
-                "ray": ray.__version__,
-                "actors": len(latest),
-                "nodes": len({one.node for one in latest.values()}),
-            }
-            return output.performance(shares, next(iter(latest.values())).runtime | runtime)
+        nodes = {one.node for one in latest.values()}
+        runtime = {"ray": version("ray"), "actors": len(latest), "nodes": len(nodes)}
+        return output.performance(shares, next(iter(latest.values())).runtime | runtime)
 
     def _pool_size(self) -> PoolSize:
         """From the CPUs and GPUs that the nodes have now."""
-        nodes = [node["Resources"] for node in cluster_nodes()]
+        nodes = [{"CPU": 0, "GPU": 0} | node["Resources"] for node in cluster_nodes()]
         actors, decode_threads = self._options.ray_actors, self._options.decode_threads
-        cpus = max(self._options.threads or 0, decode_threads or 0)
-        if self._wants_gpu(any("GPU" in node for node in nodes)):
-            nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
-            share = min((node.get("CPU", 0) / node["GPU"] for node in nodes), default=1)
-            cpus, gpus = decode_threads or max(1, int(share)), 1
-            fit = sum(int(min(node["GPU"], node.get("CPU", 0) // cpus)) for node in nodes)
-        else:
-            nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
-            cpus = cpus or min((int(node["CPU"]) for node in nodes), default=1)
-            gpus, fit = 0, sum(int(node["CPU"] // cpus) for node in nodes)
+        gpus = int(self._wants_gpu(any(node["GPU"] for node in nodes)))
+        nodes = [node for node in nodes if node["GPU" if gpus else "CPU"] >= 1]
+        cpus = decode_threads if gpus else max(self._options.threads or 0, decode_threads or 0)
+        # An actor's share of its node.
+        cpus = cpus or max(1, min((int(node["CPU"] / (node["GPU"] if gpus else 1)) for node in nodes), default=1))
+        fit = sum(int(min(node["CPU"] // cpus, node["GPU"] if gpus else math.inf)) for node in nodes)
         # A cluster without nodes may be one that an autoscaler is to fill: with --ray-actors that is no error.
         if not fit and (nodes or not actors):
-            largest = max((node.get("CPU", 0) for node in nodes), default=0)
+            largest = max((node["CPU"] for node in nodes), default=0)
             raise EnvironmentMissing(
                 f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest node"
                 f"{' with a GPU' if gpus else ''} of the cluster has {largest:.0f} CPUs: lower --threads and "
@@ -165,20 +156,17 @@ def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, No
             if isinstance(result, VitxError):
                 raise result
             if isinstance(result, Finished) and result.claim in left:  # Ray may give a result twice
+                if not result.part.temporary.exists():
+                    raise InputError(
+                        f"a node has written '{result.part.temporary}', which this machine does not see: --out must "
+                        "lie on storage that all machines share"
+                    )
                 del left[result.claim]
                 yield result
     if left:
         raise EnvironmentMissing(
             f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
             "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
-        )
-
-
-def _refuse_unseen(part: Part) -> None:
-    if not part.temporary.exists():
-        raise InputError(
-            f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage that "
-            "all machines share"
         )
 
 
@@ -203,14 +191,8 @@ def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: Poo
     dataset = ray.data.from_items([{CLAIM: claim} for claim in claims], override_num_blocks=len(claims))
     dataset.context.enable_progress_bars = False
     dataset.context.execution_no_progress_timeout_s = -1  # no limit: one large shard may take hours
-    return dataset.map_batches(
-        PredictionActor,
-        fn_constructor_args=given,
-        batch_size=1,
-        compute=pool,
-        num_cpus=size.cpus,
-        num_gpus=size.gpus,
-    )
+    options: dict[str, Any] = {"compute": pool, "num_cpus": size.cpus, "num_gpus": size.gpus}
+    return dataset.map(PredictionActor, fn_constructor_args=given, **options)  # type: ignore[arg-type]  # of its instances
 
 
 @contextmanager
