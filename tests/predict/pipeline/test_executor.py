@@ -92,8 +92,8 @@ def test_what_the_store_did_not_take_is_not_done(ledger: Ledger, bar: Bar, tmp_p
 def test_progress_counts_everything_and_the_rate_what_came_since_the_start(ledger: Ledger, bar: Bar) -> None:
     output = Output(ledger, None, bar)
     bar.now += 4
-    output.report(40, shares)  # 40 in 4 s; of 2 × 20 + 8 × 24 images 152 are left
-    assert bar.shown == [(80, "10 images/s, 15 s left, bound by infer")]
+    output.report(40, shares)  # 40 in 4 s; as many were done before
+    assert bar.shown == [(80, "10 images/s, bound by infer")]
 
 
 def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar, tmp_path
     assert bar.shown == [(1, "6 images/s, bound by read")]
 
 
-def test_without_a_rate_no_time_is_left(ledger: Ledger, bar: Bar) -> None:
+def test_without_an_image_there_is_no_rate(ledger: Ledger, bar: Bar) -> None:
     output = Output(ledger, None, bar)
     bar.now += 1
     output.report(0, shares)

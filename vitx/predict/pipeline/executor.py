@@ -56,10 +56,8 @@ class Output:
             return
         self._next_update = now + 0.5
         before, seconds = self._before, now - self._started
-        done, rate = before.images + self._predicted, self._predicted / seconds
-        left = "" if before.expected is None or not rate else f", {(before.expected - done) / rate:.0f} s left"
-        note = f"{rate:.0f} images/s{left}, bound by {busiest(shares(seconds))}"
-        self._bar.update(before.done + self._shards if before.expected is None else done, note)
+        done = before.done + self._shards if before.expected is None else before.images + self._predicted
+        self._bar.update(done, f"{self._predicted / seconds:.0f} images/s, bound by {busiest(shares(seconds))}")
 
     def performance(self, shares: Callable[[float], dict[str, float]], runtime: dict[str, Any]) -> Performance:
         seconds = time.perf_counter() - self._started

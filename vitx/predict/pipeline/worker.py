@@ -141,11 +141,13 @@ class Worker:
                 # Closed the last first: it may be waiting for values of the one before.
                 return iter(stages.enter_context(closing(BackgroundGenerator(values, depth, name))))
 
-            slices = submitted(readers, partial(self._read, stopped), self._slices(claims, stopped))
-            read = results(ahead(slices, max(per_batch, self.job.read_threads), "read-ahead"))
+            read_one = partial(read_item, versions=self.job.options.incremental, stopped=stopped)
+            reading = submitted(readers, partial(self._each, "read", read_one), self._slices(claims, stopped))
+            read = results(ahead(reading, max(per_batch, self.job.read_threads), "read-ahead"))
+            decoding = submitted(decoders, partial(self._each, "decode", self._decoded), read)
             # One less: the thread itself holds a slice while the queue is full.
-            decoding = ahead(submitted(decoders, self._decode, read), BATCHES_AHEAD * per_batch - 1, "decode-ahead")
-            inferring = submitted(callers, self._infer, self._batches(results(decoding)))
+            decoded = results(ahead(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead"))
+            inferring = submitted(callers, self._infer, self._batches(decoded))
             inferred = ahead(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
             written = ahead(self._written(results(inferred)), BATCHES_TO_COMMIT, "write")
             stages.callback(stopped.set)
@@ -171,16 +173,11 @@ class Worker:
                         images = list(islice(remaining, self._slice_size))
                     yield reading, images
 
-    def _read(self, stopped: threading.Event, given: Images) -> Images:
-        with self.timer.busy("read"):
-            versions = self.job.options.incremental
-            return given[0], [read_item(item, versions=versions, stopped=stopped) for item in given[1]]
+    def _each(self, stage: str, work: Callable[[Item], Item], given: Images) -> Images:
+        with self.timer.busy(stage):
+            return given[0], [work(item) for item in given[1]]
 
-    def _decode(self, given: Images) -> Images:
-        with self.timer.busy("decode"):
-            return given[0], [self._prepare(item) for item in given[1]]
-
-    def _prepare(self, item: Item) -> Item:
+    def _decoded(self, item: Item) -> Item:
         """The image with its pixels, or with the reason why there are none."""
         if not isinstance(item.source, bytes):
             return item
