@@ -205,6 +205,27 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
         run(tiny_bundle, folder, url, tmp_path / "third")
 
 
+def test_of_two_runs_that_begin_at_once_one_is_refused(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second looks before the first has put anything."""
+    run(tiny_bundle, folder, url, state)
+    before = objects(url)
+
+    def nothing(self: Any, path: str, **_: Any) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(remote, "REMOTE_WAITS", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "ls", nothing)
+        patch.setattr(MemoryFileSystem, "cat_file", nothing)
+        with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{url}': .*FileExistsError"):
+            run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
+    assert objects(url) == before
+    with pytest.raises(InputError, match="holds predictions of another run"):
+        run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
+
+
 def test_jobs_share_a_store(tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path) -> None:
     """Each with a ledger of its own, on a machine of its own."""
     for number in (2, 1, 3):

@@ -4,6 +4,7 @@ An object appears when it is whole, under a name that its shard decides. It is p
 folder: what the ledger has recorded is in the store, and what a stop left there unrecorded is put again.
 """
 
+import inspect
 import json
 import os
 import socket
@@ -61,11 +62,14 @@ class Mirror:
                 f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
                 f"another URL, or {remedy}"
             )
-        if not summary.exists():
-            self._remove(summary.name)
         mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
         content = json.dumps(mark).encode()
-        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content), writes=True)
+        # Of two runs that begin at once the store takes one, if it can.
+        can = "mode" in inspect.signature(self._system.pipe_file).parameters
+        new = {"mode": "create"} if can and not marker else {}
+        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content, **new), writes=True)
+        if not summary.exists():
+            self._remove(summary.name)
         for number, _, _ in ledger.records():
             path = part_path(self._out, number)
             if parts.get(path.name) != path.stat().st_size:
