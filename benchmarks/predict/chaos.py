@@ -5,8 +5,8 @@
 A process predicts a folder of tiny images, one in 97 of them unreadable. At random moments it is killed (SIGKILL) and
 started again at once, or stopped for a while and woken; meanwhile others are started on the same output, half of them
 with --overwrite, all of which must be refused; and the disk is filled twice for a while (a small tmpfs: needs the right
-to mount; said in the result), on which the process must end with one error, and go on when there is room. The sessions are slowed down, so that there are shards to be interrupted. Exit code 1
-when a row is missing, double or wrong.
+to mount; said in the result), on which the process must end with one error, and go on when there is room. The sessions
+are slowed down, so that there are shards to be interrupted. Exit code 1 when a row is missing, double or wrong.
 """
 
 import json
