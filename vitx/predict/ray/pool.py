@@ -101,9 +101,9 @@ class RayPool:
                         output.commit(result.claim, result.part)
                         output.report(result.part.record.images, shares)
                 claims = list(islice(unfinished, SHARDS_PER_DATASET))
-        nodes = {one.node for one in latest.values()}
-        runtime = {"ray": version("ray"), "actors": len(latest), "nodes": len(nodes)}
-        return output.performance(shares, next(iter(latest.values())).runtime | runtime)
+            nodes = {one.node for one in latest.values()}
+            runtime = {"ray": version("ray"), "actors": len(latest), "nodes": len(nodes)}
+            return output.performance(shares, next(iter(latest.values())).runtime | runtime)
 
     def _pool_size(self) -> PoolSize:
         """From the CPUs and GPUs that the nodes have now."""
