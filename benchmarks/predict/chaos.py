@@ -5,8 +5,8 @@
 A process predicts a folder of tiny images, one in 97 of them unreadable. At random moments it is killed (SIGKILL) and
 started again at once, or stopped for a while and woken; meanwhile others are started on the same output, half of them
 with --overwrite, all of which must be refused; and the disk is filled twice for a while (a small tmpfs: needs the right
-to mount; said in the result). The sessions are slowed down, so that there are shards to be interrupted. Exit code 1
-when a row is missing, double or wrong.
+to mount; said in the result), on which the process must end with one error, and go on when there is room. The sessions
+are slowed down, so that there are shards to be interrupted. Exit code 1 when a row is missing, double or wrong.
 """
 
 import json
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 from bundle_fixture import LABELS, NumpySession, colour_image, png, write_bundle
 from support.targets import command_line, report_header, save_report
 from vitx.core.bundle import Bundle
-from vitx.core.errors import InputError
+from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS, SUMMARY, predict
 from vitx.predict.options import PredictOptions
@@ -64,7 +64,7 @@ class SlowSession(Session):
 
 
 def work(bundle: Path, folder: Path, out: Path, overwrite: bool = False) -> None:
-    """With exit code 2 if it is refused."""
+    """With exit code 2 if it is refused, 3 if the disk is full."""
     opened = Bundle.open(bundle)
     options: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "top_k": 2, "decode_threads": 1}
     options |= {"overwrite": overwrite, "allow_uncertified": True}
@@ -72,7 +72,11 @@ def work(bundle: Path, folder: Path, out: Path, overwrite: bool = False) -> None
         predict(opened, SlowSession(opened), folder, out, PredictOptions(**options), quiet=True)
     except InputError as error:
         print(error, file=sys.stderr)
-        sys.exit(2 if "is writing to" in str(error) else 1)
+        full = "No space left on device" in str(error)
+        sys.exit(2 if "is writing to" in str(error) else 3 if full else 1)
+    except EnvironmentMissing as error:
+        print(error, file=sys.stderr)
+        sys.exit(3 if "is full" in str(error) else 1)
 
 
 def write_images(folder: Path, count: int) -> dict[str, str | None]:
@@ -141,7 +145,10 @@ class Chaos:
         return worker
 
     def _strike(self) -> None:
-        if self._worker.exitcode is not None:
+        if self._worker.exitcode == 3 and self.events["disk full"]:
+            self.events["ended by the full disk"] += 1
+            self._worker = self._start()
+        elif self._worker.exitcode is not None:
             if self._worker.exitcode not in (0, -signal.SIGKILL):
                 raise RuntimeError(f"the worker ended with {self._worker.exitcode}")
         elif not self.events["killed"] or self._random.random() < 0.6:

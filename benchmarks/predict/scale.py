@@ -98,7 +98,7 @@ def predict_seconds(number: int, jobs: int, bundle: Path, folder: Path, out: Pat
     sizes: dict[str, Any] = {"batch_size": BATCH, "shard_size": SHARD, "decode_threads": 1, "allow_uncertified": True}
     options = PredictOptions(shard=Share(number + 1, jobs), **sizes)
     summary = predict(opened, session, folder, out, options, quiet=True)
-    write = summary.stages["write"] * summary.seconds / max(1, summary.images_here)
+    write = (summary.stages["write"] + summary.stages["commit"]) * summary.seconds / max(1, summary.images_here)
     return {"start": start, "end": time.monotonic(), "write": write}
 
 
@@ -235,7 +235,7 @@ def output(scratch: Path) -> dict[str, float]:
     parts = (scratch / "out" / PREDICTIONS).iterdir()
     return {
         "bytes_per_image": sum(path.stat().st_size for path in parts) / SHARD_SIZE,
-        "write_seconds": summary.stages["write"] * summary.seconds / SHARD_SIZE,
+        "write_seconds": (summary.stages["write"] + summary.stages["commit"]) * summary.seconds / SHARD_SIZE,
     }
 
 

@@ -20,7 +20,7 @@ from bundle_fixture import (
     tiny_graph,
     write_bundle,
 )
-from faulty_disk import assert_old_or_new, faulty_disk
+from faulty_disk import assert_old_or_new
 from vitx.core.bundle import Bundle
 from vitx.core.files import make_folder
 from vitx.core.run import ModelSpec, RunFolder
@@ -117,22 +117,6 @@ def test_a_prediction_part_is_the_old_one_or_the_new_one(tmp_path: Path) -> None
     name = part_path(tmp_path, 1).name
     assert calls == [f"fsync .{name}.*", f"replace {name}", f"fsync {part_path(tmp_path, 1).parent.name}"]
     assert published(tmp_path / "whole") == ["7.png", "8.png"]
-
-
-def test_a_part_is_published_twice_but_not_without_its_file(tmp_path: Path) -> None:
-    """A second attempt, after the ledger's connection was lost, flushes the folder again: the first may not have."""
-    make_folder(part_path(tmp_path, 1).parent)
-    writer = PartWriter(tmp_path, 1, LABELS)
-    part = writer.finish()
-    with faulty_disk(tmp_path, kill_after=1) as disk:
-        part.publish()
-    assert disk.calls == [f"replace {part.path.name}"]
-    with faulty_disk(tmp_path) as disk:
-        part.publish()
-    assert disk.calls == [f"fsync {part.path.parent.name}"]
-    part.path.unlink()
-    with pytest.raises(FileNotFoundError):
-        part.publish()
 
 
 def test_a_certificate_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:

@@ -48,9 +48,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(bundle: Bundle, source: str | Path, out: Path, **options: Any) -> PredictionSummary:
-    given = {name: options.pop(name) for name in ("patience_seconds",) if name in options}
     asked = PredictOptions(**{"batch_size": 4, "shard_size": 5} | options)
-    return predict(bundle, NumpySession(), source, out, asked, quiet=True, **given)
+    return predict(bundle, NumpySession(), source, out, asked, quiet=True)
 
 
 def rows(out: Path) -> dict[str, dict[str, Any]]:
@@ -358,26 +357,32 @@ def test_work_stopped_by_an_error_goes_on(tiny_bundle: Bundle, folder: Path, tmp
     assert summary.images == 12
 
 
-def test_disk_that_is_full_for_a_while_and_for_good(
+def test_a_full_disk_is_an_error_after_which_the_run_goes_on(
     tiny_bundle: Bundle, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failures = 3
-    finish = PartWriter.finish
+    """Shards that were finished before are not made again."""
+    calls, finish, out = 0, PartWriter.finish, tmp_path / "out"
 
-    def full(self: PartWriter) -> Part:
-        nonlocal failures
-        failures -= 1
-        if failures >= 0:
+    def full(self: PartWriter, *given: Any) -> Part:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
             raise OSError(28, "No space left on device")
-        return finish(self)
+        return finish(self, *given)
 
     monkeypatch.setattr(PartWriter, "finish", full)
-    run(tiny_bundle, folder, tmp_path / "out")
-    assert classes(tmp_path / "out") == EXPECTED
-    failures = 10**6
-    with pytest.raises(EnvironmentMissing, match=r"has been full for .* make room and run the same command again"):
-        run(tiny_bundle, folder, tmp_path / "never", patience_seconds=0.2)
-    assert not any((tmp_path / "never" / PREDICTIONS).iterdir())
+    message = (
+        rf"^the disk of '{out}' is full \(.*No space left on device\): make room and run the same command again; "
+        "finished shards are kept$"
+    )
+    with pytest.raises(EnvironmentMissing, match=message):
+        run(tiny_bundle, folder, out)
+    assert not list((out / PREDICTIONS).glob(".*"))
+    assert not (out / SUMMARY).exists()
+    done = sum(pq.read_metadata(path).num_rows for path in (out / PREDICTIONS).iterdir())
+    assert done
+    assert run(tiny_bundle, folder, out).images_here == len(EXPECTED) - done
+    assert classes(out) == EXPECTED
 
 
 def test_other_refusals(tiny_bundle: Bundle, folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from vitx.predict import ledger as ledger_module
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.options import Share
-from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
+from vitx.predict.pipeline.disk import is_full
 
 SHARDS = tuple(Shard("images", "", 100 * index, 4) for index in range(3))
 DONE = ShardRecord(sha256_bytes(b"rows"), 4, 1, {0: 2, 3: 1})
@@ -202,24 +202,6 @@ def test_a_lock_that_is_never_freed_is_an_error(path: Path, monkeypatch: pytest.
         pytest.raises(EnvironmentMissing, match=r"ledger\.sqlite was locked by another program for 0 s: end that one"),
     ):
         one.retry_errors()
-
-
-def test_a_full_disk_is_waited_for_and_then_an_error(tmp_path: Path) -> None:
-    calls = 0
-
-    def full_twice() -> str:
-        nonlocal calls
-        calls += 1
-        if calls < 3:
-            raise OSError(28, "No space left on device")
-        return "written"
-
-    assert DiskFullBackoff(tmp_path, 30).retry(full_twice) == "written"
-    calls = -1_000
-    with pytest.raises(EnvironmentMissing, match=r"the disk of '.*' has been full for 0 s \(.*No space.*make room"):
-        DiskFullBackoff(tmp_path, 0.1).retry(full_twice)
-    with pytest.raises(OSError, match="Permission"):
-        DiskFullBackoff(tmp_path).retry(lambda: (_ for _ in ()).throw(PermissionError(13, "Permission denied")))
 
 
 def test_sqlite_says_that_the_disk_is_full(tmp_path: Path) -> None:

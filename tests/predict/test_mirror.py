@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -105,8 +106,7 @@ def test_parts_are_put_once_and_the_summary_last(
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
     summary = run(tiny_bundle, folder, url, state)
-    assert sorted(order[:-1]) == [f"part-{number:08d}.parquet" for number in (1, 2, 3)]
-    assert order.pop() == SUMMARY
+    assert order == [*(f"part-{number:08d}.parquet" for number in (1, 2, 3)), SUMMARY]
     found = objects(url)
     order.clear()
     assert run(tiny_bundle, folder, f"{url}/", state) == summary
@@ -205,6 +205,27 @@ def test_predictions_of_another_run_are_refused_and_overwritten_on_request(
         run(tiny_bundle, folder, url, tmp_path / "third")
 
 
+def test_of_two_runs_that_begin_at_once_one_is_refused(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second looks before the first has put anything."""
+    run(tiny_bundle, folder, url, state)
+    before = objects(url)
+
+    def nothing(self: Any, path: str, **_: Any) -> Any:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(remote, "REMOTE_WAITS", ())
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "ls", nothing)
+        patch.setattr(MemoryFileSystem, "cat_file", nothing)
+        with pytest.raises(EnvironmentMissing, match=rf"^cannot write to '{url}': .*FileExistsError"):
+            run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
+    assert objects(url) == before
+    with pytest.raises(InputError, match="holds predictions of another run"):
+        run(tiny_bundle, folder, url, tmp_path / "other", shard_size=2)
+
+
 def test_jobs_share_a_store(tiny_bundle: Bundle, folder: Path, url: str, tmp_path: Path) -> None:
     """Each with a ledger of its own, on a machine of its own."""
     for number in (2, 1, 3):
@@ -249,7 +270,6 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> type[Broken]:
     monkeypatch.setattr(
         "vitx.predict.outputs.mirror.remote_filesystem", lambda url: (Broken(), url.removeprefix("memory:/"))
     )
-    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 1000.0)  # all is put at the end
     monkeypatch.setattr(Broken, "fails", 0)
     return Broken
 
@@ -282,68 +302,55 @@ def test_a_store_that_fails_is_one_error_and_the_run_goes_on_later(
 ) -> None:
     monkeypatch.setattr(broken, "fails", 1000)
     monkeypatch.setattr(broken, "error", error)
-    message = (
-        rf"^cannot write to '{url}': .*{text}\. What was predicted is kept in '{state}': run the same command again$"
-    )
+    message = rf"^cannot write to '{url}': .*{text}\. Finished shards are kept: run the same command again$"
     with pytest.raises(EnvironmentMissing, match=message):
         run(tiny_bundle, folder, url, state)
     assert SUMMARY not in objects(url)
     monkeypatch.setattr(broken, "fails", 0)
-    assert run(tiny_bundle, folder, url, state, Stopped(0)).images == 10
+    assert run(tiny_bundle, folder, url, state).images == 10
     assert set(objects(url)) == names(1, 2, 3)
 
 
-def test_parts_are_put_while_others_are_predicted(
-    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("stop", ["before", "after"])
+def test_a_kill_at_a_put_leaves_whole_parts_that_the_next_run_knows(
+    tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch, stop: str
 ) -> None:
-
-    first_is_there = threading.Event()
+    """Of the second part: before the store has it, or after, when the ledger does not know it yet."""
     put = MemoryFileSystem.put_file
 
-    def noted(self: Any, path: str, name: str, **more: Any) -> None:
-        put(self, path, name, **more)
-        first_is_there.set()
+    def killed(self: Any, path: str, name: str, **more: Any) -> None:
+        if not name.endswith("part-00000002.parquet"):
+            put(self, path, name, **more)
+            return
+        if stop == "after":
+            put(self, path, name, **more)
+        raise KeyboardInterrupt
 
-    class Waiting(NumpySession):
-        batches = 0
-
-        def _infer(self, images: Any) -> Any:
-            self.batches += 1
-            if self.batches == 3:  # the first shard has been written before the third is begun, or will be
-                assert first_is_there.wait(30)
-            return super()._infer(images)
-
-    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(MemoryFileSystem, "put_file", noted)
-    assert run(tiny_bundle, folder, url, state, Waiting()).images == 10
+    monkeypatch.setattr(MemoryFileSystem, "put_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny_bundle, folder, url, state)
+    monkeypatch.undo()
+    assert set(objects(url)) == names(*((1, 2) if stop == "after" else (1,)), summary=False)
+    assert [path.name for path in (state / PREDICTIONS).iterdir()] == ["part-00000001.parquet"]
+    assert run(tiny_bundle, folder, url, state).images_here == 6
+    assert keys(url) == [f"{index:02d}.png" for index in range(10)]
+    for name in names(1, 2, 3) - {".vitx.json"}:
+        assert objects(url)[name] == (state / name).read_bytes()
 
 
 def test_an_interrupt_waits_for_no_store(
     tiny_bundle: Bundle, folder: Path, url: str, state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
-    begun, release = threading.Event(), threading.Event()
-
     def stalled(*_: Any, **__: Any) -> None:
-        begun.set()
-        assert release.wait(30)
+        main = threading.main_thread().ident
+        assert main is not None
+        threading.Timer(0.0, signal.pthread_kill, [main, signal.SIGINT]).start()
+        assert threading.Event().wait(30), "not interrupted"
 
-    class Interrupted(NumpySession):
-        batches = 0
-
-        def _infer(self, images: Any) -> Any:
-            self.batches += 1
-            if self.batches == 3 and begun.wait(30):
-                raise KeyboardInterrupt
-            return super()._infer(images)
-
-    monkeypatch.setattr("vitx.predict.outputs.mirror.LOOK_SECONDS", 0.01)
     monkeypatch.setattr(MemoryFileSystem, "put_file", stalled)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny_bundle, folder, url, state, Interrupted())
-    (left,) = (one for one in threading.enumerate() if one.name == "mirror")  # still waits
-    release.set()
-    left.join()
+        run(tiny_bundle, folder, url, state)
+    assert not list((state / PREDICTIONS).iterdir())
 
 
 @pytest.mark.parametrize("given", ["http://x/y", "file:///tmp/x", "sftp://host/x", "foo://x"])

@@ -27,6 +27,7 @@ from vitx.predict.outputs.parts import (
     PartWriter,
     Rows,
     escape_invalid_utf8,
+    output_schema,
     part_path,
     rank,
     remove_leftovers,
@@ -75,7 +76,7 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
     assert indices.tolist() == [[1, 2], [0, 1]]
     total = math.e + math.e**2 + math.e**3
     np.testing.assert_allclose(scores, [[math.e**3 / total, math.e**2 / total], [1 / 3, 1 / 3]], rtol=1e-6)
-    schema = PartWriter(out, 1, LABELS, lists=("logits", "embedding"))._schema
+    schema = output_schema(("logits", "embedding"))
     assert {field.name: str(field.type) for field in schema} == {
         "path": "string",
         "class": "string",
@@ -91,7 +92,7 @@ def test_scores_are_float32_and_indices_int32(out: Path) -> None:
 
 def test_values_of_float32_stay_what_they_are(out: Path) -> None:
     values = np.array([[1e6, -1e6, 1e-9], [65505, 0.5, -2]], dtype=np.float32)
-    writer = PartWriter(out, 1, LABELS, lists=("logits", "embedding"))
+    writer = PartWriter(out, 1, LABELS, output_schema(("logits", "embedding")))
     writer.add(rows("ab", [None, None], [[1, 0, 0]] * 2, lists={"logits": values, "embedding": -values[:, :2]}))
     table = pq.read_table(writer.finish().temporary)
     assert table["logits"].to_pylist() == values.tolist()
@@ -145,30 +146,10 @@ class Steps:
         monkeypatch.setattr(pq.ParquetWriter, "close", closed)
 
 
-def test_a_second_publication_flushes_the_folder_again(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
-    steps = Steps(monkeypatch)
-    part.path.write_bytes(b"published before")
-    part.publish()
-    assert steps.taken == [("sync", PREDICTIONS)]
-    assert part.path.read_bytes() == b"published before"
-
-
-def test_a_part_that_is_nowhere_is_not_published(out: Path) -> None:
-    part = Part(part_path(out, 1), out / PREDICTIONS / ".gone", ShardRecord("", 0, 0, {}))
-    with pytest.raises(FileNotFoundError):
-        part.publish()
-    part.abandon()
-
-
 def test_abandoned_files_are_removed(out: Path) -> None:
     writer = PartWriter(out, 1, LABELS)
     writer.add(rows("a", [None], [[1, 0, 0]]))
     writer.abandon()
-    assert not any((out / PREDICTIONS).iterdir())
-    part = PartWriter(out, 1, LABELS).finish()
-    part.abandon()
-    part.abandon()
     assert not any((out / PREDICTIONS).iterdir())
 
 
@@ -206,10 +187,9 @@ def test_a_label_may_appear_twice(out: Path) -> None:
 
 
 def test_a_record_has_what_was_listed_and_skipped_and_the_file_its_footer(out: Path) -> None:
-    writer = PartWriter(out, 1, LABELS, footer={"vitx.bundle": "b"})
-    writer.listed = (5, SkippedNames({".txt": 4}, ["a.txt"]))
+    writer = PartWriter(out, 1, LABELS, output_schema(footer={"vitx.bundle": "b"}))
     writer.add(rows("a", [None], [[1, 0, 0]]))
-    part = writer.finish()
+    part = writer.finish(5, SkippedNames({".txt": 4}, ["a.txt"]))
     assert (part.record.listed, part.record.skipped.count) == (5, 4)
     assert pq.read_metadata(part.temporary).metadata[b"vitx.bundle"] == b"b"
     assert PartWriter(out, 2, LABELS).finish().record.listed == 0
@@ -217,11 +197,10 @@ def test_a_record_has_what_was_listed_and_skipped_and_the_file_its_footer(out: P
 
 def finished(out: Path, *groups: Rows, kept: KeptRows | None = None, footer: str = "") -> Part:
     """Shard 3, published."""
-    writer = PartWriter(out, 3, LABELS, lists=("logits",), footer={"made": footer})
+    writer = PartWriter(out, 3, LABELS, output_schema(("logits",), footer={"made": footer}))
     for group in groups:
         writer.add(group)
-    writer.kept = kept
-    part = writer.finish()
+    part = writer.finish(kept=kept)
     part.publish()
     return part
 
@@ -313,5 +292,5 @@ def test_an_abandoned_file_is_closed(out: Path) -> None:
 
 def test_names_of_files_and_columns_are_as_documented(out: Path) -> None:
     assert part_path(out, 12) == out / "predictions.parquet" / "part-00000012.parquet"
-    schema = PartWriter(out, 1, LABELS, lists=("logits", "embedding", "attention"))._schema
+    schema = output_schema(("logits", "embedding", "attention"))
     assert schema.names[7:] == ["logits", "embeddings", "attention"]

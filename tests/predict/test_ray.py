@@ -27,7 +27,7 @@ from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, PredictionActor
+from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, PredictionActor
 from vitx.predict.ray.pool import RayPool
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
@@ -39,7 +39,7 @@ BAD = 7  # every so many images is unreadable
 IMAGES, SHARD = 840, 10
 BEGUN = 3  # shards
 IMAGE = png(colour_image(0, np.random.default_rng(1)))
-ACTOR = b"ray::MapWorker(MapBatches(PredictionActor))"
+ACTOR = b"ray::MapWorker(Map(PredictionActor))"
 
 
 @pytest.fixture(scope="module")
@@ -207,39 +207,31 @@ JOB = Job(
 )
 
 
-def assignment(opened: Bundle, out: Path, **changes: Any) -> Assignment:
-    (out / PREDICTIONS).mkdir(parents=True)
-    listing = out / "images"
-    listing.write_bytes(b"none.png\0")
-    given: dict[str, Any] = {
-        "job": replace(JOB, out=out, listing=listing, base=str(out)),
-        "bundle": opened.path,
-        "bundle_sha256": bundle_digest(opened.path),
-        "runtime": "onnxruntime",
-        "device": "cpu",
-        "threads": 1,
-        "sample": None,
-    }
-    return Assignment(**given | changes)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"job": replace(JOB, out=Path("/absent/out"), listing=Path("/absent/images"))},
+            {"out": Path("/absent/out"), "listing": Path("/absent/images")},
             r"the node .* does not see the output folder '.*out' of this machine: with --r",
         ),
         ({"bundle": Path("/absent.vitx")}, r"does not see the bundle '/absent\.vitx' of this machine"),
         ({"sample": "/absent/1.png"}, r"does not see the input '/absent/1\.png' of this machine"),
-        ({"bundle_sha256": "0"}, r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every"),
+        (
+            {"footer": {"vitx.bundle_sha256": "0"}},
+            r"the bundle '.*tiny\.vitx' on the node .* differs from this machine's: give every",
+        ),
     ],
 )
 def test_node_that_does_not_see_the_files(
     certified_original: Bundle, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    actor = PredictionActor(assignment(certified_original, tmp_path / "out", **changes))
-    (result,) = actor({CLAIM: np.array([Claim(1, Shard("images", "", 0, 1))])})[RESULT]
+    listing = tmp_path / "images"
+    listing.write_bytes(b"none.png\0")
+    given: dict[str, Any] = {"out": tmp_path, "listing": listing, "bundle": certified_original.path, "sample": None}
+    given |= {"footer": {"vitx.bundle_sha256": bundle_digest(certified_original.path)}} | changes
+    bundle, sample = given.pop("bundle"), given.pop("sample")
+    actor = PredictionActor(replace(JOB, **given), bundle, sample)
+    result = actor({CLAIM: Claim(1, Shard("images", "", 0, 1))})[RESULT]
     assert isinstance(result, InputError)
     assert re.search(message, str(result))
 

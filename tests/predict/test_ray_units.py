@@ -1,6 +1,6 @@
-"""Parts of the Ray job that need no cluster: an actor's queue of shards, its results, and how large the pool is."""
+"""Parts of the Ray job that need no cluster: attempts at a shard, and how large the pool is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,75 +12,23 @@ from bundle_fixture import LABELS, PREPROCESSING, listed_names
 from vitx.core.bundle import Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing
 from vitx.predict import PREDICTIONS
-from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import COPY, Claim, Ledger, Shard, ShardRecord, names_of
+from vitx.predict.ledger import COPY, Claim, Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import Part, remove_leftovers
+from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import PredictionActor, QueuedShards
+from vitx.predict.ray.actor import PredictionActor
 
 pytest.importorskip("ray")
 pool = pytest.importorskip("vitx.predict.ray.pool")
-
-FIRST, SECOND = Claim(1, Shard("tar", "1.tar")), Claim(2, Shard("tar", "2.tar"))
-RECORD = ShardRecord("digest", 4, 1, {0: 2, 3: 1}, 9, SkippedNames({".txt": 5}, ["a.txt"]))
-
-
-def part(number: int) -> Part:
-    return Part(Path(f"part-{number}"), Path(f"temporary-{number}"), RECORD)
-
-
-def test_each_call_gets_the_part_of_its_shard() -> None:
-    shards = QueuedShards()
-    first, second = shards.submit(FIRST), shards.submit(SECOND)
-    claims = shards.claims()
-    assert [next(claims), next(claims)] == [FIRST, SECOND]
-    shards.commit(SECOND, part(2))
-    assert not first.done()
-    shards.commit(FIRST, part(1))
-    assert (first.result(0), second.result(0)) == (part(1), part(2))
-    shards.stop()
-    assert next(claims, None) is None
-
-
-def test_a_call_that_is_repeated_waits_for_the_same_part() -> None:
-    shards = QueuedShards()
-    assert shards.submit(FIRST) is shards.submit(FIRST)
-    shards.stop()
-    assert list(shards.claims()) == [FIRST]
-    shards.commit(FIRST, part(1))
-    again = shards.submit(FIRST)  # after its end it is done anew
-    assert not again.done()
-
-
-def test_a_released_shard_comes_again() -> None:
-    shards = QueuedShards()
-    waiting = shards.submit(FIRST)
-    claims = shards.claims()
-    shards.release(next(claims))
-    assert next(claims) == FIRST
-    assert not waiting.done()
-
-
-def test_a_failure_reaches_who_waits_and_who_comes_later() -> None:
-    shards, error = QueuedShards(), CheckFailed("torn")
-    done, waiting = shards.submit(FIRST), shards.submit(SECOND)
-    shards.commit(FIRST, part(1))
-    shards.fail(error)
-    assert done.result(0) == part(1)
-    assert waiting.exception(0) is error
-    with pytest.raises(CheckFailed) as raised:
-        shards.submit(FIRST)
-    assert raised.value is error
 
 
 def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
     """So that the next death of an actor is counted for one of them alone."""
     actor = object.__new__(PredictionActor)
-    actor._out, actor._shards, actor._started = tmp_path, QueuedShards(), None
+    actor._out, actor._worker, actor._started = tmp_path, MagicMock(), None
+    actor._worker.run.side_effect = CheckFailed("torn")
     (tmp_path / PREDICTIONS).mkdir()
     actor._suspects = alone = MagicMock()
-    actor._shards.fail(CheckFailed("torn"))
     for number, begun in ((1, 0), (1, 1), (2, 1), (1, 2)):
         with pytest.raises(CheckFailed):
             actor._do(Claim(number, Shard("tar", "1.tar")))
@@ -176,24 +124,20 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     """SQLite's log uses memory that machines do not share."""
     seen: list[tuple[Path, list[str]]] = []
 
-    class Committer:
-        performance = MagicMock()
+    def finished(claims: list[Claim], given: tuple[Job, Path, str | None]) -> Iterator[MagicMock]:
+        listing = given[0].listing
+        seen.append((listing, list(names_of(claims[0].shard, listing))))
+        yield MagicMock(runtime={})
 
-        def __init__(self, *_: Any) -> None: ...
-
-        def commit(self, claims: list[Claim], assignment: Any) -> None:
-            listing = assignment.job.listing
-            seen.append((listing, list(names_of(claims[0].shard, listing))))
-
-    monkeypatch.setattr(pool, "_Committer", Committer)
-    monkeypatch.setattr(pool, "_dataset", lambda claims, assignment, size: assignment)
+    monkeypatch.setattr(pool, "_finished", finished)
+    monkeypatch.setattr(pool, "_dataset", lambda claims, given, size: given)
     monkeypatch.setattr(pool, "_connected", lambda address: nullcontext())
     monkeypatch.setattr(pool.RayPool, "_pool_size", lambda self: pool.PoolSize(1, 0, 1, 1, 1))
     shards = listed_names(tmp_path / "list", ["a.png", "b.png"])
     with closing(Ledger(tmp_path / "list")) as ledger:
         ledger.create({}, shards)
         executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
-        executor.execute(job(tmp_path, ""), ledger, MagicMock(), MagicMock())
+        executor.execute(job(tmp_path, ""), ledger, MagicMock())
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()

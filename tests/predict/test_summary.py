@@ -1,6 +1,5 @@
-"""Summary and progress: every number by hand."""
+"""The summary: every number by hand."""
 
-import time
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +13,9 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import sha256_bytes
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Ledger, Shard, ShardRecord, Totals
+from vitx.predict.ledger import Ledger, Shard, ShardRecord
 from vitx.predict.options import WHOLE, Share
-from vitx.predict.pipeline.executor import Performance, ProgressReporter
+from vitx.predict.pipeline.executor import Performance
 from vitx.predict.summary import PredictionSummary, SourceCounts, bundle_digest, summarize, summary_name
 
 
@@ -93,61 +92,6 @@ def test_a_bundle_is_known_by_its_manifest(tmp_path: Path) -> None:
     before = bundle_digest(bundle.path)
     manifest.write_bytes(manifest.read_bytes() + b"\n")
     assert bundle_digest(bundle.path) != before
-
-
-class Bar:
-    """A progress bar, and the clock."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        self.shown: list[tuple[int, str]] = []
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def update(self, done: int, note: str = "") -> None:
-        self.shown.append((done, note))
-
-
-BEFORE = Totals(shards=10, done=2, images=40, errors=0, expected=240)
-
-
-def shares(seconds: float) -> dict[str, float]:
-    return {"read": 1 / seconds, "infer": 0.3}
-
-
-@pytest.fixture
-def bar(monkeypatch: pytest.MonkeyPatch) -> Bar:
-    return Bar(monkeypatch)
-
-
-def test_progress_counts_everything_and_the_rate_what_came_since_the_start(bar: Bar) -> None:
-    reporter = ProgressReporter(BEFORE, bar)
-    bar.now += 4
-    reporter.update(40, 3, shares)  # 40 in 4 s; 160 of 240 left
-    assert reporter.seconds() == 4
-    assert bar.shown == [(80, "10 images/s, 16 s left, bound by infer")]
-
-
-def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar) -> None:
-    reporter = ProgressReporter(BEFORE._replace(expected=None), bar)
-    bar.now += 5
-    reporter.update(30, 3, lambda _: {"read": 0.9, "infer": 0.1})
-    assert bar.shown == [(5, "6 images/s, bound by read")]
-
-
-def test_without_a_rate_no_time_is_left(bar: Bar) -> None:
-    reporter = ProgressReporter(BEFORE, bar)
-    bar.now += 1
-    reporter.update(0, 0, shares)
-    assert bar.shown == [(40, "0 images/s, bound by read")]
-
-
-def test_the_bar_moves_twice_a_second_at_most(bar: Bar) -> None:
-    reporter = ProgressReporter(BEFORE, bar)
-    bar.now += 1
-    for seconds, shown in ((0.0, 1), (0.49, 1), (0.02, 2)):
-        bar.now += seconds
-        reporter.update(0, 0, shares)
-        assert len(bar.shown) == shown
 
 
 def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:

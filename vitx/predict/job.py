@@ -24,10 +24,10 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_columns, part_path
-from vitx.predict.pipeline.disk import PATIENCE_SECONDS, DiskFullBackoff
+from vitx.predict.outputs.parts import output_schema, part_path, warm_up
+from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
-from vitx.predict.pipeline.executor import Executor, LocalExecutor
+from vitx.predict.pipeline.executor import Executor, LocalExecutor, Output
 from vitx.predict.pipeline.sigterm import sigterm_interrupts
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import Run, open_ledger, open_run
@@ -46,7 +46,6 @@ def predict(
     out: str | Path,
     options: PredictOptions | None = None,
     *,
-    patience_seconds: float = PATIENCE_SECONDS,
     quiet: bool = False,
 ) -> PredictionSummary:
     """Classify every image of `source` (see `take_inventory`); write predictions.parquet/ and summary.json to `out`.
@@ -62,8 +61,8 @@ def predict(
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
     another process writes to it, if it has the predictions of another run (`overwrite` removes them), or if the input
-    was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, or if
-    the disk stays full for `patience_seconds`.
+    was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, if the
+    disk is full, or if the store does not answer.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise missing_package("pyarrow", "serve")
@@ -80,7 +79,7 @@ def predict(
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
         **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
-    taken = tuple(output_columns(options.lists, versions=options.incremental))
+    taken = tuple(output_schema(options.lists, versions=options.incremental).names)
     columns = TableColumns(options.image_column, options.key, options.columns, taken)
 
     def measure(ledger: Ledger, inventory: Inventory) -> dict[str, Any]:
@@ -91,32 +90,30 @@ def predict(
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
 
-    backoff = DiskFullBackoff(out, patience_seconds)
     summary_path = out / summary_name(options.share)
-    with sigterm_interrupts(), open_ledger(out, backoff, options) as ledger:
+    with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
         take = partial(take_inventory, where, ledger, options.shard_size, columns)
-        run = open_run(ledger, out, settings, backoff, take, partial(measure, ledger), options.share)
+        run = open_run(ledger, out, settings, take, partial(measure, ledger), options.share)
         has_work = _has_work(ledger, out, summary_path, options, quiet=quiet)
         copied = replace(columns, schema=run.schema)
         increment: Increment | None = None
         if options.incremental:
-            increment = backoff.retry(lambda: extend_run(ledger, run, where, copied, options.shard_size, summary_path))
+            increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path)
             log(f"predict: {increment}", quiet=quiet)
         elif not has_work:
-            _refuse_other_listing(run, where, backoff.retry(lambda: take(None).digest))
+            _refuse_other_listing(run, where, take(None).digest)
         _refuse_errors(ledger, out, strict=options.strict)
-        job = _job(bundle, ledger, out, run, where, copied, options)
-        job = replace(job, certified=certified, has_single_files=ledger.has_images())
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
-        executor = session if isinstance(session, Executor) else LocalExecutor(session)
         if mirror is not None:
             mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
-        following = nullcontext() if mirror is None else mirror.following(ledger)
-        with following, progress("predict", total, quiet=quiet) as bar:
-            performance = executor.execute(job, ledger, backoff, bar)
-        _refuse_errors(ledger, out, strict=options.strict)
+        job = _job(bundle, ledger, out, run, where, copied, options)
+        job = replace(job, certified=certified, has_single_files=ledger.has_images())
+        warm_up()
+        executor = session if isinstance(session, Executor) else LocalExecutor(session)
+        with progress("predict", total, quiet=quiet) as bar:
+            performance = executor.execute(job, ledger, Output(ledger, mirror, bar))
         # This call did nothing: the summary that is there tells of one that did.
         if not performance.images and summary_path.exists():
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
@@ -124,10 +121,10 @@ def predict(
             summary = summarize(
                 *(ledger, bundle, performance), certified=certified, shard=options.shard, increment=increment
             )
-        # A new one: `backoff` was stopped when the work ended.
-        DiskFullBackoff(out, patience_seconds).retry(lambda: _write_summary(summary_path, summary))
-        if mirror is not None:
-            mirror.finish(ledger, summary_path)
+        if not summary_path.exists() or read_record(summary_path, PredictionSummary) != summary:
+            write_json(summary_path, summary)
+        if mirror is not None:  # last: where it is, all parts are
+            mirror.put(summary_path, summary_path.name)
         return summary
 
 
@@ -144,22 +141,21 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
 
 
 def _refuse_options(options: PredictOptions) -> None:
-    if options.incremental and options.shard is not None:
-        raise InputError(
-            "--incremental with --shard: what is new would change which job has which image; leave out one of the two"
-        )
-    if options.incremental and options.draft:
-        raise InputError("--incremental with --draft: only the first input would be sampled; leave out one of the two")
-
-
-def _write_summary(path: Path, summary: PredictionSummary) -> None:
-    if not path.exists() or read_record(path, PredictionSummary) != summary:
-        write_json(path, summary)
+    refused = {
+        "--shard": (options.shard, "what is new would change which job has which image"),
+        "--draft": (options.draft, "only the first input would be sampled"),
+    }
+    for name, (given, why) in refused.items():
+        if options.incremental and given:
+            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
 
 
 def _job(
     bundle: Bundle, ledger: Ledger, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions
 ) -> Job:
+    footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+    if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
+        footer["vitx.certificate_sha256"] = sha256_file(certificate)
     return Job(
         out=out,
         listing=ledger.path,
@@ -170,7 +166,7 @@ def _job(
         columns=columns,
         read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
         decode_threads=options.decode_threads or usable_cores(),
-        footer=_footer(bundle),
+        footer=footer,
     )
 
 
@@ -185,13 +181,6 @@ def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified:
             raise
         return False
     return True
-
-
-def _footer(bundle: Bundle) -> dict[str, str]:
-    """What the rows were made with; a bundle without a certificate has been allowed."""
-    certificate = bundle.path / CERTIFICATE
-    found = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
-    return found | ({"vitx.certificate_sha256": sha256_file(certificate)} if certificate.is_file() else {})
 
 
 def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions, *, quiet: bool) -> bool:

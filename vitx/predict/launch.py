@@ -1,6 +1,7 @@
 """`vitx predict`: what runs the bundle, and the prediction with it."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from vitx.core.bundle import Bundle
@@ -37,25 +38,13 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
     if options.ray_actors is not None:
         given = ":".join(map(str, sorted(set(options.ray_actors))))
         raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
-    if options.threads is None:
-        return _on_all_cores(bundle, options, quiet=quiet)
-    return _session(bundle, options, options.threads, quiet=quiet)
-
-
-def _session(bundle: Bundle, options: PredictOptions, threads: int | None, *, quiet: bool) -> Session:
-    return load_fastest(
-        *(bundle, options.runtime), device=options.device, threads=threads, outputs=options.outputs, quiet=quiet
-    )
-
-
-def _on_all_cores(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Session:
-    """On a CPU sessions that share the cores: the threads of a single one would spin while the decoders wait."""
+    load = partial(load_fastest, bundle, options.runtime, device=options.device, outputs=options.outputs)
     cores = usable_cores()
-    instances = sessions_on(cores)
-    threads = cores // instances
-    first = _session(bundle, options, None, quiet=quiet)
-    if cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():
+    first = load(threads=options.threads, quiet=quiet)
+    if options.threads is not None or cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():
         return first
+    # On a CPU sessions share the cores: the threads of a single one would spin while the decoders wait.
     with first:  # judged here if it has to be: one thread would take a core's time for it
         is_certified(bundle, first, options.allow_uncertified, quiet=quiet)
-    return load_instances(lambda: _session(bundle, options, threads, quiet=True), instances, threads)
+    threads = cores // sessions_on(cores)
+    return load_instances(lambda: load(threads=threads, quiet=True), sessions_on(cores), threads)

@@ -7,7 +7,6 @@ A shard is done when its digest is set: the sha256 of the output file. Nothing s
 nothing of that is left when the process is killed.
 
 made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
-stored: the sha256 of the file that was put into an object store last, see `Mirror`.
 """
 
 import hashlib
@@ -32,7 +31,7 @@ Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 6
+FORMAT = 7
 # Rows that are read at once.
 PAGE = 4096
 # The names of its copies begin with this, see `Ledger.copied`.
@@ -44,7 +43,7 @@ CREATE TABLE image (id INTEGER PRIMARY KEY, name BLOB NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
     digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
-    kept TEXT, again TEXT, made TEXT, stored TEXT
+    kept TEXT, again TEXT, made TEXT
 );
 PRAGMA user_version = {FORMAT}
 """
@@ -302,17 +301,6 @@ class Ledger:
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
         return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest NOTNULL AND errors > 0")
-
-    def unstored(self) -> list[tuple[int, str]]:
-        """Finished shards whose file has not been put into the store: number, and the sha256 of the file."""
-        return self._rows("SELECT id, digest FROM shard WHERE digest NOTNULL AND stored IS NOT digest ORDER BY id")
-
-    def stored(self) -> list[int]:
-        """Finished shards whose file has been put into the store."""
-        return [number for (number,) in self._rows("SELECT id FROM shard WHERE stored = digest")]
-
-    def set_stored(self, shard: int, digest: str | None) -> None:
-        self._change("SET stored = ? WHERE id = ?", digest, shard)
 
     def totals(self) -> Totals:
         # A shard that was set free still has the numbers of its last file.

@@ -1,5 +1,6 @@
 """What `vitx predict` may be told. Every number has its default here, and nowhere else."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -37,10 +38,9 @@ def _parse_share(given: Any) -> Any:
     """'3/32' → Share(3, 32), anything but a text as it is; raise ValueError unless 1 ≤ I ≤ N."""
     if not isinstance(given, str):
         return given
-    numbers = given.split("/")
-    if len(numbers) != 2 or not all(number.isascii() and number.isdigit() for number in numbers):
+    if not (numbers := re.fullmatch("([0-9]+)/([0-9]+)", given)):
         raise ValueError("expected I/N, the job's number and the number of jobs, such as 3/32")
-    number, jobs = map(int, numbers)
+    number, jobs = map(int, numbers.groups())
     if not 1 <= number <= jobs:
         raise ValueError(f"of {jobs} jobs there is no number {number}: they are 1 to N")
     return Share(number, jobs)

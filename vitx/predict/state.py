@@ -17,7 +17,7 @@ from vitx.predict.inputs.tables import schema_from_text, schema_to_text
 from vitx.predict.ledger import COPY, Ledger
 from vitx.predict.options import WHOLE, PredictOptions, Share
 from vitx.predict.outputs.parts import PREDICTIONS, remove_leftovers
-from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
+from vitx.predict.pipeline.disk import is_full
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.summary import SUMMARY
 
@@ -27,7 +27,7 @@ STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
 
 
 @contextmanager
-def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) -> Iterator[Ledger]:
+def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
     """Yield the ledger of the run that writes to `out`, a file there; nobody else has it within the block.
 
     If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
@@ -53,7 +53,7 @@ def open_ledger(out: Path, backoff: DiskFullBackoff, options: PredictOptions) ->
             remove_leftovers(out, share)
             for left in state.glob(f"{COPY}*"):  # by a process that was killed
                 left.unlink()
-            with closing(backoff.retry(lambda: Ledger(state / LEDGER))) as ledger:
+            with closing(Ledger(state / LEDGER)) as ledger:
                 listed = True
                 try:
                     yield ledger
@@ -118,7 +118,6 @@ def open_run(
     ledger: Ledger,
     out: Path,
     settings: dict[str, Any],
-    backoff: DiskFullBackoff,
     take: Callable[[Share | None], Inventory],
     measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
     share: Share = WHOLE,
@@ -145,7 +144,7 @@ def open_run(
         ledger.create(described, taken.shards, share)
 
     if created := not ledger.description():
-        backoff.retry(create)
+        create()
     run = ledger.description()
     _refuse_changes(out, run, settings)
     return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)

@@ -1,7 +1,6 @@
-"""A worker's shards: in order, those that are lost again at the end, until all are done or it is stopped."""
+"""Where finished parts go, and the progress that is shown: every number by hand."""
 
-import errno
-import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,83 +11,111 @@ import pytest
 from vitx.core.errors import EnvironmentMissing
 from vitx.predict.ledger import Claim, Ledger, Shard, ShardRecord
 from vitx.predict.outputs.parts import Part
-from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.pipeline.executor import LedgerShards
+from vitx.predict.pipeline.executor import Output
 
-CLAIMS = [Claim(number, Shard("tar", f"{number}.tar")) for number in (1, 2, 3)]
+# Two of ten images; what is done has forty.
+DONE, CLAIMS = 2, [Claim(number, Shard("images", "list", number, 24)) for number in range(1, 11)]
+
+
+class Bar:
+    """A progress bar, and the clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        self.shown: list[tuple[int, str]] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def update(self, done: int, note: str = "") -> None:
+        self.shown.append((done, note))
+
+
+@pytest.fixture
+def bar(monkeypatch: pytest.MonkeyPatch) -> Bar:
+    return Bar(monkeypatch)
 
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """Ten shards of 24 images, of which two are done with 20 each."""
     with closing(Ledger(tmp_path / "ledger.sqlite")) as opened:
         opened.create({}, (claim.shard for claim in CLAIMS))
+        for claim in CLAIMS[:DONE]:
+            opened.commit(claim, ShardRecord("digest", 20, 0, {}), lambda: None)
         yield opened
-
-
-@pytest.fixture
-def shards(ledger: Ledger, tmp_path: Path) -> LedgerShards:
-    return LedgerShards(ledger, DiskFullBackoff(tmp_path))
 
 
 def part(folder: Path) -> Part:
     (folder / "temporary").write_bytes(b"rows")
-    return Part(folder / "part", folder / "temporary", ShardRecord("digest", 3, 1, {0: 2}))
+    return Part(folder / "part", folder / "temporary", ShardRecord("digest", 24, 1, {0: 23}))
 
 
-def test_claims_end_when_every_shard_is_done(shards: LedgerShards, ledger: Ledger, tmp_path: Path) -> None:
-    claims = shards.claims()
-    for claim in CLAIMS:
-        assert next(claims) == claim
-        shards.commit(claim, part(tmp_path))
+def shares(seconds: float) -> dict[str, float]:
+    return {"read": 1 / seconds, "infer": 0.3}
+
+
+class Store:
+    """Takes files; or fails."""
+
+    def __init__(self, folder: Path, *, fails: bool = False) -> None:
+        self.folder, self.fails = folder, fails
+        self.taken: list[str] = []
+
+    def put(self, path: Path, name: str) -> None:
+        assert path.read_bytes() == b"rows"
+        assert not (self.folder / "part").exists()  # what has its name is in the store
+        if self.fails:
+            raise EnvironmentMissing("no answer")
+        self.taken.append(name)
+
+
+def test_a_part_is_in_the_store_in_the_folder_and_in_the_ledger(ledger: Ledger, bar: Bar, tmp_path: Path) -> None:
+    store: Any = Store(tmp_path)
+    output = Output(ledger, store, bar)
+    output.commit(CLAIMS[2], part(tmp_path))
+    assert store.taken == ["predictions.parquet/part"]
     assert (tmp_path / "part").read_bytes() == b"rows"
-    assert next(claims, None) is None
-    assert ledger.totals().done == 3
+    assert ledger.totals()[1:3] == (3, 64)
+    bar.now += 4
+    found = output.performance(shares, {"provider": "CPU"})
+    assert found == (24, 4.0, {"read": 0.25, "infer": 0.3}, {"provider": "CPU"})
 
 
-def test_who_asks_for_more_waits_for_what_is_not_done(shards: LedgerShards, tmp_path: Path) -> None:
-    """One of these may be lost yet."""
-    claims = shards.claims()
-    assert [next(claims) for _ in CLAIMS] == CLAIMS
-    rest: list[Claim] = []
-    reader = threading.Thread(target=lambda: rest.extend(claims))
-    reader.start()
-    shards.commit(CLAIMS[0], part(tmp_path))
-    shards.release(CLAIMS[1])
-    shards.commit(CLAIMS[2], part(tmp_path))
-    shards.release(CLAIMS[1])
-    shards.commit(CLAIMS[1], part(tmp_path))
-    reader.join()
-    assert rest == [CLAIMS[1], CLAIMS[1]]
+def test_what_the_store_did_not_take_is_not_done(ledger: Ledger, bar: Bar, tmp_path: Path) -> None:
+    store: Any = Store(tmp_path, fails=True)
+    with pytest.raises(EnvironmentMissing, match="no answer"):
+        Output(ledger, store, bar).commit(CLAIMS[2], part(tmp_path))
+    assert not (tmp_path / "part").exists()
+    assert next(ledger.unfinished()) == CLAIMS[2]
 
 
-@pytest.mark.parametrize("taken", [1, 3])
-def test_stopped_claims_end(shards: LedgerShards, ledger: Ledger, taken: int) -> None:
-    claims = shards.claims()
-    for _ in range(taken):
-        next(claims)
-    shards.stop()
-    assert next(claims, None) is None
-    assert list(ledger.unfinished()) == CLAIMS
+def test_progress_counts_everything_and_the_rate_what_came_since_the_start(ledger: Ledger, bar: Bar) -> None:
+    output = Output(ledger, None, bar)
+    bar.now += 4
+    output.report(40, shares)  # 40 in 4 s; as many were done before
+    assert bar.shown == [(80, "10 images/s, bound by infer")]
 
 
-def test_a_commit_waits_for_a_full_disk(
-    shards: LedgerShards, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be full when the file has its name already: the second time it is only recorded."""
-    change, failing, calls = Ledger._change, {1, 3}, 0
+def test_progress_is_of_shards_where_the_images_are_not_known(bar: Bar, tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "tars.sqlite")) as ledger:
+        ledger.create({}, (Shard("tar", "a"), Shard("tar", "b")))
+        output = Output(ledger, None, bar)
+        output.commit(next(ledger.unfinished()), part(tmp_path))
+        bar.now += 5
+        output.report(30, lambda _: {"read": 0.9, "infer": 0.1})
+    assert bar.shown == [(1, "6 images/s, bound by read")]
 
-    def full(self: Ledger, *given: Any) -> int:
-        nonlocal calls
-        calls += 1
-        if calls in failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return change(self, *given)
 
-    monkeypatch.setattr(Ledger, "_change", full)
-    shards.commit(CLAIMS[0], part(tmp_path))
-    assert (ledger.totals().done, calls) == (1, 5)
-    failing.add(6)
-    impatient = LedgerShards(ledger, DiskFullBackoff(tmp_path, 0))
-    with pytest.raises(EnvironmentMissing, match="make room"):
-        impatient.commit(CLAIMS[1], part(tmp_path))
-    assert ledger.totals().done == 1
+def test_without_an_image_there_is_no_rate(ledger: Ledger, bar: Bar) -> None:
+    output = Output(ledger, None, bar)
+    bar.now += 1
+    output.report(0, shares)
+    assert bar.shown == [(40, "0 images/s, bound by read")]
+
+
+def test_the_bar_moves_twice_a_second_at_most(ledger: Ledger, bar: Bar) -> None:
+    output = Output(ledger, None, bar)
+    bar.now += 1
+    for seconds, shown in ((0.0, 1), (0.49, 1), (0.02, 2)):
+        bar.now += seconds
+        output.report(0, shares)
+        assert len(bar.shown) == shown

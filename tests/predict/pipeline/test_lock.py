@@ -28,7 +28,6 @@ from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
 from vitx.predict import PREDICTIONS
 from vitx.predict.options import PredictOptions, Share
-from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.state import LEDGER, STATE, open_ledger
 
@@ -194,10 +193,13 @@ from pathlib import Path
 from vitx.predict.pipeline.lock import locked
 with locked(Path(sys.argv[1]), Path(sys.argv[1])):
     started = subprocess.Popen([sys.executable, "-c", "input()"], close_fds=False)
+    ready, begun = os.pipe()
     forked = os.fork()
     if not forked:
+        os.write(begun, b".")
         sys.stdin.read()
         os._exit(0)
+    os.read(ready, 1)
     print(started.pid, forked, flush=True)
     sys.stdin.read()
 """
@@ -270,7 +272,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pyt
 
 
 def opened(out: Path, **options: Any) -> Any:
-    return open_ledger(out, DiskFullBackoff(out), PredictOptions(**options))
+    return open_ledger(out, PredictOptions(**options))
 
 
 def test_overwriting_is_refused_while_a_job_of_several_works(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""One worker with shards of its own: what it counts, gives back and raises when something fails on the way."""
+"""One worker with shards of its own: what it counts, gives on and raises when something fails on the way."""
 
-import errno
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,71 +16,11 @@ from bundle_fixture import LABELS, PREPROCESSING, NumpySession, colour_image, li
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array
 from vitx.predict import PREDICTIONS
-from vitx.predict.inputs.inventory import Inventory
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import Part, PartWriter
-from vitx.predict.pipeline.disk import DiskFullBackoff
 from vitx.predict.pipeline.worker import Job, Worker, refuse_unreadable, slice_size
 from vitx.runtimes.session import Float32Array
-
-FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-class ListedShards:
-    """Shards of a list, each until it is committed; records what the worker says of them."""
-
-    def __init__(self, inventory: Inventory) -> None:
-        self._todo = [Claim(number, shard) for number, shard in enumerate(inventory.shards, 1)]
-        self._count = len(self._todo)
-        self._changed = threading.Condition()
-        self._stopped = False
-        self.committed: list[int] = []
-        self.released: list[int] = []
-        self.stops = 0
-        self.before_claim: Callable[[], None] = lambda: None
-        self.before_commit: Callable[[], None] = lambda: None
-
-    def claims(self) -> Iterator[Claim]:
-        while True:
-            self.before_claim()
-            with self._changed:
-                done = lambda: self._stopped or self._todo or len(self.committed) == self._count  # noqa: E731
-                assert self._changed.wait_for(done, 20)
-                if self._stopped or not self._todo:
-                    return
-                claim = self._todo.pop(0)
-            yield claim
-
-    def commit(self, claim: Claim, part: Part) -> None:
-        self.before_commit()
-        part.publish()
-        with self._changed:
-            self.committed.append(claim.id)
-            self._changed.notify_all()
-
-    def release(self, claim: Claim) -> None:
-        with self._changed:
-            self.released.append(claim.id)
-            self._todo.append(claim)
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self.stops += 1
-            self._changed.notify_all()
-
-
-class Waits(DiskFullBackoff):
-    """Counts its waits, which take no time."""
-
-    def __init__(self, out: Path) -> None:
-        super().__init__(out)
-        self.errors: list[BaseException] = []
-
-    def wait(self, error: BaseException) -> None:
-        self.errors.append(error)
 
 
 class Bench:
@@ -94,7 +35,9 @@ class Bench:
         self.out, self.listing = folder, folder / "list"
         (folder / PREDICTIONS).mkdir()
         self.inventory = listed(str(images), self.listing, 4)
-        self.shards, self.backoff = ListedShards(self.inventory), Waits(folder)
+        self.claims = [Claim(number, shard) for number, shard in enumerate(self.inventory.shards, 1)]
+        self.committed: list[int] = []
+        self.predicted: list[int] = []
 
     def worker(
         self, session: NumpySession | None = None, asked: dict[str, Any] | None = None, **changes: Any
@@ -109,7 +52,15 @@ class Bench:
             "read_threads": 2,
             "decode_threads": 2,
         }
-        return Worker(Job(**given | changes), session or NumpySession(), self.shards, self.backoff)
+        return Worker(Job(**given | changes), session or NumpySession())
+
+    def commit(self, claim: Claim, part: Part) -> None:
+        part.publish()
+        self.committed.append(claim.id)
+
+    def run(self, worker: Worker, claims: Iterable[Claim] | None = None) -> None:
+        with closing(worker):
+            worker.run(self.claims if claims is None else claims, self.commit, self.predicted.append)
 
     def paths(self) -> list[str]:
         return [str(path) for path in pq.read_table(self.out / PREDICTIONS)["path"].to_pylist()]
@@ -133,18 +84,30 @@ def test_a_thread_decodes_half_its_share_of_a_batch(batch: int, threads: int, si
     assert slice_size(batch, threads) == size
 
 
-def test_images_are_counted_when_inferred_and_when_committed(bench: Bench) -> None:
-    worker = bench.worker()
-    seen: list[int] = []
-    worker.on_progress = lambda: seen.append(worker.images)
-    worker.run()
-    assert seen == [3, 4, 7, 8, 11]  # batches of three, and the end of each shard
-    assert (worker.images, worker.committed, worker.shards_done) == (11, 11, 3)
-    assert bench.shards.committed == [1, 2, 3]
-    assert bench.shards.released == []
-    assert bench.shards.stops == 1
+def test_batches_are_counted_and_parts_committed_in_order(bench: Bench) -> None:
+    bench.run(bench.worker())
+    assert bench.predicted == [3, 1, 3, 1, 3]  # batches of three, and the end of each shard
+    assert bench.committed == [1, 2, 3]
     assert bench.paths() == NAMES
     assert bench.temporary() == []
+
+
+def test_shards_of_several_calls_are_done_at_the_same_time(bench: Bench) -> None:
+    """As actors of Ray do them: each call has a shard, and the calls share the threads."""
+    met, began = threading.Barrier(3, timeout=20), itertools.count()
+
+    class Meeting(NumpySession):
+        callers = 3
+
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            if next(began) < 3:
+                met.wait()  # until each call has a batch in the model
+            return super()._infer(images)
+
+    with closing(bench.worker(Meeting(), {"batch_size": 4})) as worker, ThreadPoolExecutor(3) as calls:
+        list(calls.map(lambda claim: worker.run([claim], bench.commit), bench.claims))
+    assert sorted(bench.committed) == [1, 2, 3]
+    assert bench.paths() == NAMES
 
 
 class TwoCallers(NumpySession):
@@ -168,25 +131,26 @@ def test_batches_of_several_callers_are_in_the_model_at_once_and_written_in_orde
     session = TwoCallers()
     worker = bench.worker(session=session)
     assert worker.timer.threads["infer"] == 2
-    worker.run()
+    bench.run(worker)
     assert not session.met.broken
     assert bench.paths() == NAMES
-    assert bench.shards.committed == [1, 2, 3]
+    assert bench.committed == [1, 2, 3]
 
 
 def test_containers_are_read_by_one_thread(bench: Bench) -> None:
-    assert bench.worker().timer.threads == {"read": 2, "decode": 2, "infer": 1, "write": 1}
+    assert bench.worker().timer.threads == {"read": 2, "decode": 2, "infer": 1, "write": 1, "commit": 1}
     assert bench.worker(has_single_files=False, read_threads=7, decode_threads=3).timer.threads == {
         "read": 1,
         "decode": 3,
         "infer": 1,
         "write": 1,
+        "commit": 1,
     }
 
 
 def test_every_stage_is_timed(bench: Bench) -> None:
     worker = bench.worker()
-    worker.run()
+    bench.run(worker)
     assert all(share > 0 for share in worker.timer.shares(1.0).values())
 
 
@@ -200,9 +164,8 @@ def test_strict_names_the_first_unreadable_image_and_leaves_the_rest(bench: Benc
     with pytest.raises(
         CheckFailed, match=r"^unreadable image 02\.png: not an image: empty; without --strict it becomes a row$"
     ):
-        worker.run()
-    assert bench.shards.stops == 1
-    assert bench.shards.committed == []
+        bench.run(worker)
+    assert bench.committed == []
     assert bench.temporary() == []
 
 
@@ -225,127 +188,64 @@ class FailingSession(NumpySession):
         raise Broken
 
 
-@pytest.mark.parametrize("place", ["claims", "read_shard", "read_item", "decode", "infer", "rows", "add", "commit"])
+@pytest.mark.parametrize("place", ["claims", "read_shard", "read_item", "decode", "infer", "rows", "add", "finish"])
 def test_an_error_of_any_stage_reaches_the_caller(bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """And nothing goes on: threads ended, temporary files removed, shards stopped."""
+    """And nothing goes on: threads ended, temporary files removed."""
     module = "vitx.predict.pipeline.worker"
     match place:
-        case "claims":
-            bench.shards.before_claim = fail
         case "read_shard" | "read_item":
             monkeypatch.setattr(f"{module}.{place}", fail)
         case "decode":
             monkeypatch.setattr("vitx.core.preprocess.decode", fail)
         case "rows":
             monkeypatch.setattr(f"{module}.rank", fail)
-        case "add":
-            monkeypatch.setattr(PartWriter, "add", fail)
-        case "commit":
-            bench.shards.before_commit = fail
+        case "add" | "finish":
+            monkeypatch.setattr(PartWriter, place, fail)
     worker = bench.worker(FailingSession() if place == "infer" else None)
     before = threading.active_count()
     with pytest.raises(Broken):
-        worker.run()
+        bench.run(worker, (fail() for _ in range(1)) if place == "claims" else None)
     assert threading.active_count() == before
-    assert bench.shards.stops == 1
     assert bench.temporary() == []
-    assert bench.shards.committed == []
-    assert worker.committed == 0
+    assert bench.committed == []
 
 
-def test_an_error_of_writing_ends_the_claims_of_a_worker_that_waits_for_them(bench: Bench) -> None:
-    """Its reader waits for a shard, and its model for the reader: nobody would put the next value and see the error."""
-    waiting, failed = threading.Event(), threading.Event()
-    calls: list[int] = []
+def test_an_error_of_a_commit_ends_the_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although a thread takes shards, of which there is no end, and others wait to be committed."""
+    before, publish = threading.active_count(), Part.publish
 
-    def claim() -> None:
-        calls.append(1)
-        if len(calls) == 4:  # all shards are taken
-            waiting.set()
-
-    def commit() -> None:
-        if len(bench.shards.committed) == 2:
-            assert waiting.wait(20)
-            failed.set()
+    def second(part: Part) -> None:
+        if bench.committed == [1]:
             raise Broken
+        publish(part)
 
-    bench.shards.before_claim, bench.shards.before_commit = claim, commit
+    monkeypatch.setattr(Part, "publish", second)
     with pytest.raises(Broken):
-        bench.worker().run()
-    assert failed.is_set()
-    assert bench.shards.committed == [1, 2]
-    assert bench.paths() == NAMES[:8]
+        bench.run(bench.worker(), itertools.chain(bench.claims, itertools.repeat(bench.claims[2])))
+    assert threading.active_count() == before
+    assert bench.committed == [1]
+    assert bench.paths() == NAMES[:4]
 
 
-@pytest.mark.parametrize("failing_add", [1, 2, 3])
-def test_rows_that_found_no_room_are_made_again(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, failing_add: int
-) -> None:
-    """The shard is given back, its other rows are ignored, and it is done when it comes again."""
-    add, calls = PartWriter.add, 0
+def test_batches_are_predicted_while_a_part_is_committed(bench: Bench) -> None:
+    """A store may take long for it."""
+    last = threading.Event()
 
-    def full(self: PartWriter, rows: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == failing_add:
-            raise FULL
-        add(self, rows)
+    class Signals(NumpySession):
+        batches = 0
 
-    monkeypatch.setattr(PartWriter, "add", full)
-    worker = bench.worker()
-    worker.run()
-    failed = 1 if failing_add <= 2 else 2  # a shard has two batches
-    assert bench.shards.released == [failed]
-    assert bench.shards.committed == [*(shard for shard in (1, 2, 3) if shard != failed), failed]
-    assert bench.backoff.errors == [FULL]
-    assert bench.paths() == NAMES
-    assert worker.committed == 11
-    assert worker.images == 15
-    assert bench.temporary() == []
+        def _infer(self, images: UInt8Array) -> Float32Array:
+            self.batches += 1
+            if self.batches == 9:  # the other two cannot be read
+                last.set()
+            return super()._infer(images)
 
+    commit = bench.commit
 
-def test_a_part_whose_end_finds_no_room_is_made_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, calls = PartWriter.finish, 0
+    def slow(claim: Claim, part: Part) -> None:
+        assert last.wait(20)
+        commit(claim, part)
 
-    def full(self: PartWriter) -> Part:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise FULL
-        return finish(self)
-
-    monkeypatch.setattr(PartWriter, "finish", full)
-    bench.worker().run()
-    assert bench.shards.released == [2]
-    assert bench.shards.committed == [1, 3, 2]
-    assert bench.backoff.errors == [FULL]
-    assert bench.paths() == NAMES
-
-
-def test_an_error_that_is_not_a_full_disk_is_not_waited_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: PartWriter, rows: Any) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(PartWriter, "add", denied)
-    with pytest.raises(PermissionError):
-        bench.worker().run()
-    assert bench.backoff.errors == []
-    assert bench.shards.released == []
-
-
-def test_a_temporary_file_that_was_removed_is_made_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    finish, calls = PartWriter.finish, 0
-
-    def removed(self: PartWriter) -> Part:
-        nonlocal calls
-        calls += 1
-        if calls == 1:
-            self._temporary.unlink()
-        return finish(self)
-
-    monkeypatch.setattr(PartWriter, "finish", removed)
-    bench.worker().run()
-    assert bench.shards.released == [1]
-    assert bench.shards.committed == [2, 3, 1]
-    assert bench.backoff.errors == []
-    assert bench.paths() == NAMES
+    bench.commit = slow  # type: ignore[method-assign]
+    bench.run(bench.worker(Signals(), {"batch_size": 1}))
+    assert bench.committed == [1, 2, 3]

@@ -1,16 +1,15 @@
-"""Predictions in an object store: a copy of the local output, made part by part while others are predicted.
+"""Predictions in an object store: a copy of the local output, each part of which is put there when it is committed.
 
-An object appears when it is whole, under a name that its shard decides: to put it again changes nothing. The ledger
-notes which file was put last, so that after any stop the parts are put that the store does not have yet.
+An object appears when it is whole, under a name that its shard decides. It is put before the file has its name in the
+folder: what the ledger has recorded is in the store, and what a stop left there unrecorded is put again.
 """
 
+import inspect
 import json
 import os
 import socket
-import sqlite3
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,12 @@ from vitx.predict.outputs.parts import PREDICTIONS, part_path
 
 # Stores whose objects appear whole. memory is of this process: for tests.
 PROTOCOLS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory")
-# Seconds between two looks for finished parts.
-LOOK_SECONDS = 1.0
-# After an interrupt or an error: a part may be on its way to a store that does not answer.
-STOP_SECONDS = 1.0
 
 
 class Mirror:
     """The copy of the output folder `out` at the URL of an object store, or one job's part of it.
 
-    Raises InputError for what is no object store.
+    Raises InputError for what is no object store; its methods raise EnvironmentMissing if that cannot be written.
     """
 
     def __init__(self, url: str, out: Path, share: Share) -> None:
@@ -46,14 +41,16 @@ class Mirror:
         self._marker = f".vitx{share.suffix}.json"
 
     def begin(self, ledger: Ledger, run: str, summary: Path, *, overwrite: bool) -> None:
-        """Compare the store with the ledger, and check that it can be written.
+        """Check that the store can be written, and put what it lacks of the finished shards.
 
         run: identifies the run. summary: its file, whose copy is removed if it is not there. Raises InputError if the
         store has predictions of another run (`overwrite` removes them).
         """
         self._system.invalidate_cache()
-        parts = self._parts()
-        marker = self._marker_of_store()
+        parts, marker = self._parts(), dict[str, Any]()
+        with suppress(ValueError):
+            found = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
+            marker = dict(json.loads(found or b"{}"))
         if overwrite:
             for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
                 self._remove(name)
@@ -65,54 +62,20 @@ class Mirror:
                 f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
                 f"another URL, or {remedy}"
             )
-        if not summary.exists():
-            self._remove(summary.name)
         mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
         content = json.dumps(mark).encode()
-        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content), writes=True)
-        for number in ledger.stored():
+        # Of two runs that begin at once the store takes one, if it can.
+        can = "mode" in inspect.signature(self._system.pipe_file).parameters
+        new = {"mode": "create"} if can and not marker else {}
+        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content, **new), writes=True)
+        if not summary.exists():
+            self._remove(summary.name)
+        for number, _, _ in ledger.records():
             path = part_path(self._out, number)
-            if not path.is_file() or parts.get(path.name) != path.stat().st_size:
-                ledger.set_stored(number, None)
+            if parts.get(path.name) != path.stat().st_size:
+                self.put(path, f"{PREDICTIONS}/{path.name}")
 
-    @contextmanager
-    def following(self, ledger: Ledger) -> Iterator[None]:
-        """Put parts while the block runs; what is left or has failed is put by `finish`."""
-        stopped = threading.Event()
-
-        def follow() -> None:
-            while not stopped.wait(LOOK_SECONDS):
-                with suppress(EnvironmentMissing, OSError, sqlite3.ProgrammingError):  # the last: closed meanwhile
-                    self._put_parts(ledger, stopped)
-
-        thread = threading.Thread(target=follow, name="mirror", daemon=True)
-        thread.start()
-        wait: float | None = STOP_SECONDS
-        try:
-            yield
-            wait = None
-        finally:
-            stopped.set()
-            thread.join(wait)
-
-    def finish(self, ledger: Ledger, summary: Path) -> None:
-        """Put the parts that the store does not have yet, and the summary last.
-
-        Raises EnvironmentMissing if the store cannot be written.
-        """
-        self._put_parts(ledger, threading.Event())
-        self._put(summary, summary.name)
-
-    def _put_parts(self, ledger: Ledger, stopped: threading.Event) -> None:
-        for number, digest in ledger.unstored():
-            if stopped.is_set():
-                return
-            path = part_path(self._out, number)
-            # If the file is replaced meanwhile, its digest is another than is noted here, and it is put again.
-            self._put(path, f"{PREDICTIONS}/{path.name}")
-            ledger.set_stored(number, digest)
-
-    def _put(self, path: Path, name: str) -> None:
+    def put(self, path: Path, name: str) -> None:
         self._ask(lambda: self._system.put_file(os.fspath(path), f"{self._root}/{name}"), writes=True)
 
     def _remove(self, name: str) -> None:
@@ -129,12 +92,6 @@ class Mirror:
                 sizes[name] = int(entry["size"] or 0)
         return sizes
 
-    def _marker_of_store(self) -> dict[str, Any]:
-        content = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
-        with suppress(ValueError):
-            return dict(json.loads(content or b"{}"))
-        return {}
-
     def _ask(self, operation: Callable[[], Any], *, writes: bool = False) -> Any:
         """None if there is nothing to read or to remove; where something is written, its bucket is not there."""
         try:
@@ -143,6 +100,5 @@ class Mirror:
             if isinstance(error, FileNotFoundError) and not writes:
                 return None
             raise EnvironmentMissing(
-                f"cannot write to '{self.url}': {error}. What was predicted is kept in '{self._out}': run the "
-                "same command again"
+                f"cannot write to '{self.url}': {error}. Finished shards are kept: run the same command again"
             ) from None

@@ -14,12 +14,11 @@ import hashlib
 import itertools
 import re
 import uuid
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -84,8 +83,7 @@ def rank(logits: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:
     return indices.astype(np.int32), np.take_along_axis(scores, indices, axis=1).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A shard's complete file, still under its temporary name, and what the ledger is to record of it."""
 
     path: Path
@@ -93,19 +91,7 @@ class Part:
     record: ShardRecord
 
     def publish(self) -> None:
-        """Rename the file into place; a second call does nothing. Raises FileNotFoundError if it is in neither place.
-
-        The folder is flushed too: the ledger must not outlive a rename that a power cut undoes.
-        """
-        try:
-            rename(self.temporary, self.path)
-        except FileNotFoundError:
-            if not self.path.exists():
-                raise
-            sync(self.path.parent)
-
-    def abandon(self) -> None:
-        self.temporary.unlink(missing_ok=True)
+        rename(self.temporary, self.path)
 
 
 class KeptRows:
@@ -138,15 +124,15 @@ class KeptRows:
         self._kept.append(kept)
         return kept
 
-    def merge_into(self, path: Path) -> tuple[int, int, Counter[int]]:
-        """Put the kept rows among the new ones of the file at `path`; return its images, errors and classes.
+    def merge_into(self, path: Path) -> None:
+        """Put the kept rows among the new ones of the file at `path`.
 
         Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        merged, errors, classes = path.with_name(f"{path.name}.merged"), 0, Counter[int]()
+        merged = path.with_name(f"{path.name}.merged")
         with self._path.open("rb") as old_file, path.open("rb") as new_file:
             if hashlib.file_digest(old_file, "sha256").hexdigest() != self._digest:
                 raise FileNotFoundError(errno.ENOENT, "another worker has replaced it", str(self._path))
@@ -163,10 +149,7 @@ class KeptRows:
                     order = [place if stays else next(further) for place, stays in enumerate(kept)]
                     both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
                     writer.write_table(both.replace_schema_metadata(schema.metadata))
-                    errors += len(both) - both["error"].null_count
-                    classes.update(both["class_index"].drop_null().to_pylist())
         rename(merged, path)
-        return len(self._kept), errors, classes
 
 
 def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
@@ -185,8 +168,8 @@ def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
     return take
 
 
-def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict[str, Any]:
-    """The types of our own columns, by name. lists: those of LIST_COLUMNS that are asked for."""
+def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: Mapping[str, str] | None = None) -> Any:
+    """Our own columns. lists: those of LIST_COLUMNS that are asked for. versions: whether VERSION is."""
     import pyarrow as pa
 
     columns = {
@@ -199,27 +182,16 @@ def output_columns(lists: Sequence[str] = (), *, versions: bool = False) -> dict
         "error": pa.string(),
     }
     columns |= {LIST_COLUMNS[name]: pa.list_(pa.float32()) for name in lists}
-    return columns | ({VERSION: pa.string()} if versions else {})
+    return pa.schema(columns | ({VERSION: pa.string()} if versions else {}), footer)
 
 
 class PartWriter:
     """Writes one shard's rows to a temporary file, whose name no other writer has: actors of Ray may do a shard twice.
 
-    lists: those of LIST_COLUMNS that the file gets. versions: whether it gets the column VERSION. copied: a
-    `pyarrow.Schema` of columns of the input that it gets. footer: key-value metadata.
+    schema: see `output_schema`. copied: a `pyarrow.Schema` of columns of the input that the file gets beside those.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        shard: int,
-        labels: Sequence[str],
-        *,
-        lists: Sequence[str] = (),
-        versions: bool = False,
-        copied: Any = None,
-        footer: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, out: Path, shard: int, labels: Sequence[str], schema: Any = None, copied: Any = None) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -227,16 +199,11 @@ class PartWriter:
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         self._labels = pa.array(labels, pa.string())
-        self._copied = pa.schema([]) if copied is None else copied
-        self._schema = pa.schema([*output_columns(lists, versions=versions).items(), *self._copied], metadata=footer)
+        ours = schema or output_schema()
+        self._copied = copied or pa.schema([])
+        self._schema = pa.schema([*ours, *self._copied], ours.metadata)
         self._waiting: list[Rows] = []
         self._row_count = self._copied_bytes = 0
-        self.images = self.errors = 0
-        # Rows of the shard's last file that are to be among the new ones.
-        self.kept: KeptRows | None = None
-        # Of the record: see `ShardRecord`.
-        self.listed: tuple[int, SkippedNames] = (0, NONE_SKIPPED)
-        self.classes = Counter[int]()
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
@@ -246,15 +213,23 @@ class PartWriter:
         if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
-    def finish(self) -> Part:
-        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut."""
+    def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
+        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut.
+
+        listed and skipped: of the record, see `ShardRecord`. kept: rows of the last file to be among the new ones.
+        """
+        import pyarrow.parquet as pq
+
         self._write_group()
         self._writer.close()
-        if self.kept is not None:
-            self.images, self.errors, self.classes = self.kept.merge_into(self._temporary)
+        if kept is not None:
+            kept.merge_into(self._temporary)
         sync(self._temporary)
-        record = ShardRecord(sha256_file(self._temporary), self.images, self.errors, self.classes, *self.listed)
-        return Part(self.path, self._temporary, record)
+        with pq.ParquetFile(self._temporary) as file:
+            best = file.read(columns=["class_index"])["class_index"]
+        classes = {one["values"]: one["counts"] for one in best.drop_null().value_counts().to_pylist()}
+        counts = (len(best), best.null_count, classes, listed, skipped)
+        return Part(self.path, self._temporary, ShardRecord(sha256_file(self._temporary), *counts))
 
     def abandon(self) -> None:
         with suppress(OSError):  # closing writes a footer, and the disk may be full
@@ -265,10 +240,6 @@ class PartWriter:
         if not self._waiting:
             return
         table = _table(self._waiting, self._labels, self._schema, self._copied)
-        self.images += len(table)
-        for rows in self._waiting:
-            self.errors += len(rows.keys) - len(rows.indices)
-            self.classes.update(rows.indices[:, 0].tolist())
         self._waiting.clear()
         self._row_count = self._copied_bytes = 0
         self._writer.write_table(table, row_group_size=len(table))
@@ -304,12 +275,10 @@ def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> An
     errors = [None if error is None else escape_invalid_utf8(error) for rows in batches for error in rows.errors]
     indices = np.concatenate([rows.indices for rows in batches])
     scores = np.concatenate([rows.scores for rows in batches])
-    # (N,) from (M,): rows without a prediction are null in all columns but path and error.
     missing = np.array([error is not None for error in errors], dtype=bool)
-    best = np.zeros(len(missing), dtype=np.int32)
-    score = np.zeros(len(missing), dtype=np.float32)
-    best[~missing], score[~missing] = indices[:, 0], scores[:, 0]
-    class_index = pa.array(best, mask=missing)
+    # (N,): the place of each image among the M; null where there is no prediction, and so is what is taken from there.
+    places = pa.array(np.cumsum(~missing) - 1, mask=missing)
+    class_index = pa.array(indices[:, 0]).take(places)
 
     def lists(values: Any, width: int) -> Any:
         """A column of N lists from M·width values: a list has `width` of them, or is null."""
@@ -317,25 +286,24 @@ def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> An
         return pa.ListArray.from_arrays(pa.array(offsets), values, mask=pa.array(missing))
 
     width = indices.shape[1]
-    columns = [
-        pa.array(keys, pa.string()),
-        labels.take(class_index),
-        class_index,
-        pa.array(score, mask=missing),
-        lists(labels.take(pa.array(indices.reshape(-1))), width),
-        lists(pa.array(scores.reshape(-1)), width),
-        pa.array(errors, pa.string()),
-    ]
-    ours = schema.names[: len(schema) - len(copied)]
+    columns = {
+        "path": pa.array(keys, pa.string()),
+        "class": labels.take(class_index),
+        "class_index": class_index,
+        "score": pa.array(scores[:, 0]).take(places),
+        "top_k_classes": lists(labels.take(pa.array(indices.reshape(-1))), width),
+        "top_k_scores": lists(pa.array(scores.reshape(-1)), width),
+        "error": pa.array(errors, pa.string()),
+        VERSION: pa.array([one for rows in batches for one in rows.versions], pa.string()),
+    }
     for name, column in LIST_COLUMNS.items():
-        if column in ours:
-            given = [rows.lists[name] for rows in batches if name in rows.lists]
-            found = np.concatenate(given) if given else np.zeros((0, 1), np.float32)  # a group without a readable image
-            columns.append(lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1]))
-    if VERSION in ours:
-        columns.append(pa.array([one for rows in batches for one in rows.versions], pa.string()))
+        given = [rows.lists[name] for rows in batches if name in rows.lists]
+        found = np.concatenate(given) if given else np.zeros((0, 1), np.float32)  # a group without a readable image
+        if len(found) == len(indices):
+            columns[column] = lists(pa.array(found.reshape(-1), pa.float32()), found.shape[1])
+    ours = [columns[name] for name in schema.names[: len(schema) - len(copied)]]
     if copied:  # null in rows that have none, such as images that are not of a Parquet file
         nulls = pa.RecordBatch.from_arrays([pa.nulls(1, field.type) for field in copied], schema=copied)
         copies = [nulls if one is None else one for rows in batches for one in rows.copied]
-        columns += pa.Table.from_batches(copies, copied).combine_chunks().columns
-    return pa.table(columns, schema=schema)
+        ours += pa.Table.from_batches(copies, copied).combine_chunks().columns
+    return pa.table(ours, schema=schema)

@@ -1,30 +1,33 @@
-"""One process's work: take a shard → read → decode → batch → infer → write, all at the same time."""
+"""One process's work: take a shard → read → decode → batch → infer → write → commit, all at the same time."""
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from vitx.core.errors import CheckFailed, InputError
-from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
+from vitx.core.preprocess import ImageError, Preprocessing
 from vitx.predict.inputs.inventory import Item, read_item, read_shard
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.inputs.tables import TableColumns
-from vitx.predict.ledger import Claim, Shard
+from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
-from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, part_path, rank
-from vitx.predict.pipeline.disk import DiskFullBackoff, is_full
+from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, output_schema, part_path, rank
 from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
-STAGES = ("read", "decode", "infer", "write")
-# Batches that are decoded or being decoded ahead of the one in the model, and batches that wait to be written.
-BATCHES_AHEAD, BATCHES_TO_WRITE = 3, 2
+T = TypeVar("T")
+STAGES = ("read", "decode", "infer", "write", "commit")
+# Batches that are decoded or being decoded ahead of the one in the model; batches that wait to be written; and batches
+# that are written, to files, while an earlier part is committed: a store may take as long for it as a shard's images.
+BATCHES_AHEAD, BATCHES_TO_WRITE, BATCHES_TO_COMMIT = 3, 2, 256
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
@@ -60,28 +63,13 @@ class Job:
     footer: Mapping[str, str] = field(default_factory=dict)
 
 
-class Shards(Protocol):
-    """Where a worker's shards come from and go to. `claims` runs in the reading thread, the others in the worker's."""
-
-    def claims(self) -> Iterator[Claim]:
-        """Yield shards to work on; ends when there will be no more."""
-
-    def commit(self, claim: Claim, part: Part) -> None:
-        """Take a shard's finished file."""
-
-    def release(self, claim: Claim) -> None:
-        """Give a shard back whose rows were lost: it has to be done again."""
-
-    def stop(self) -> None:
-        """End `claims`."""
-
-
 @dataclass
 class Reading:
-    """What is found in a shard while it is read. kept: rows of its last file, which are not made again."""
+    """A shard, and what is found in it while it is read. kept: rows of its last file, which are not made again."""
 
-    skipped: SkippedNames
+    claim: Claim
     kept: KeptRows | None
+    skipped: SkippedNames = field(default_factory=SkippedNames)
     images: int = 0
 
     def remaining(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -90,9 +78,14 @@ class Reading:
             if self.kept is None or not self.kept.keep(item.key):
                 yield item
 
-    def listed(self, shard: Shard) -> tuple[int, SkippedNames]:
-        """How many names the shard has, as it was listed where images are counted then; and which are no images."""
-        return (self.images if shard.count is None else shard.count) + self.skipped.count, self.skipped
+    def listed(self) -> int:
+        """How many names the shard has, as it was listed where images are counted then."""
+        count = self.claim.shard.count
+        return (self.images if count is None else count) + self.skipped.count
+
+
+# Images of one shard on their way through the pipeline. None follow when all of it has been read.
+Images = tuple[Reading, list[Item]]
 
 
 class BatchOutputs(NamedTuple):
@@ -104,94 +97,87 @@ class BatchOutputs(NamedTuple):
 
 
 class Worker:
-    """Runs the pipeline over shards until there are no more.
+    """Runs the pipeline over shards.
 
-    Three kinds of threads work at once: readers, decoders, and those that call the session; the caller's own writes.
-    The queues between them are bounded, so memory does not grow with the input.
+    Four kinds of threads work at once: readers, decoders, those that call the session, and a writer; the caller's own
+    commits. The queues between them are bounded, so memory does not grow with the input.
     """
 
-    def __init__(self, job: Job, session: Session, shards: Shards, backoff: DiskFullBackoff) -> None:
+    def __init__(self, job: Job, session: Session) -> None:
         wanted = job.options.outputs
         missing = [name for name in wanted if name not in session.outputs]
         if missing:
             raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={wanted})")
-        self.job, self.session, self.shards, self.backoff = job, session, shards, backoff
-        # Images that were predicted, those of finished shards, and finished shards.
-        self.images = self.committed = self.shards_done = 0
+        self.job, self.session = job, session
         self._slice_size = slice_size(job.options.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
-        readers = job.read_threads if job.has_single_files else 1
-        threads = (readers, job.decode_threads, session.callers, 1)
+        threads = (job.read_threads if job.has_single_files else 1, job.decode_threads, session.callers, 1, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
-        self.on_progress: Callable[[], None] = lambda: None
-        # By shard, from when it was read until it is recorded.
-        self._readings: dict[int, Reading] = {}
-        self._writer: PartWriter | None = None
-        # The shard whose remaining rows are ignored: its first ones were lost to a full disk.
-        self._dropped: Claim | None = None
+        self._pools = [
+            ThreadPoolExecutor(count, thread_name_prefix=name) for name, count in zip(STAGES, threads[:3], strict=False)
+        ]
 
-    def run(self) -> None:
-        """Work until there are no more shards.
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
 
-        Raises CheckFailed for an unreadable image of a strict job, EnvironmentMissing if the disk stays full or the
-        ledger is locked.
+    def run(
+        self,
+        claims: Iterable[Claim],
+        commit: Callable[[Claim, Part], None],
+        predicted: Callable[[int], None] = lambda images: None,
+    ) -> None:
+        """Work on all shards; `commit` takes their finished files in order. May be called in several threads at once.
+
+        predicted: called with the number of images of each batch that was written. Raises CheckFailed for an unreadable
+        image of a strict job, OSError if a file cannot be written.
         """
-        readers = ThreadPoolExecutor(self.job.read_threads, thread_name_prefix="read")
-        decoders = ThreadPoolExecutor(self.job.decode_threads, thread_name_prefix="decode")
-        callers = ThreadPoolExecutor(self.session.callers, thread_name_prefix="infer")
+        readers, decoders, callers = self._pools
         per_batch = -(-self.job.options.batch_size // self._slice_size)
-        depth = max(per_batch, self.job.read_threads)
-        read = BackgroundGenerator(submitted(readers, self._read, self._slices()), depth, "read-ahead")
-        decoding = submitted(decoders, self._decode, results(read))
-        # One less: the thread itself holds a slice while the queue is full.
-        decoded = BackgroundGenerator(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead")
-        inferring = submitted(callers, self._infer, self._batches(results(decoded)))
-        inferred = BackgroundGenerator(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
-        try:
-            for claim, outputs in results(inferred):
-                self._write(claim, outputs)
-                if outputs is not None:
-                    self.images += len(outputs.items)
-                    self.on_progress()
-        finally:
-            self.shards.stop()
-            self.backoff.stopped.set()
-            for stage in (inferred, decoded, read):  # the last first: it may be waiting for values of the one before
-                stage.close()
-            callers.shutdown(cancel_futures=True)
-            readers.shutdown(cancel_futures=True)
-            decoders.shutdown(cancel_futures=True)
-            if self._writer is not None:
-                self._writer.abandon()
+        stopped = threading.Event()
+        with ExitStack() as stages:
 
-    def _slices(self) -> Generator[tuple[Claim, list[Item]], None, None]:
+            def ahead(values: Generator[T, None, None], depth: int, name: str) -> Iterator[T]:
+                # Closed the last first: it may be waiting for values of the one before.
+                return iter(stages.enter_context(closing(BackgroundGenerator(values, depth, name))))
+
+            read_one = partial(read_item, versions=self.job.options.incremental, stopped=stopped)
+            reading = submitted(readers, partial(self._each, "read", read_one), self._slices(claims, stopped))
+            read = results(ahead(reading, max(per_batch, self.job.read_threads), "read-ahead"))
+            decoding = submitted(decoders, partial(self._each, "decode", self._decoded), read)
+            # One less: the thread itself holds a slice while the queue is full.
+            decoded = results(ahead(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead"))
+            inferring = submitted(callers, self._infer, self._batches(decoded))
+            inferred = ahead(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
+            written = ahead(self._written(results(inferred)), BATCHES_TO_COMMIT, "write")
+            stages.callback(stopped.set)
+            for claim, done in written:
+                if isinstance(done, int):
+                    predicted(done)
+                    continue
+                with self.timer.busy("commit"):
+                    commit(claim, done)
+
+    def _slices(self, claims: Iterable[Claim], stopped: threading.Event) -> Generator[Images, None, None]:
         """Yield the images of each shard, a slice at a time, and an empty slice at the end of the shard."""
         job = self.job
-        for claim in self.shards.claims():
-            reading = Reading(SkippedNames(), KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
+        for claim in claims:
+            reading = Reading(claim, KeptRows.of(part_path(job.out, claim.id), claim.kept, claim.again))
             given = (claim.shard, job.base, job.listing, job.columns, reading.skipped)
-            items = read_shard(*given, versions=job.options.incremental, stopped=self.backoff.stopped)
+            items = read_shard(*given, versions=job.options.incremental, stopped=stopped)
             remaining = reading.remaining(items)
+            images: list[Item] | None = None
             with closing(items):
-                while True:
+                while images != []:
                     with self.timer.busy("read"):
                         images = list(islice(remaining, self._slice_size))
-                    if not images:
-                        self._readings[claim.id] = reading
-                    yield claim, images
-                    if not images:
-                        break
+                    yield reading, images
 
-    def _read(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
-        with self.timer.busy("read"):
-            versions, stopped = self.job.options.incremental, self.backoff.stopped
-            return images[0], [read_item(item, versions=versions, stopped=stopped) for item in images[1]]
+    def _each(self, stage: str, work: Callable[[Item], Item], given: Images) -> Images:
+        with self.timer.busy(stage):
+            return given[0], [work(item) for item in given[1]]
 
-    def _decode(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, list[Item]]:
-        with self.timer.busy("decode"):
-            return images[0], [self._prepare(item) for item in images[1]]
-
-    def _prepare(self, item: Item) -> Item:
+    def _decoded(self, item: Item) -> Item:
         """The image with its pixels, or with the reason why there are none."""
         if not isinstance(item.source, bytes):
             return item
@@ -200,7 +186,7 @@ class Worker:
         except ImageError as error:
             return item._replace(source=error)
 
-    def _batches(self, decoded: Iterator[tuple[Claim, list[Item]]]) -> Generator[tuple[Claim, list[Item]], None, None]:
+    def _batches(self, decoded: Iterator[Images]) -> Generator[Images, None, None]:
         """Yield batches, and an empty one at the end of each shard.
 
         A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
@@ -208,20 +194,20 @@ class Worker:
         """
         waiting: list[Item] = []
         size = self.job.options.batch_size
-        for claim, images in decoded:
+        for reading, images in decoded:
             waiting += images
             # A full batch, or at the end of the shard what is left.
             while len(waiting) >= size or (waiting and not images):
-                yield claim, waiting[:size]
+                yield reading, waiting[:size]
                 del waiting[:size]
             if not images:
-                yield claim, []
+                yield reading, []
 
-    def _infer(self, images: tuple[Claim, list[Item]]) -> tuple[Claim, BatchOutputs | None]:
+    def _infer(self, given: Images) -> tuple[Reading, BatchOutputs | None]:
         """Run the model; None at the end of a shard. Called in several threads at once."""
-        claim, batch = images
+        reading, batch = given
         if not batch:
-            return claim, None
+            return reading, None
         errors = [str(item.source) if isinstance(item.source, ImageError) else None for item in batch]
         if self.job.options.strict:
             refuse_unreadable((item.key for item in batch), errors)
@@ -229,14 +215,9 @@ class Worker:
         pixels = [item.source for item in batch if isinstance(item.source, np.ndarray)]
         if pixels:
             with self.timer.busy("infer"):
-                outputs = self._run(np.stack(pixels))
-        return claim, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
-
-    def _run(self, images: UInt8Array) -> dict[str, Float32Array]:
-        if not (wanted := self.job.options.outputs):
-            return {LOGITS: self.session.infer(images)}
-        found = self.session.infer_outputs(images)
-        return {name: found[name] for name in (LOGITS, *wanted)}
+                found = self.session.infer_outputs(np.stack(pixels))
+            outputs = {name: found[name] for name in (LOGITS, *self.job.options.outputs)}
+        return reading, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
 
     def _rows(self, batch: BatchOutputs) -> Rows:
         """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
@@ -252,51 +233,27 @@ class Worker:
         keys, copied, versions = ([getattr(item, name) for item in items] for name in ("key", "copied", "version"))
         return Rows(keys, errors, indices, scores, lists, copied, versions)
 
-    def _write(self, claim: Claim, outputs: BatchOutputs | None) -> None:
-        """Write a batch, or commit the shard when there are no outputs."""
-        if self._dropped == claim:
-            self._dropped = None if outputs is None else claim  # at its end: it comes again
-            return
-        with self.timer.busy("write"):
-            try:
-                self._put(claim, None if outputs is None else self._rows(outputs))
-            except OSError as error:
-                if not is_full(error):
-                    raise
-                self._drop(claim, complete=outputs is None)
-                self.backoff.wait(error)
-
-    def _put(self, claim: Claim, rows: Rows | None) -> None:
-        if self._writer is None:
-            job = self.job
-            self._writer = PartWriter(
-                *(job.out, claim.id, job.labels),
-                lists=job.options.lists,
-                versions=job.options.incremental,
-                copied=job.columns.schema,
-                footer=job.footer,
-            )
-        if rows is not None:
-            self._writer.add(rows)
-            return
-        reading = self._readings.pop(claim.id)
-        self._writer.listed, self._writer.kept = reading.listed(claim.shard), reading.kept
+    def _written(
+        self, inferred: Iterator[tuple[Reading, BatchOutputs | None]]
+    ) -> Generator[tuple[Claim, int | Part], None, None]:
+        """Write each batch and yield its number of images; at the end of a shard yield its file."""
+        job, options = self.job, self.job.options
+        schema = output_schema(options.lists, versions=options.incremental, footer=job.footer)
+        writer: PartWriter | None = None
         try:
-            part = self._writer.finish()
-        except FileNotFoundError:  # removed, or of rows that are kept: another actor of Ray has finished the shard
-            self._drop(claim, complete=True)
-            return
-        self.shards.commit(claim, part)
-        self._writer = None
-        self.committed += part.record.images
-        self.shards_done += 1
-
-    def _drop(self, claim: Claim, *, complete: bool) -> None:
-        """Give a shard back whose rows are lost. complete: all its rows have come, so there are none to ignore."""
-        if self._writer is not None:
-            self._writer.abandon()
-        self._writer, self._dropped = None, None if complete else claim
-        self.shards.release(claim)
+            for reading, batch in inferred:
+                done: int | Part
+                with self.timer.busy("write"):
+                    writer = writer or PartWriter(job.out, reading.claim.id, job.labels, schema, job.columns.schema)
+                    if batch is not None:
+                        writer.add(self._rows(batch))
+                        done = len(batch.items)
+                    else:
+                        done, writer = writer.finish(reading.listed(), reading.skipped, reading.kept), None
+                yield reading.claim, done
+        finally:
+            if writer is not None:
+                writer.abandon()
 
 
 def refuse_unreadable(keys: Iterator[str], errors: Sequence[str | None]) -> None:

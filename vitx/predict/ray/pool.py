@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import os
 import signal
 import sys
@@ -9,21 +10,20 @@ import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager, redirect_stdout
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from vitx.core.bundle import Bundle
-from vitx.core.console import Progress
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger, names_of
 from vitx.predict.options import PredictOptions
-from vitx.predict.pipeline.disk import DiskFullBackoff
-from vitx.predict.pipeline.executor import Performance, ProgressReporter
+from vitx.predict.pipeline.executor import Output, Performance
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
-from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Assignment, Finished, PredictionActor
-from vitx.predict.summary import bundle_digest
+from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Finished, PredictionActor
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
 
@@ -71,43 +71,52 @@ class RayPool:
                 "the cluster with --ray auto, or give the cluster's own address HOST:PORT"
             )
 
-    def execute(self, job: Job, ledger: Ledger, backoff: DiskFullBackoff, bar: Progress) -> Performance:
+    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
         """See `Executor.execute`.
 
-        Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, InputError if a
-        node does not see this machine's input, bundle or output.
+        Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, or if shards were
+        given up; InputError if a node does not see this machine's input, bundle or output.
         """
-        reporter, unfinished = ProgressReporter(ledger.totals(), bar), ledger.unfinished()
+        unfinished = ledger.unfinished()
         claims = list(islice(unfinished, SHARDS_PER_DATASET))
         if not claims:
-            return Performance(0, reporter.seconds(), dict.fromkeys(STAGES, 0.0), {})
+            return output.performance(lambda _: dict.fromkeys(STAGES, 0.0), {})
+        # The last result of each actor; its busy shares are since the actor's start.
+        latest: dict[str, Finished] = {}
+
+        def shares(_: float) -> dict[str, float]:
+            """The mean of the actors' busy shares, each measured over the actor's own time."""
+            return {stage: sum(one.stages[stage] for one in latest.values()) / len(latest) for stage in STAGES}
+
         # Ray prints what happens to its actors on standard output, which is for the result of the command.
         with redirect_stdout(sys.stderr), ledger.copied() as copy, _connected(self._address):
             size = self._pool_size()
-            assignment = self._assignment(replace(job, listing=copy), size, claims[0])
-            committer = _Committer(ledger, backoff, reporter)
+            job = self._job_of_actors(replace(job, listing=copy), size)
+            given = (job, self._bundle.path.absolute(), _sample_path(job, claims[0]))
             while claims:
-                committer.commit(claims, _dataset(claims, assignment, size))
+                with closing(_finished(claims, _dataset(claims, given, size))) as finished:
+                    for result in finished:
+                        latest[result.actor] = result
+                        output.commit(result.claim, result.part)
+                        output.report(result.part.record.images, shares)
                 claims = list(islice(unfinished, SHARDS_PER_DATASET))
-            return committer.performance()
+            nodes = {one.node for one in latest.values()}
+            runtime = {"ray": version("ray"), "actors": len(latest), "nodes": len(nodes)}
+            return output.performance(shares, next(iter(latest.values())).runtime | runtime)
 
     def _pool_size(self) -> PoolSize:
         """From the CPUs and GPUs that the nodes have now."""
-        nodes = [node["Resources"] for node in cluster_nodes()]
+        nodes = [{"CPU": 0, "GPU": 0} | node["Resources"] for node in cluster_nodes()]
         actors, decode_threads = self._options.ray_actors, self._options.decode_threads
-        cpus = max(self._options.threads or 0, decode_threads or 0)
-        if self._wants_gpu(any("GPU" in node for node in nodes)):
-            nodes = [node for node in nodes if node.get("GPU", 0) >= 1]
-            share = min((node.get("CPU", 0) / node["GPU"] for node in nodes), default=1)
-            cpus, gpus = decode_threads or max(1, int(share)), 1
-            fit = sum(int(min(node["GPU"], node.get("CPU", 0) // cpus)) for node in nodes)
-        else:
-            nodes = [node for node in nodes if node.get("CPU", 0) >= 1]
-            cpus = cpus or min((int(node["CPU"]) for node in nodes), default=1)
-            gpus, fit = 0, sum(int(node["CPU"] // cpus) for node in nodes)
+        gpus = int(self._wants_gpu(any(node["GPU"] for node in nodes)))
+        nodes = [node for node in nodes if node["GPU" if gpus else "CPU"] >= 1]
+        cpus = decode_threads if gpus else max(self._options.threads or 0, decode_threads or 0)
+        # An actor's share of its node.
+        cpus = cpus or max(1, min((int(node["CPU"] / (node["GPU"] if gpus else 1)) for node in nodes), default=1))
+        fit = sum(int(min(node["CPU"] // cpus, node["GPU"] if gpus else math.inf)) for node in nodes)
         # A cluster without nodes may be one that an autoscaler is to fill: with --ray-actors that is no error.
         if not fit and (nodes or not actors):
-            largest = max((node.get("CPU", 0) for node in nodes), default=0)
+            largest = max((node["CPU"] for node in nodes), default=0)
             raise EnvironmentMissing(
                 f"an actor needs {cpus} CPUs{' and a GPU' if gpus else ''}, and the largest node"
                 f"{' with a GPU' if gpus else ''} of the cluster has {largest:.0f} CPUs: lower --threads and "
@@ -121,80 +130,50 @@ class RayPool:
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
-    def _assignment(self, job: Job, size: PoolSize, first: Claim) -> Assignment:
-        return Assignment(
-            replace(job, decode_threads=self._options.decode_threads or size.cpus),
-            self._bundle.path.absolute(),
-            bundle_digest(self._bundle.path),
-            self._options.runtime,
-            "cuda" if size.gpus else "cpu",
-            self._options.threads or (None if size.gpus else size.cpus),
-            _sample_path(job, first),
+    def _job_of_actors(self, job: Job, size: PoolSize) -> Job:
+        ours = self._options
+        how = {
+            "runtime": ours.runtime,
+            "device": "cuda" if size.gpus else "cpu",
+            "threads": ours.threads or (None if size.gpus else size.cpus),
+        }
+        options = job.options.model_copy(update=how)
+        return replace(job, options=options, decode_threads=ours.decode_threads or size.cpus)
+
+
+def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, None, None]:
+    """Yield each claim's result, once.
+
+    Raises EnvironmentMissing at the end for shards that were given up: one must not keep the others undone.
+    """
+    left = dict.fromkeys(claims)
+    batches = cast(
+        "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
+    )
+    with closing(batches):  # closing ends the actors, also after an error
+        for result in (result for batch in batches for result in batch[RESULT]):
+            if isinstance(result, VitxError):
+                raise result
+            if isinstance(result, Finished) and result.claim in left:  # Ray may give a result twice
+                if not result.part.temporary.exists():
+                    raise InputError(
+                        f"a node has written '{result.part.temporary}', which this machine does not see: --out must "
+                        "lie on storage that all machines share"
+                    )
+                del left[result.claim]
+                yield result
+    if left:
+        raise EnvironmentMissing(
+            f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
+            "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
         )
 
 
-class _Committer:
-    """Commits the shards that the actors have finished, and adds up their performance."""
-
-    def __init__(self, ledger: Ledger, backoff: DiskFullBackoff, reporter: ProgressReporter) -> None:
-        self._ledger, self._backoff, self._reporter = ledger, backoff, reporter
-        self._images = self._shards = 0
-        # The last result of each actor; its busy shares are since the actor's start.
-        self._latest: dict[str, Finished] = {}
-
-    def commit(self, claims: list[Claim], dataset: "Dataset") -> None:
-        """Raises EnvironmentMissing at the end for shards that were given up: one must not keep the others undone."""
-        left = dict.fromkeys(claims)
-        batches = cast(
-            "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
-        )
-        with closing(batches):  # closing ends the actors, also after an error
-            for result in (result for batch in batches for result in batch[RESULT]):
-                if isinstance(result, VitxError):
-                    raise result
-                if isinstance(result, Finished) and result.claim in left:  # Ray may give a result twice
-                    del left[result.claim]
-                    self._latest[result.actor] = result
-                    self._publish(result)
-        if left:
-            raise EnvironmentMissing(
-                f"{ATTEMPTS} actors died while working on each of {len(left)} shards, such as {next(iter(left))}: "
-                "Ray's logs on the nodes say why, for example that memory ran out; finished shards are kept"
-            )
-
-    def _publish(self, result: Finished) -> None:
-        claim, part = result.claim, result.part
-        try:
-            self._backoff.retry(lambda: self._ledger.commit(claim, part.record, part.publish))
-        except FileNotFoundError:
-            raise InputError(
-                f"a node has written '{part.temporary}', which this machine does not see: --out must lie on storage "
-                "that all machines share"
-            ) from None
-        self._images += part.record.images
-        self._shards += 1
-        self._reporter.update(self._images, self._shards, self._shares)
-
-    def performance(self) -> Performance:
-        import ray
-
-        seconds = self._reporter.seconds()
-        results = list(self._latest.values())
-        nodes = {result.node for result in results}
-        runtime = results[0].runtime | {"ray": ray.__version__, "actors": len(results), "nodes": len(nodes)}
-        return Performance(self._images, seconds, self._shares(seconds), runtime)
-
-    def _shares(self, _: float) -> dict[str, float]:
-        """The mean of the actors' busy shares, each measured over the actor's own time."""
-        results = self._latest.values()
-        return {stage: sum(result.stages[stage] for result in results) / len(results) for stage in STAGES}
-
-
-def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Dataset":
-    """A lazy dataset of one row for each claim, mapped by the actors to results."""
+def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: PoolSize) -> "Dataset":
+    """A lazy dataset of one row for each claim, mapped by the actors, which get `given`, to results."""
     import ray.data
 
-    batch_size = assignment.job.options.batch_size
+    batch_size = given[0].options.batch_size
     shortest = min(claim.shard.count or batch_size for claim in claims)
     # Calls at once of an actor: the shard in the model, and enough more of them to fill the batches decoded ahead.
     concurrent_calls = 1 + -(-BATCHES_AHEAD * batch_size // max(shortest, batch_size))
@@ -211,14 +190,8 @@ def _dataset(claims: list[Claim], assignment: Assignment, size: PoolSize) -> "Da
     dataset = ray.data.from_items([{CLAIM: claim} for claim in claims], override_num_blocks=len(claims))
     dataset.context.enable_progress_bars = False
     dataset.context.execution_no_progress_timeout_s = -1  # no limit: one large shard may take hours
-    return dataset.map_batches(
-        PredictionActor,
-        fn_constructor_args=(assignment,),
-        batch_size=1,
-        compute=pool,
-        num_cpus=size.cpus,
-        num_gpus=size.gpus,
-    )
+    options: dict[str, Any] = {"compute": pool, "num_cpus": size.cpus, "num_gpus": size.gpus}
+    return dataset.map(PredictionActor, fn_constructor_args=given, **options)  # type: ignore[arg-type]  # of its instances
 
 
 @contextmanager
