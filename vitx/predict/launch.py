@@ -21,9 +21,9 @@ def launch(
     path: Path, source: str, out: str | Path, options: PredictOptions, *, quiet: bool = False
 ) -> PredictionSummary:
     """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
-    if options.require_signature is not None:
-        require_signature(path, options.require_signature)
     bundle = Bundle.open(path)
+    if options.require_signature is not None:
+        require_signature(bundle.path, options.require_signature)
     with _executor(bundle, options, quiet=quiet) as executor:
         return predict(bundle, executor, source, out, options, quiet=quiet)
 

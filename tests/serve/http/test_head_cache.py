@@ -78,6 +78,25 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_what_is_no_request_behind_one_that_waits_is_not_answered_before_it(known: bool) -> None:
+    async def test() -> None:
+        server = Server()
+        if known:
+            await server.ask([request()])
+        transport, protocol = server.connect()
+        protocol.data_received(request() + b"no request\r\n\r\n")
+        await settled()
+        first, _, rest = transport.written.partition(BODY)
+        assert first.startswith(b"HTTP/1.1 200 ")
+        assert rest == b"" or rest.startswith(b"HTTP/1.1 400 ")
+        assert transport.closed
+        assert server.refused == ["bad_request"]
+        protocol.connection_lost(None)
+
+    run(test)
+
+
 def test_hundreds_of_pipelined_requests_do_not_nest() -> None:
     async def test() -> None:
         server = Server()

@@ -286,8 +286,11 @@ class HttpProtocol(HttpToolsProtocol):
         """Answer with the error, unless a reply has started, and close the connection."""
         if self.transport.is_closing():
             return
-        self.slow = True
         self.on_refused(error.reason)
+        if self._in_head and self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # the reply that is due comes first, and ends the connection
+            return
+        self.slow = True
         if self.may_answer():
             self.transport.write(_plain_reply(error))
         self._close()
