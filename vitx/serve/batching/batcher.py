@@ -380,7 +380,8 @@ class Batcher:
             gather=result.gathered - started,
             compute=result.computed - result.gathered,
             output=now - result.computed,
-            queue=tuple(started - part.arrived for part in result.live),
+            # Not a tuple: Python keeps 2,000 of each length that a generator makes.
+            queue=[started - part.arrived for part in result.live],
         )
         self.statistics.add_batch(times)
         if self._on_batch is not None:

@@ -6,6 +6,7 @@ for each of its requests, `batch_stats` once.
 
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class BatchTimes:
     gather: float  # copying the images of its requests into one array
     compute: float
     output: float  # from the end of the computation to the replies
-    queue: tuple[float, ...]  # one entry for each request
+    queue: Sequence[float]  # one entry for each request
 
 
 @dataclass(slots=True)
