@@ -17,6 +17,8 @@ _YOUNG_OBJECTS = 10_000  # allocations before the garbage collector runs: about 
 # default 5 ms: its core had nothing to do for a twelfth of the time.
 _SWITCH_SECONDS = 0.0002
 
+_LIBC = None if sys.platform == "win32" else ctypes.CDLL(None)
+_ARENA_MAX = -8  # glibc's M_ARENA_MAX
 _TRIM_SECONDS = 1.0
 _TRIM_UNDER_LOAD = 30  # it takes a millisecond, and as much again until the freed pages are back
 
@@ -27,6 +29,8 @@ def configure_process() -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # clients could fill the log with gRPC's warnings
     gc.set_threshold(_YOUNG_OBJECTS)
     sys.setswitchinterval(_SWITCH_SECONDS)
+    if mallopt := getattr(_LIBC, "mallopt", None):
+        mallopt(_ARENA_MAX, 1)  # of an arena for each thread every end stays; JPEGs are 2 % faster with one
 
 
 def freeze_heap() -> None:
@@ -42,9 +46,9 @@ def freeze_heap() -> None:
 async def return_freed_memory(busy: Callable[[], object]) -> None:
     """Give freed memory back to the system, until cancelled: every second when not `busy`, and every thirtieth second.
 
-    glibc keeps what was freed for the thread that had it: a burst of 64 bodies of a few MiB stayed for good.
+    glibc keeps what was freed below what is in use: of a burst of 64 bodies of a few MiB nearly all stayed.
     """
-    trim: Any = None if sys.platform == "win32" else getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim: Any = getattr(_LIBC, "malloc_trim", None)
     for second in count(1) if trim is not None else ():
         await asyncio.sleep(_TRIM_SECONDS)
         if not busy() or second % _TRIM_UNDER_LOAD == 0:
