@@ -9,8 +9,8 @@ import pytest
 from bundle_fixture import NumpySession
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
-from vitx.predict import launch as launching
-from vitx.predict.launch import launch
+from vitx.predict import job as launching
+from vitx.predict.job import launch
 from vitx.predict.options import PredictOptions
 from vitx.predict.ray import pool
 from vitx.runtimes.instances import sessions_on

@@ -1,5 +1,6 @@
 """`summary.json`: what was predicted, how fast, and what held it back."""
 
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Ledger, ShardRecord
+from vitx.predict.ledger import Ledger
 from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
@@ -34,14 +35,6 @@ class SourceCounts(Record):
     @property
     def missing(self) -> int:
         return self.listed - self.predicted - self.unreadable - self.skipped
-
-    def plus(self, record: ShardRecord) -> "SourceCounts":
-        return SourceCounts(
-            listed=self.listed + record.listed,
-            predicted=self.predicted + record.images - record.errors,
-            unreadable=self.unreadable + record.errors,
-            skipped=self.skipped + record.skipped.count,
-        )
 
 
 class Increment(Record):
@@ -114,7 +107,6 @@ def summarize(
     ledger: Ledger,
     bundle: Bundle,
     performance: Performance,
-    *,
     certified: bool,
     shard: Share | None = None,
     increment: Increment | None = None,
@@ -124,13 +116,16 @@ def summarize(
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
     source, skipped = run["source"], SkippedNames(**run["skipped"])
-    sources = {source: SourceCounts(listed=skipped.count, skipped=skipped.count)} if skipped.count else {}
+    counted = defaultdict[str, Counter[str]](Counter)
+    if skipped.count:
+        counted[source].update(listed=skipped.count, skipped=skipped.count)
     for _, kind, record in ledger.records():
-        named = source if kind == "images" else kind
-        sources[named] = sources.get(named, SourceCounts()).plus(record)
+        of_shard = {"listed": record.listed, "unreadable": record.errors, "skipped": record.skipped.count}
+        counted[source if kind == "images" else kind].update(of_shard, predicted=record.images - record.errors)
         skipped.merge(record.skipped)
         for index, images in record.classes.items():
             images_by_label[labels[index]] += images
+    sources = {name: SourceCounts(**counts) for name, counts in counted.items()}
     return PredictionSummary(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),

@@ -1,16 +1,9 @@
 """Predictions as Parquet, one file a shard: its columns, the ranking of the classes, and how a file appears whole.
 
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
-
-Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), on request logits, embeddings and attention (lists of float32: Spark 3.5
-opens no file with a column of float16), and those of the input that are copied.
-
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
-import errno
-import hashlib
 import itertools
 import re
 import uuid
@@ -49,10 +42,7 @@ def part_path(out: Path, shard: int) -> Path:
 
 
 def escape_invalid_utf8(name: str) -> str:
-    """A file name as Python decodes it, with bytes that are not UTF-8 as \\xNN: strings in Parquet are UTF-8.
-
-    No two names become one: a name that then has a \\xNN has its own backslashes doubled.
-    """
+    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
     if name.isascii() and "\\x" not in name:  # most names, a million times
         return name
     doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -100,12 +90,12 @@ class KeptRows:
     Its keys are in memory; the other columns are read by blocks, at the end.
     """
 
-    def __init__(self, path: Path, digest: str, again: frozenset[int] = frozenset()) -> None:
+    def __init__(self, path: Path, again: frozenset[int]) -> None:
         import pyarrow.parquet as pq
 
         with path.open("rb") as file:
             table = pq.ParquetFile(file).read(columns=["path", "error"])
-        self._path, self._digest, self._keys = path, digest, table["path"].to_pylist()
+        self._path, self._keys = path, table["path"].to_pylist()
         self._again = again.union(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
         # Whether the row at each place of the new file is that of the old one.
         self._kept: list[bool] = []
@@ -113,9 +103,7 @@ class KeptRows:
     @classmethod
     def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
         """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
-        if digest is None or not path.is_file() or sha256_file(path) != digest:
-            return None
-        return cls(path, digest, again)
+        return cls(path, again) if path.is_file() and sha256_file(path) == digest else None
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
@@ -125,17 +113,12 @@ class KeptRows:
         return kept
 
     def merge_into(self, path: Path) -> None:
-        """Put the kept rows among the new ones of the file at `path`.
-
-        Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
-        """
+        """Put the kept rows among the new ones of the file at `path`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         merged = path.with_name(f"{path.name}.merged")
         with self._path.open("rb") as old_file, path.open("rb") as new_file:
-            if hashlib.file_digest(old_file, "sha256").hexdigest() != self._digest:
-                raise FileNotFoundError(errno.ENOENT, "another worker has replaced it", str(self._path))
             parquet, schema = pq.ParquetFile(old_file), pq.read_schema(new_file)
             # As large as the old file's groups: they are small where there are images in the columns.
             groups = (parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups))
@@ -169,7 +152,7 @@ def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
 
 
 def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: Mapping[str, str] | None = None) -> Any:
-    """Our own columns. lists: those of LIST_COLUMNS that are asked for. versions: whether VERSION is."""
+    """Our own columns; of LIST_COLUMNS `lists`, as float32: Spark 3.5 opens no file with a column of float16."""
     import pyarrow as pa
 
     columns = {
@@ -198,8 +181,7 @@ class PartWriter:
         self.path = part_path(out, shard)
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
-        self._labels = pa.array(labels, pa.string())
-        ours = schema or output_schema()
+        self._labels, ours = pa.array(labels, pa.string()), schema or output_schema()
         self._copied = copied or pa.schema([])
         self._schema = pa.schema([*ours, *self._copied], ours.metadata)
         self._waiting: list[Rows] = []
