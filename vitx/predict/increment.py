@@ -1,7 +1,6 @@
 """`--incremental`: what an input has now, compared with what a run has read of it.
 
-New names become further shards. Where an image changed, its shard is set free and keeps its other rows; a tar or
-Parquet file that changed is done anew. Either way a part takes the place of the old one in one step: a key has one row.
+Where an image changed, its shard is set free and keeps its other rows; a tar or Parquet file that changed is done anew.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +20,7 @@ from vitx.predict.summary import Increment
 def extend_run(
     ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path
 ) -> Increment:
-    """Add to the run what is new or changed in `source`. summary: its file, which is removed before the run is changed.
+    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed.
 
     Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
     """

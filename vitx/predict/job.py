@@ -160,7 +160,7 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
     if options.ray is not None:
         if options.shard is not None:
             raise InputError("--ray shares the work among its nodes: pass --shard without it, or leave --shard out")
-        from vitx.predict.ray.pool import RayPool
+        from vitx.predict.ray import RayPool
 
         return nullcontext(RayPool(bundle, options))
     if options.ray_actors is not None:

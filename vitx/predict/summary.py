@@ -53,14 +53,11 @@ class Increment(Record):
 
 
 class PredictionSummary(Record):
-    """Counts of the whole input, and the speed of the process that wrote the file.
+    """Counts of the whole input (with `shard` I/N, of that part), and the speed of the process that wrote the file.
 
-    Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label), sources
-    (folder, pattern, list, image, tar, parquet), complete (all names that were listed are among them). Of this process
-    alone, as an earlier one may have done the rest: images_here, seconds, images_per_second, stages (the part of the
-    time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
-    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above. increment: with
-    `--incremental`.
+    images: rows. errors: unreadable images. classes: images by label. complete: all names that were listed are among
+    `sources`. Of this process alone: images_here, seconds, images_per_second, stages (the part of the time that each
+    was busy, 0 to 1), binding (the busiest), runtime. draft: what `--draft` changed on the sample.
     """
 
     format_version: int = 4

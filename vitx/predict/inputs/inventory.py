@@ -49,8 +49,8 @@ VERSION_THREADS = 16
 class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
-    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
-    read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
+    copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: of the file, see
+    `version_of`.
     """
 
     key: str
@@ -63,9 +63,8 @@ class Item(NamedTuple):
 class Inventory:
     """The shards of an input, or of one share of it.
 
-    base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
-    names the single images. skipped: names beside them; counted in the first share. schema: a `pyarrow.Schema` of the
-    columns of Parquet files that go on to the output, None if there are none.
+    base: the folder or URL that names are relative to. digest: of the listing of the whole input. source: what names
+    the single images. skipped: names beside them; counted in the first share. schema: see `TableColumns`.
     """
 
     base: str
@@ -83,9 +82,8 @@ def take_inventory(
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if
-    there is nothing to predict, no Parquet file whose `columns` of images and keys are clear, one whose columns cannot
-    go on to the output, or two rows of one key.
+    these by URL. Raises InputError if there is nothing to predict, for columns of Parquet files that are not clear or
+    cannot go on to the output, or two rows of one key.
     """
     found = list_input(source, ledger, columns)
     if columns.key is not None:
@@ -235,11 +233,8 @@ def read_shard(
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
-    listing: see `names_of`. versions: those of tar and Parquet files are told with their images; of single images,
-    `read_item` tells them. stopped: see `read_bytes`.
-
-    What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
-    file whose images were not counted.
+    listing: see `names_of`. versions: of tar and Parquet files; of single images `read_item` tells them. What cannot be
+    read is an Item with the error for each listed row, or one for the rest of a file whose images were not counted.
     """
     if shard.kind == "images":
         yield from (Item(name, join(base, name)) for name in names_of(shard, listing))
@@ -258,7 +253,7 @@ def read_shard(
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
-    """Return the image with its bytes, or with the reason why they cannot be read. stopped: see `read_bytes`."""
+    """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
     source = item.source

@@ -183,7 +183,6 @@ class RemoteFile(io.RawIOBase):
 
     Each block has READ_SECONDS, and is asked for again where that may help; then raises OSError. Over HTTP a file that
     is read from its beginning is one request; after a broken connection, or a seek, the server must give parts of it.
-    stopped: see `ask`.
     """
 
     def __init__(self, location: str, stopped: threading.Event | None = None) -> None:

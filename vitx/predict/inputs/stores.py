@@ -1,7 +1,7 @@
 """Reading from local files, and from object stores by URL through fsspec.
 
-A location is a path or a URL. Paths are `str` as Python decodes file names (surrogateescape), so that names which are
-not UTF-8 work too.
+A location is a path or a URL. Paths are `str` as Python decodes file names (surrogateescape), for names that are not
+UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 """
 
 import errno
@@ -60,10 +60,7 @@ def is_hidden(name: str) -> bool:
 
 
 def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
-    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
-
-    stopped: when it is set, a request to a store is cancelled; then raises CancelledError.
-    """
+    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
     if location.endswith("/"):  # a folder that `walk_images` could not enter
         raise ImageError(_folder_problem(location))
     try:
@@ -75,10 +72,7 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
-    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`.
-
-    stopped: see `read_bytes`.
-    """
+    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
     if not is_url(location):
         return Path(location).open("rb")
     return cast(BinaryIO, io.BufferedReader(RemoteFile(location, stopped), BLOCK_BYTES))
@@ -87,9 +81,7 @@ def open_stream(location: str, stopped: threading.Event | None = None) -> Binary
 def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[tuple[str, str | None]]:
     """Yield the paths of the images below a folder, relative to it and unsorted, with None or their `versions`.
 
-    skip: called with each other name.
-
-    Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
+    skip: called with each other name. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     if is_url(root):
@@ -98,10 +90,7 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
 
 
 def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
-    """What changes when a file or an object does: size with time or ETag. None: it cannot be told.
-
-    stopped: see `read_bytes`.
-    """
+    """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
     try:
         if not is_url(location):
             local = os.stat(location)
@@ -121,10 +110,7 @@ def _entry_version(entry: dict[str, Any]) -> str | None:
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield the locations that a glob pattern (*, ?, [], **) matches, unsorted.
-
-    Also a remote folder that cannot be listed, with a slash at its end, as `walk_images` does.
-    """
+    """Yield the locations that a glob pattern matches, and remote folders that cannot be listed, as `walk_images`."""
     if not is_url(pattern):
         yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
         return

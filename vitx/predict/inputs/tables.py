@@ -25,9 +25,8 @@ BATCH_ROWS = 64
 class TableColumns:
     """Which columns of Parquet files are used.
 
-    image: None: told by type and name. key: whose values are the rows' keys. copied: those that go on to the output;
-    None: all but those that may hold images. taken: names that the output has itself. schema: a `pyarrow.Schema` of
-    what goes on, as it was found when the input was listed.
+    image: None: told by type and name. key: of the rows' keys. copied: those that go on to the output; None: all but
+    those that may hold images. taken: names that the output has itself. schema: a `pyarrow.Schema` of what goes on.
     """
 
     image: str | None = None
@@ -40,8 +39,7 @@ class TableColumns:
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
-    refused: an error for each file whose columns of images or keys are not clear. again: the input was listed before,
-    and no other columns than then can go on to the output.
+    refused: errors of files whose columns are not clear. again: only the columns found before can go on to the output.
     """
 
     def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
@@ -129,8 +127,7 @@ def read_rows(
     """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
     row group that begins with row `start` and has `count` rows; of the file without a count.
 
-    stopped: see `read_bytes`. Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns
-    are not clear.
+    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
     """
     import pyarrow.parquet as pq
 

@@ -43,14 +43,12 @@ class Mirror:
     def begin(self, ledger: Ledger, run: str, summary: Path, *, overwrite: bool) -> None:
         """Check that the store can be written, and put what it lacks of the finished shards.
 
-        run: identifies the run. summary: its file, whose copy is removed if it is not there. Raises InputError if the
-        store has predictions of another run (`overwrite` removes them).
+        summary: its copy is removed if it is not there. Raises InputError if the store has predictions of another run.
         """
         self._system.invalidate_cache()
-        parts, marker = self._parts(), dict[str, Any]()
+        parts, marker, place = self._parts(), dict[str, Any](), f"{self._root}/{self._marker}"
         with suppress(ValueError):
-            found = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
-            marker = dict(json.loads(found or b"{}"))
+            marker = dict(json.loads(self._ask(lambda: self._system.cat_file(place)) or b"{}"))
         if overwrite:
             for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
                 self._remove(name)
@@ -62,12 +60,11 @@ class Mirror:
                 f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
                 f"another URL, or {remedy}"
             )
-        mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
-        content = json.dumps(mark).encode()
+        mark = json.dumps({"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}).encode()
         # Of two runs that begin at once the store takes one, if it can.
         can = "mode" in inspect.signature(self._system.pipe_file).parameters
         new = {"mode": "create"} if can and not marker else {}
-        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content, **new), writes=True)
+        self._ask(lambda: self._system.pipe_file(place, mark, **new), writes=True)
         if not summary.exists():
             self._remove(summary.name)
         for number, _, _ in ledger.records():

@@ -53,8 +53,8 @@ def escape_invalid_utf8(name: str) -> str:
 class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
-    indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
-    image may be left out. copied and versions: of N, see `Item`; may be left out where the file has no such columns.
+    indices and scores: (M, K), best first. lists: of LIST_COLUMNS, (M, width) each. copied and versions: of N, see
+    `Item`; what the file has no column for may be left out.
     """
 
     keys: Sequence[str]
@@ -87,7 +87,7 @@ class Part(NamedTuple):
 class KeptRows:
     """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
 
-    Its keys are in memory; the other columns are read by blocks, at the end.
+    Keys are in memory; the other columns are read by blocks, at the end.
     """
 
     def __init__(self, path: Path, again: frozenset[int]) -> None:
@@ -102,7 +102,7 @@ class KeptRows:
 
     @classmethod
     def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
-        """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
+        """None unless the file at `path` is the one with this sha256."""
         return cls(path, again) if path.is_file() and sha256_file(path) == digest else None
 
     def keep(self, key: str) -> bool:
@@ -171,7 +171,7 @@ def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: 
 class PartWriter:
     """Writes one shard's rows to a temporary file, whose name no other writer has: actors of Ray may do a shard twice.
 
-    schema: see `output_schema`. copied: a `pyarrow.Schema` of columns of the input that the file gets beside those.
+    schema: see `output_schema`. copied: of the columns of the input that the file gets beside those.
     """
 
     def __init__(self, out: Path, shard: int, labels: Sequence[str], schema: Any = None, copied: Any = None) -> None:
@@ -196,9 +196,9 @@ class PartWriter:
             self._write_group()
 
     def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
-        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut.
+        """Write the remaining rows, those of the last file that are `kept` among them, and flush the file to the disk.
 
-        listed and skipped: of the record, see `ShardRecord`. kept: rows of the last file to be among the new ones.
+        listed and skipped: of the record, see `ShardRecord`.
         """
         import pyarrow.parquet as pq
 

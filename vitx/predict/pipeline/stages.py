@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from queue import Empty, Queue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class StageTimer:
@@ -38,23 +36,6 @@ class StageTimer:
 def busiest(shares: dict[str, float]) -> str:
     """The stage with the largest share: the one that the others wait for."""
     return max(shares, key=lambda stage: shares[stage])
-
-
-def submitted(
-    pool: ThreadPoolExecutor, function: Callable[[T], R], values: Iterable[T]
-) -> Generator[Future[R], None, None]:
-    """Yield a future of function(value) for each value; a BackgroundGenerator around it bounds how many are running.
-
-    `Executor.map` would not do: it takes all values before it returns the first result. Here a result is passed on even
-    while the next value is slow to come.
-    """
-    for value in values:
-        yield pool.submit(function, value)
-
-
-def results(futures: Iterable[Future[R]]) -> Iterator[R]:
-    for future in futures:
-        yield future.result()
 
 
 class BackgroundGenerator(Generic[T]):
