@@ -136,7 +136,7 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     with closing(Ledger(tmp_path / "list")) as ledger:
         ledger.create({}, shards)
         executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
-        executor.execute(job(tmp_path, ""), ledger, MagicMock())
+        executor(job(tmp_path, ""), ledger, MagicMock())
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()

@@ -4,7 +4,10 @@ import hashlib
 import importlib.util
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +32,7 @@ from vitx.predict.outputs.mirror import Mirror
 from vitx.predict.outputs.parts import output_schema, part_path, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
-from vitx.predict.pipeline.executor import Executor, LocalExecutor, Output
-from vitx.predict.pipeline.sigterm import sigterm_interrupts
+from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
 from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
@@ -100,7 +102,7 @@ def predict(
     def measure(ledger: Ledger, inventory: Inventory) -> dict[str, Any]:
         if not options.draft or not inventory.shards:
             return {}
-        with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
+        with nullcontext(session) if isinstance(session, Session) else load_session(bundle) as model:
             checked = check_draft(bundle, model, inventory, ledger.path, columns, batch_size=options.batch_size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
@@ -141,11 +143,11 @@ def predict(
             footer=_footer(bundle),
         )
         warm_up()
-        executor = session if isinstance(session, Executor) else LocalExecutor(session)
+        execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
-            performance = executor.execute(job, ledger, Output(ledger, mirror, bar))
+            performance = execute(job, ledger, Output(ledger, mirror, bar))
         # This call did nothing: the summary that is there tells of one that did.
-        if not performance.images and summary_path.exists():
+        if not performance.images_here and summary_path.exists():
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
         else:
             summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
@@ -176,6 +178,23 @@ def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> Abstra
         is_certified(bundle, first, options.allow_uncertified, quiet=quiet)
     threads = cores // sessions_on(cores)
     return load_instances(lambda: load(threads=threads, quiet=True), sessions_on(cores), threads)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM, which schedulers send, raise KeyboardInterrupt within the block: temporary files are removed.
+
+    Nothing changes if the program handles SIGTERM itself, or outside the main thread, where Python sets no handlers.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]:

@@ -3,10 +3,8 @@
 image: the names of single images in their order; a shard of them is a range of `id`. A name is bytes, because a file
 name need not be valid Unicode, with NUL for "/": in this order "a/b" comes before "a-b", as the part "a" before "a-b".
 
-A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
-nothing of that is left when the process is killed.
-
-made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
+shard: done when its digest is set, the sha256 of the output file. made: the sha256 of the file that was, or is about to
+be, renamed into place; NULL once the shard is to be done again. record: see `ShardRecord`.
 """
 
 import hashlib
@@ -34,7 +32,7 @@ BUSY_SECONDS = 60.0
 FORMAT = 8
 # Rows that are read at once.
 PAGE = 4096
-# The names of its copies begin with this, see `Ledger.copied`.
+# Begins the names of its copies, see `Ledger.copied`.
 COPY = "images-"
 
 _SCHEMA = f"""
@@ -56,11 +54,10 @@ ShardKind = Literal["images", "tar", "parquet"]
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of work, by kind.
+    """The unit of work, by kind. count: the number of images, None if only reading the shard can tell.
 
     images: `count` single images behind the first `start`. tar: the file at `location`. parquet: the row group of the
-    file at `location` that begins with row `start`, or all of a file without a `count`. count: the number of images,
-    None if only reading the shard can tell.
+    file at `location` that begins with row `start`, or all of a file without a `count`.
     """
 
     kind: ShardKind
@@ -70,10 +67,7 @@ class Shard:
 
 
 class ShardRecord(NamedTuple):
-    """What the ledger records of a finished shard: the file's sha256 and its counts. classes: images by class index.
-
-    listed: names that the shard was found to have, of which `skipped` are no images.
-    """
+    """Of a finished shard: the file's sha256, images by class index, and names `listed`, of which `skipped` are none."""
 
     digest: str
     images: int
@@ -106,8 +100,8 @@ class Claim:
 class Ledger:
     """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    For all threads: one uses it at a time. Raises InputError for a file of another version of vitx; what writes raises
-    EnvironmentMissing if another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
+    For all threads. Raises InputError for a file of another version of vitx; what writes raises EnvironmentMissing if
+    another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -265,10 +259,9 @@ class Ledger:
         self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
     def verify(self, output: Callable[[int], Path]) -> list[int]:
-        """Compare every finished file with its digest; return the shards whose file differs or is gone, now free again.
+        """Compare every finished file, at `output`, with its digest; return the shards that are free again for that.
 
-        A file that was published and not recorded before the last process ended is recorded now. output: the path of a
-        shard's file.
+        A file that was published and not recorded before the last process ended is recorded now.
         """
         wrong = []
         for number, digest, made in self._pages("id, digest, made", "made IS NOT NULL"):
@@ -308,10 +301,7 @@ class Ledger:
             yield Claim(number, Shard(kind, location.decode(*_CODEC), start, images), kept, places)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
-        """Yield columns, of which `id` is the first.
-
-        Page by page: memory stays flat, and no SELECT is open when the caller writes between two rows.
-        """
+        """Yield columns, of which `id` is the first, a page at a time: no SELECT is open while the caller writes."""
         last = 0
         while page := self._rows(f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last):
             yield from page

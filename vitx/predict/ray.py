@@ -170,10 +170,8 @@ class RayPool:
                 "the cluster with --ray auto, or give the cluster's own address HOST:PORT"
             )
 
-    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-        """See `Executor.execute`.
-
-        Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, or if shards were
+    def __call__(self, job: Job, ledger: Ledger, output: Output) -> Performance:
+        """Raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, or if shards were
         given up; InputError if a node does not see this machine's input, bundle or output.
         """
         unfinished = ledger.unfinished()

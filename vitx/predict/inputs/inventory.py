@@ -17,20 +17,9 @@ from typing import Any, Literal, NamedTuple
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
+from vitx.predict.inputs import stores
 from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import (
-    exists,
-    expand,
-    is_folder,
-    is_image_name,
-    is_url,
-    join,
-    open_stream,
-    read_bytes,
-    version_of,
-    walk_images,
-)
 from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
@@ -101,7 +90,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
 
     again: it was listed before, and `columns` has the schema that was found then; the images have versions.
     """
-    source = source if is_url(source) else source.rstrip("/") or "/"
+    source = source if stores.is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
     skipped = SkippedNames()
     folder = _is_folder(source)
@@ -112,7 +101,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
 
     named: Source = "folder"
     if folder:
-        base, images = source, walk_images(source, beside, versions=again)
+        base, images = source, stores.walk_images(source, beside, versions=again)
     else:
         named, base, names = _named(source, beside)
         images = _with_versions(base, names) if again else ((name, None) for name in names)
@@ -142,8 +131,8 @@ def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
 
 def _is_folder(source: str) -> bool:
     """Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it."""
-    named = is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
-    return not (named and is_http(source)) and is_folder(source)
+    named = stores.is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
+    return not (named and is_http(source)) and stores.is_folder(source)
 
 
 def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
@@ -151,7 +140,7 @@ def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Ite
 
     beside: called with the names of other files, those of a pattern while its images are asked for.
     """
-    if not exists(source):
+    if not stores.exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
         return "pattern", "", _matched_images(source, beside)
@@ -161,7 +150,7 @@ def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Ite
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
         return "list", base, _lines(source)
-    if is_image_name(name):
+    if stores.is_image_name(name):
         return "image", base, iter([name])
     if not _is_container(name):
         raise InputError(
@@ -173,8 +162,8 @@ def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Ite
 
 
 def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
-    for path in expand(pattern):
-        if is_image_name(path):
+    for path in stores.expand(pattern):
+        if stores.is_image_name(path):
             yield path
         else:
             beside(path)
@@ -188,7 +177,7 @@ def _lines(source: str) -> Iterator[str]:
     number = length = 0
     try:
         # utf-8-sig: some editors begin a file with a mark of its encoding.
-        with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+        with io.TextIOWrapper(stores.open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
                 length += len(line)
                 if "\0" in line:
@@ -215,7 +204,7 @@ def _with_versions(base: str, names: Iterator[str]) -> Generator[tuple[str, str 
     pool = ThreadPoolExecutor(VERSION_THREADS)
     try:
         while block := list(itertools.islice(names, 1024)):
-            yield from pool.map(lambda name: (name, version_of(join(base, name), stopped)), block)
+            yield from pool.map(lambda name: (name, stores.version_of(stores.join(base, name), stopped)), block)
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
@@ -237,14 +226,14 @@ def read_shard(
     read is an Item with the error for each listed row, or one for the rest of a file whose images were not counted.
     """
     if shard.kind == "images":
-        yield from (Item(name, join(base, name)) for name in names_of(shard, listing))
+        yield from (Item(name, stores.join(base, name)) for name in names_of(shard, listing))
         return
-    version = version_of(join(base, shard.location), stopped) if versions else None
+    version = stores.version_of(stores.join(base, shard.location), stopped) if versions else None
     if shard.kind == "parquet":
         yield from _parquet_items(shard, base, columns, stopped, version)
         return
     try:
-        with open_stream(join(base, shard.location), stopped) as file:
+        with stores.open_stream(stores.join(base, shard.location), stopped) as file:
             for name, content in tar_images(file, skipped):
                 yield Item(f"{shard.location}/{name}", content, version=version)
     except TAR_ERRORS as error:
@@ -258,9 +247,9 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item
     source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
-        item = item._replace(version=version_of(source, stopped))
+        item = item._replace(version=stores.version_of(source, stopped))
     try:
-        return item._replace(source=read_bytes(source, stopped))
+        return item._replace(source=stores.read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
 

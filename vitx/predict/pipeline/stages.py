@@ -41,7 +41,6 @@ def busiest(shares: dict[str, float]) -> str:
 class BackgroundGenerator(Generic[T]):
     """Runs a generator in a thread, at most `depth` values ahead; its error is raised to whoever iterates.
 
-    The thread starts with the first value that is asked for, so that nothing is claimed before it can be closed.
     `close` ends the thread, which closes the generator: a generator must be closed by the thread that runs it.
     """
 

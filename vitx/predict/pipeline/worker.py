@@ -32,10 +32,7 @@ BATCHES_AHEAD, BATCHES_TO_WRITE, BATCHES_TO_COMMIT = 3, 2, 256
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
-    """Images that a thread decodes in one call: the overhead of a call is as much as decoding a tiny image.
-
-    Half a thread's share of a batch, so that the threads end a batch at about the same time.
-    """
+    """Images to a call: a call costs as much as decoding a tiny image, and threads shall end a batch at one time."""
     return max(1, batch_size // (2 * decode_threads))
 
 
@@ -186,8 +183,8 @@ class Worker:
     def _batches(self, decoded: Iterator[Images]) -> Generator[Images, None, None]:
         """Yield batches, and an empty one at the end of each shard.
 
-        A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
-        must be the same whichever worker makes it, after whichever other shard.
+        A batch has images of one shard: logits may depend in their last bits on the batch, and a file must be the same
+        whichever worker makes it.
         """
         waiting: list[Item] = []
         size = self.job.options.batch_size
