@@ -1,16 +1,13 @@
-"""`--incremental`: what an input has now, compared with what a run has read of it.
-
-Where an image changed, its shard is set free and keeps its other rows; a tar or Parquet file that changed is done anew.
-"""
+"""`--incremental`: what an input has now, compared with what a run has read of it. Nothing that is gone is removed."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 
 from vitx.predict.inputs.inventory import list_input
 from vitx.predict.inputs.stores import join, version_of
-from vitx.predict.inputs.tables import TableColumns, key_records, refuse_equal_keys
+from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Claim, Ledger, Shard
 from vitx.predict.outputs.parts import VERSION, part_path
 from vitx.predict.state import Run
@@ -20,10 +17,7 @@ from vitx.predict.summary import Increment
 def extend_run(
     ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path
 ) -> Increment:
-    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed.
-
-    Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
-    """
+    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed."""
     if run.created:
         shards = [known.shard for known in ledger.shards()]
         images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
@@ -48,9 +42,7 @@ def extend_run(
             replaced += [(one.id, unit) for one, unit in zip(known, units, strict=False)]
         found["changed" if differs and done else "unchanged" if known and len(done) == len(known) else "new"] += 1
     if columns.key is not None:
-        refuse_equal_keys(
-            columns.key, chain(key_records(run.base, contents.shards, columns.key), _keys_of_gone(out, containers))
-        )
+        refuse_equal_keys(run.base, contents.shards, columns.key, _keys_of_gone(out, containers))
     # What the run has not done yet aside.
     if new or added or replaced or found["changed"]:
         summary.unlink(missing_ok=True)

@@ -67,8 +67,7 @@ def predict(
     """Classify every image of `source` (see `take_inventory`); write predictions.parquet/ and summary.json to `out`.
 
     out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`. Of `options` only what runs
-    the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that. What an earlier call with the
-    same arguments finished is verified by digest and not done again.
+    the bundle (ray, ray_actors, threads, device, runtime) is not read. Called again, it goes on with what is left.
 
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
@@ -128,6 +127,9 @@ def predict(
         total = totals.shards if totals.expected is None else totals.expected
         if mirror is not None:
             mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
+        footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+        if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
+            footer["vitx.certificate_sha256"] = sha256_file(certificate)
         job = Job(
             out=out,
             listing=ledger.path,
@@ -140,7 +142,7 @@ def predict(
             decode_threads=options.decode_threads or usable_cores(),
             has_single_files=any(claim.shard.kind == "images" for claim in ledger.shards()),
             certified=certified,
-            footer=_footer(bundle),
+            footer=footer,
         )
         warm_up()
         execute = partial(execute_here, session) if isinstance(session, Session) else session
@@ -207,13 +209,6 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
     return None, Path(out).absolute()  # a relative path with a colon is a URL to pyarrow
-
-
-def _footer(bundle: Bundle) -> dict[str, str]:
-    footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
-    if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
-        footer["vitx.certificate_sha256"] = sha256_file(certificate)
-    return footer
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:

@@ -67,7 +67,7 @@ class Shard:
 
 
 class ShardRecord(NamedTuple):
-    """Of a finished shard: the file's sha256, images by class index, and names `listed`, of which `skipped` are none."""
+    """Of a finished shard. digest: the file's sha256. classes: images by index. listed: names, with the `skipped`."""
 
     digest: str
     images: int
@@ -242,12 +242,15 @@ class Ledger:
             self._insert([*image_shards(before, after, shard_size), *added], last + 1)
             run("UPDATE run SET description = ?", (json.dumps(description),))
 
-    def shards(self) -> Iterator[Claim]:
-        yield from self._claims("TRUE")
+    def shards(self, which: str = "TRUE") -> Iterator[Claim]:
+        """Yield the shards in order, of which the SQL condition is true; what is changed meanwhile does not matter."""
+        for number, kept, again, *shard in self._pages(f"id, coalesce(digest, kept), again, {_SHARD}", which):
+            kind, location, start, images = shard
+            places = frozenset(json.loads(again or "[]"))
+            yield Claim(number, Shard(kind, location.decode(*_CODEC), start, images), kept, places)
 
     def unfinished(self) -> Iterator[Claim]:
-        """Yield the shards that are not done, in order; what is finished or set free meanwhile does not matter."""
-        yield from self._claims("digest IS NULL")
+        return self.shards("digest IS NULL")
 
     def commit(self, claim: Claim, record: ShardRecord, publish: Callable[[], None]) -> None:
         """Publish the output and record the shard as done. publish: renames the finished file into place."""
@@ -293,12 +296,6 @@ class Ledger:
             digest, images, errors, classes, listed, skipped = json.loads(record)
             by_class = {int(index): count for index, count in classes.items()}
             yield number, kind, ShardRecord(digest, images, errors, by_class, listed, SkippedNames(**skipped))
-
-    def _claims(self, which: str) -> Iterator[Claim]:
-        for number, kept, again, *shard in self._pages(f"id, coalesce(digest, kept), again, {_SHARD}", which):
-            kind, location, start, images = shard
-            places = frozenset(json.loads(again or "[]"))
-            yield Claim(number, Shard(kind, location.decode(*_CODEC), start, images), kept, places)
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
         """Yield columns, of which `id` is the first, a page at a time: no SELECT is open while the caller writes."""

@@ -65,10 +65,7 @@ class Finished:
 
 
 class PredictionActor:
-    """A worker whose stages stay busy from one shard to the next: Ray makes several calls at the same time.
-
-    sample: a local file of the input that the driver sees, or None.
-    """
+    """A worker whose stages stay busy from one shard to the next: Ray makes several calls at the same time."""
 
     def __init__(self, job: Job, bundle: Path, sample: str | None) -> None:
         self._name = uuid.uuid4().hex
@@ -121,7 +118,7 @@ class PredictionActor:
 
 
 def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
-    """Raise InputError unless this node sees the output, the bundle and the input of the driver."""
+    """Raise InputError unless this node sees the output, the bundle and, of the input, `sample` of the driver."""
     node = socket.gethostname()
     # The name of the listing is random, so it is that of this run.
     seen = {
@@ -237,10 +234,7 @@ class RayPool:
 
 
 def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, None, None]:
-    """Yield each claim's result, once.
-
-    Raises EnvironmentMissing at the end for shards that were given up: one must not keep the others undone.
-    """
+    """Yield each claim's result, once; at the end raise EnvironmentMissing for shards that were given up."""
     left = dict.fromkeys(claims)
     batches = cast(
         "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))

@@ -119,9 +119,8 @@ def open_run(
 ) -> Run:
     """Create the run, or go on with it.
 
-    settings: everything that the rows depend on. take: lists the input, into the ledger. measure: called then; what it
-    returns is kept in the run. Raises InputError when the run or the other jobs of a --shard have other settings, or
-    found another input.
+    settings: all that the rows depend on. take: lists the input. measure: called then; what it returns is kept. Raises
+    InputError when the run or the other jobs of a --shard have other settings, or found another input.
     """
     if created := not ledger.description():
         common = settings | {"shards": share.jobs}

@@ -8,7 +8,7 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,14 +20,14 @@ from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import stores
 from vitx.predict.inputs.remote import is_http
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
+from vitx.predict.inputs.tables import TableColumns, Tables, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
 from vitx.predict.options import WHOLE, Share
 
 Source = Literal["folder", "pattern", "list", "image"]
-TAR_NAMES = (".tar", ".tar.gz", ".tgz")
+CONTAINER_NAMES = (".tar", ".tar.gz", ".tgz", ".parquet")
 LIST_NAMES = (".txt", ".lst", ".list")
 # Characters of a line of a list, and of a list: what a server sends may have no end.
 MAX_LINE, MAX_LIST = 1 << 16, 1 << 37
@@ -38,8 +38,7 @@ VERSION_THREADS = 16
 class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
-    copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: of the file, see
-    `version_of`.
+    copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: see `stores.version_of`.
     """
 
     key: str
@@ -76,7 +75,7 @@ def take_inventory(
     """
     found = list_input(source, ledger, columns)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(found.base, found.shards, columns.key))
+        refuse_equal_keys(found.base, found.shards, columns.key)
     count, listed = ledger.number(share)
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
     share = share or WHOLE
@@ -93,10 +92,12 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     source = source if stores.is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
     skipped = SkippedNames()
-    folder = _is_folder(source)
+    # Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it.
+    file = stores.is_image_name(source) or source.lower().endswith((*CONTAINER_NAMES, *LIST_NAMES))
+    folder = not (file and is_http(source)) and stores.is_folder(source)
 
     def beside(name: str) -> None:
-        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
+        taken = name.lower().endswith(CONTAINER_NAMES) and not (folder and (name.startswith(".") or "/" in name))
         containers.append(name) if taken else skipped.add(name)
 
     named: Source = "folder"
@@ -111,7 +112,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
             skipped.add(name)
         containers = []
     tables = Tables(columns, again=again)
-    units = [unit for name in sorted(containers) for unit in _container_shards(base, name, tables)]
+    units = [unit for name in sorted(containers) for unit in tables.shards(base, name)]
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
@@ -123,54 +124,32 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
 
 
-def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
-    if name.lower().endswith(".parquet"):
-        return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
-    return [Shard("tar", name)]
-
-
-def _is_folder(source: str) -> bool:
-    """Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it."""
-    named = stores.is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
-    return not (named and is_http(source)) and stores.is_folder(source)
-
-
 def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
-    """What names the images of an input that is no folder, their base, and themselves.
-
-    beside: called with the names of other files, those of a pattern while its images are asked for.
-    """
+    """What names the images of an input that is no folder, their base, and themselves; `beside` is told other names."""
     if not stores.exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
-        return "pattern", "", _matched_images(source, beside)
+        return "pattern", "", _images_of(stores.expand(source), beside)
     above, _, name = source.rpartition("/")
     base = above or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
         return "list", base, _lines(source)
-    if stores.is_image_name(name):
-        return "image", base, iter([name])
-    if not _is_container(name):
+    if not (stores.is_image_name(name) or name.lower().endswith(CONTAINER_NAMES)):
         raise InputError(
             f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
             f"or a list of paths in {', '.join(LIST_NAMES)}"
         )
-    beside(name)
-    return "image", base, iter(())
+    return "image", base, _images_of([name], beside)
 
 
-def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
-    for path in stores.expand(pattern):
-        if stores.is_image_name(path):
-            yield path
+def _images_of(names: Iterable[str], beside: Callable[[str], None]) -> Iterator[str]:
+    for name in names:
+        if stores.is_image_name(name):
+            yield name
         else:
-            beside(path)
-
-
-def _is_container(name: str) -> bool:
-    return name.lower().endswith((*TAR_NAMES, ".parquet"))
+            beside(name)
 
 
 def _lines(source: str) -> Iterator[str]:

@@ -85,10 +85,7 @@ class Part(NamedTuple):
 
 
 class KeptRows:
-    """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
-
-    Keys are in memory; the other columns are read by blocks, at the end.
-    """
+    """The rows of a finished file that stay when others are made again: those without an error that are not `again`."""
 
     def __init__(self, path: Path, again: frozenset[int]) -> None:
         import pyarrow.parquet as pq
@@ -182,24 +179,24 @@ class PartWriter:
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
         self._labels, ours = pa.array(labels, pa.string()), schema or output_schema()
-        self._copied = copied or pa.schema([])
-        self._schema = pa.schema([*ours, *self._copied], ours.metadata)
+        self._schema, self._copied = pa.schema([*ours, *(copied or ())], ours.metadata), copied or pa.schema([])
         self._waiting: list[Rows] = []
         self._row_count = self._copied_bytes = 0
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
+        import pyarrow.types as types
+
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
-        self._copied_bytes += sum(_bytes(one) for one in rows.copied if one is not None)
+        # Of a slice of an array with a dictionary, pyarrow counts all of the dictionary.
+        columns = (column for one in rows.copied if one is not None for column in one.columns)
+        self._copied_bytes += sum(column.nbytes for column in columns if not types.is_dictionary(column.type))
         if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
     def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
-        """Write the remaining rows, those of the last file that are `kept` among them, and flush the file to the disk.
-
-        listed and skipped: of the record, see `ShardRecord`.
-        """
+        """Write what remains, the `kept` rows among it, and flush to the disk. listed, skipped: see `ShardRecord`."""
         import pyarrow.parquet as pq
 
         self._write_group()
@@ -241,13 +238,6 @@ def remove_leftovers(out: Path, share: Share = WHOLE) -> None:
         number = path.name.split(".")[1].removeprefix("part-")
         if number.isdecimal() and int(number) % share.jobs == share.number % share.jobs:  # others are of other jobs
             path.unlink(missing_ok=True)
-
-
-def _bytes(row: Any) -> int:
-    """Of a slice of an array with a dictionary, pyarrow counts all of the dictionary."""
-    import pyarrow.types as types
-
-    return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
 
 
 def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:

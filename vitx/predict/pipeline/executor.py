@@ -46,10 +46,7 @@ class Output:
         self._shards += 1
 
     def report(self, images: int, shares: Callable[[float], dict[str, float]]) -> None:
-        """So many images more were predicted: update the bar, at most twice a second, with rate and binding stage.
-
-        shares: busy shares by stage, see `StageTimer.shares`.
-        """
+        """So many images more were predicted: update the bar, twice a second. shares: see `StageTimer.shares`."""
         self._predicted += images
         now = time.perf_counter()
         if now < self._next_update:

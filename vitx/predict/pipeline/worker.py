@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -83,19 +83,12 @@ class Reading:
 Images = tuple[Reading, list[Item]]
 
 
-class BatchOutputs(NamedTuple):
-    """A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error."""
-
-    items: list[Item]
-    errors: list[str | None]
-    outputs: dict[str, Float32Array]
+# A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error.
+BatchOutputs = tuple[list[Item], list[str | None], dict[str, Float32Array]]
 
 
 class Worker:
-    """Runs the pipeline over shards: readers, decoders, threads that call the session, a writer; the caller commits.
-
-    The queues between them are bounded, so memory does not grow with the input.
-    """
+    """Runs the pipeline over shards, in threads with bounded queues between them: memory stays flat."""
 
     def __init__(self, job: Job, session: Session) -> None:
         wanted = job.options.outputs
@@ -211,7 +204,7 @@ class Worker:
             with self.timer.busy("infer"):
                 found = self.session.infer_outputs(np.stack(pixels))
             outputs = {name: found[name] for name in (LOGITS, *self.job.options.outputs)}
-        return reading, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
+        return reading, ([item._replace(source=b"") for item in batch], errors, outputs)
 
     def _rows(self, batch: BatchOutputs) -> Rows:
         """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
@@ -241,7 +234,7 @@ class Worker:
                     writer = writer or PartWriter(job.out, reading.claim.id, job.labels, schema, job.columns.schema)
                     if batch is not None:
                         writer.add(self._rows(batch))
-                        done = len(batch.items)
+                        done = len(batch[0])
                     else:
                         done, writer = writer.finish(reading.listed(), reading.skipped, reading.kept), None
                 yield reading.claim, done
