@@ -121,7 +121,8 @@ def predict(
                 f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
                 "--overwrite"
             )
-        _refuse_errors(ledger, out, strict=options.strict)
+        if options.strict:
+            _refuse_errors(ledger, out)
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -239,9 +240,9 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     return totals.done < totals.shards
 
 
-def _refuse_errors(ledger: Ledger, out: Path, *, strict: bool) -> None:
+def _refuse_errors(ledger: Ledger, out: Path) -> None:
     """Raise CheckFailed for the first unreadable image of the finished shards."""
-    shard = next((number for number, _, record in ledger.records() if strict and record.errors), None)
+    shard = next((number for number, _, record in ledger.records() if record.errors), None)
     if shard is None:
         return
     import pyarrow.parquet as pq
