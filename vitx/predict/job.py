@@ -80,12 +80,6 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
-    for name, given, why in (
-        ("--shard", options.shard, "what is new would change which job has which image"),
-        ("--draft", options.draft, "only the first input would be sampled"),
-    ):
-        if options.incremental and given:
-            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
     where = str(source) if is_url(str(source)) else os.path.abspath(source)  # the next call may be in another folder
@@ -201,7 +195,13 @@ def sigterm_interrupts() -> Iterator[None]:
 
 
 def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]:
-    """The URL of an object store, or None, and the local folder."""
+    """The URL of an object store, or None, and the local folder; InputError for options that exclude each other."""
+    for name, given, why in (
+        ("--shard", options.shard, "what is new would change which job has which image"),
+        ("--draft", options.draft, "only the first input would be sampled"),
+    ):
+        if options.incremental and given:
+            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
     if isinstance(out, str) and is_url(out):
         named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return out, options.state or cache_folder() / "predict" / named
