@@ -3,7 +3,9 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -197,8 +199,10 @@ def sampled(folder: Path, count: int, shard_size: int, *, known: bool = True) ->
     shards = tuple(listed_names(folder / "list", (str(index) for index in range(count)), shard_size))
     if not known:
         shards = tuple(Shard("tar", str(index)) for index in range(len(shards)))
-    found = draft._sample(Inventory("", shards, ""), folder / "list", TableColumns())
-    return [int(item.key) for item in found]
+    decoder = SimpleNamespace(from_bytes=lambda data, draft=False: data)
+    with patch.object(draft, "read_item", lambda item: item._replace(source=item.key.encode())):
+        found = draft._pairs(Inventory("", shards, ""), folder / "list", TableColumns(), decoder)  # type: ignore[arg-type]
+        return [int(bytes(full)) for full, _ in found]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 from bundle_fixture import NumpySession
 from vitx.core.bundle import Bundle
 from vitx.core.errors import InputError
-from vitx.predict import launch as launching
-from vitx.predict.launch import launch
+from vitx.predict import job as launching
+from vitx.predict.job import launch
 from vitx.predict.options import PredictOptions
-from vitx.predict.ray import pool
 from vitx.runtimes.instances import sessions_on
 
 
@@ -34,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return "the summary"
 
     monkeypatch.setattr(launching, "load_fastest", session)
-    monkeypatch.setattr(pool, "RayPool", ray_pool)
+    monkeypatch.setattr("vitx.predict.ray.RayPool", ray_pool)
     monkeypatch.setattr(launching, "predict", predict)
     return seen
 

@@ -130,8 +130,6 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         assert list(self.ledger.unfinished()) == self._unfinished()
         assert [record for _, _, record in self.ledger.records()] == records
-        bad = [number for number, entry in self.model.items() if entry.record is not None and entry.record.errors]
-        assert self.ledger.first_shard_with_errors() == min(bad, default=None)
         # Whatever is recorded is the file that lies there.
         for number, entry in self.model.items():
             if entry.record is not None:
@@ -153,6 +151,6 @@ def test_pages_of_finished_shards_join_without_a_gap(tmp_path: Path) -> None:
     """A thousand rows are read at once; here are two more, and one between that is not finished."""
     with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
         ledger.create({}, (Shard("images", "", index, 1) for index in range(1, 1004)))
-        ledger._change("SET digest = 'd', made = 'd', classes = '{}', skipped = '{}' WHERE id <> ?", 500)
+        ledger._change("SET digest = 'd', record = '[\"d\", 1, 0, {}, 1, {}]' WHERE id <> ?", 500)
         assert [number for number, _, _ in ledger.records()] == [n for n in range(1, 1004) if n != 500]
         assert [claim.id for claim in ledger.unfinished()] == [500]

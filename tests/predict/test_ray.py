@@ -27,8 +27,7 @@ from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, PredictionActor
-from vitx.predict.ray.pool import RayPool
+from vitx.predict.ray import ATTEMPTS, CLAIM, RESULT, PredictionActor, RayPool
 from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
 

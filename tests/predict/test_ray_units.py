@@ -16,15 +16,14 @@ from vitx.predict.ledger import COPY, Claim, Ledger, Shard, names_of
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import remove_leftovers
 from vitx.predict.pipeline.worker import Job
-from vitx.predict.ray.actor import PredictionActor
 
 pytest.importorskip("ray")
-pool = pytest.importorskip("vitx.predict.ray.pool")
+pool = pytest.importorskip("vitx.predict.ray")
 
 
 def test_a_shard_that_was_begun_before_is_done_apart_from_others_of_the_kind(tmp_path: Path) -> None:
     """So that the next death of an actor is counted for one of them alone."""
-    actor = object.__new__(PredictionActor)
+    actor = object.__new__(pool.PredictionActor)
     actor._out, actor._worker, actor._started = tmp_path, MagicMock(), None
     actor._worker.run.side_effect = CheckFailed("torn")
     (tmp_path / PREDICTIONS).mkdir()
@@ -137,7 +136,7 @@ def test_the_actors_read_names_in_a_copy_of_the_ledger(
     with closing(Ledger(tmp_path / "list")) as ledger:
         ledger.create({}, shards)
         executor = pool.RayPool(tiny_bundle, PredictOptions(ray="local"))
-        executor.execute(job(tmp_path, ""), ledger, MagicMock())
+        executor(job(tmp_path, ""), ledger, MagicMock())
     ((listing, names),) = seen
     assert (names, listing.parent, listing.name.startswith(COPY)) == (["a.png", "b.png"], tmp_path, True)
     assert not listing.exists()

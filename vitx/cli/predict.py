@@ -27,7 +27,7 @@ def command(
     Run it again to go on after a stop. One process at a time works on an output; with --shard several share an input.
     """
     from vitx.core.console import print_json
-    from vitx.predict.launch import launch
+    from vitx.predict.job import launch
 
     summary = launch(bundle, source, out, options, quiet=quiet)
     if as_json:

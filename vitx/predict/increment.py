@@ -1,60 +1,48 @@
-"""`--incremental`: what an input has now, compared with what a run has read of it.
-
-New names become further shards. Where an image changed, its shard is set free and keeps its other rows; a tar or
-Parquet file that changed is done anew. Either way a part takes the place of the old one in one step: a key has one row.
-"""
+"""`--incremental`: what an input has now, compared with what a run has read of it. Nothing that is gone is removed."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
-from itertools import chain, groupby
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 
 from vitx.predict.inputs.inventory import list_input
 from vitx.predict.inputs.stores import join, version_of
-from vitx.predict.inputs.tables import TableColumns, key_records, refuse_equal_keys
-from vitx.predict.ledger import Ledger, Shard
+from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
+from vitx.predict.ledger import Claim, Ledger, Shard
 from vitx.predict.outputs.parts import VERSION, part_path
 from vitx.predict.state import Run
 from vitx.predict.summary import Increment
-
-# A shard of the run: its number, itself, and whether its finished file is there.
-_Known = tuple[int, Shard, bool]
 
 
 def extend_run(
     ledger: Ledger, run: Run, source: str, columns: TableColumns, shard_size: int, summary: Path
 ) -> Increment:
-    """Add to the run what is new or changed in `source`. summary: its file, which is removed before the run is changed.
-
-    Raises InputError if the input cannot be listed, or its columns and keys do not go with those of the run.
-    """
+    """Add to the run what is new or changed in `source`; the file `summary` is removed before the run is changed."""
     if run.created:
-        shards = [shard for _, shard, _ in ledger.shards()]
+        shards = [known.shard for known in ledger.shards()]
         images = sum(shard.count or 0 for shard in shards if shard.kind == "images")
         return Increment(new=images + len({shard.location for shard in shards if shard.kind != "images"}))
-    out, containers = summary.parent, dict[str, list[_Known]]()
+    out, containers = summary.parent, dict[str, list[Claim]]()
     contents = list_input(source, ledger, columns, again=True)
     new, pending, changed, unchanged, gone = ledger.compare(_read(ledger, out, containers))
     found = {"new": new + pending, "changed": changed, "unchanged": unchanged}
     replaced, added = list[tuple[int, Shard]](), list[Shard]()
     for location, group in groupby(contents.shards, lambda unit: unit.location):
         units, known = list(group), containers.pop(location, [])
-        done = [number for number, _, finished in known if finished]
+        done = [one.id for one in known if one.kept]
         versions = {version for number in done for version in _column(out, number, VERSION)}
         # Of a file whose parts have no row nothing is known. One may have changed before it was read.
         unread = len(done) == len(known) and not versions
-        same_rows = _rows(shard for _, shard, _ in known) == _rows(units)
+        same_rows = _rows(one.shard for one in known) == _rows(units)
         differs = versions - {version_of(join(run.base, location))} or unread or not same_rows
         if differs:
             # Parquet may have more row groups than before, or fewer: the others become parts without rows.
             added += units[len(known) :]
             units += [Shard("parquet", location, 0, 0)] * (len(known) - len(units))
-            replaced += [(number, unit) for (number, _, _), unit in zip(known, units, strict=False)]
+            replaced += [(one.id, unit) for one, unit in zip(known, units, strict=False)]
         found["changed" if differs and done else "unchanged" if known and len(done) == len(known) else "new"] += 1
     if columns.key is not None:
-        refuse_equal_keys(
-            columns.key, chain(key_records(run.base, contents.shards, columns.key), _keys_of_gone(out, containers))
-        )
+        refuse_equal_keys(run.base, contents.shards, columns.key, _keys_of_gone(out, containers))
     # What the run has not done yet aside.
     if new or added or replaced or found["changed"]:
         summary.unlink(missing_ok=True)
@@ -63,15 +51,15 @@ def extend_run(
     return Increment(**found, gone=gone + len(containers))  # what is left of the containers is gone
 
 
-def _read(ledger: Ledger, out: Path, containers: dict[str, list[_Known]]) -> Iterator[tuple[int, str | None, int, int]]:
+def _read(ledger: Ledger, out: Path, containers: dict[str, list[Claim]]) -> Iterator[tuple[int, str | None, int, int]]:
     """What was read of single images, see `Ledger.compare`; beside that, note the tar and Parquet files of the run."""
-    for number, shard, digest in ledger.shards():
-        finished = digest is not None and part_path(out, number).is_file()
-        if shard.kind != "images":
-            containers.setdefault(shard.location, []).append((number, shard, finished))
-        elif finished:
-            for place, version in enumerate(_column(out, number, VERSION)):
-                yield shard.start + place + 1, version, number, place
+    for claim in ledger.shards():
+        known = claim if part_path(out, claim.id).is_file() else replace(claim, kept=None)
+        if claim.shard.kind != "images":
+            containers.setdefault(claim.shard.location, []).append(known)
+        elif known.kept:
+            for place, version in enumerate(_column(out, claim.id, VERSION)):
+                yield claim.shard.start + place + 1, version, claim.id, place
 
 
 def _column(out: Path, shard: int, name: str) -> Iterator[str | None]:
@@ -82,13 +70,13 @@ def _column(out: Path, shard: int, name: str) -> Iterator[str | None]:
             yield from batch.column(0).to_pylist()
 
 
-def _keys_of_gone(out: Path, containers: dict[str, list[_Known]]) -> Iterator[tuple[str, str]]:
+def _keys_of_gone(out: Path, containers: dict[str, list[Claim]]) -> Iterator[tuple[str, str]]:
     """Rows of files that are gone stay: their keys may not come again."""
     for location, known in containers.items():
-        for part, number in ((part_path(out, number).name, number) for number, _, finished in known if finished):
+        for number in (one.id for one in known if one.kept):
             for row, key in enumerate(_column(out, number, "path")):
                 if key is not None:
-                    yield key, f"row {row} of {part} in the output, whose {location} is gone"
+                    yield key, f"row {row} of {part_path(out, number).name} in the output, whose {location} is gone"
 
 
 def _rows(shards: Iterable[Shard]) -> list[tuple[int, int | None]]:

@@ -4,7 +4,10 @@ import hashlib
 import importlib.util
 import os
 import re
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +19,9 @@ from vitx.core.errors import CheckFailed, InputError, missing_package
 from vitx.core.files import cache_folder, read_record, sha256_file, write_json
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
+from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
+from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
 from vitx.predict.inputs.inventory import Inventory, take_inventory
 from vitx.predict.inputs.stores import is_url
@@ -27,16 +32,27 @@ from vitx.predict.outputs.mirror import Mirror
 from vitx.predict.outputs.parts import output_schema, part_path, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
-from vitx.predict.pipeline.executor import Executor, LocalExecutor, Output
-from vitx.predict.pipeline.sigterm import sigterm_interrupts
+from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
-from vitx.predict.state import Run, open_ledger, open_run
+from vitx.predict.state import open_ledger, open_run
 from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
 from vitx.runtimes import load_session
+from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
 
 # Files read at once. An object store answers after tens of milliseconds, so many requests are kept in flight.
 LOCAL_READERS, REMOTE_READERS = 2, 16
+
+
+def launch(
+    path: Path, source: str, out: str | Path, options: PredictOptions, *, quiet: bool = False
+) -> PredictionSummary:
+    """`predict` with the bundle at `path`, in this process or on the Ray cluster that the options name."""
+    bundle = Bundle.open(path)
+    if options.require_signature is not None:
+        require_signature(bundle.path, options.require_signature)
+    with _executor(bundle, options, quiet=quiet) as executor:
+        return predict(bundle, executor, source, out, options, quiet=quiet)
 
 
 def predict(
@@ -50,13 +66,8 @@ def predict(
 ) -> PredictionSummary:
     """Classify every image of `source` (see `take_inventory`); write predictions.parquet/ and summary.json to `out`.
 
-    out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`.
-
-    Of `options` only what runs the bundle (ray, ray_actors, threads, device, runtime) is not read: `session` is that.
-    The first call lists the input and cuts it into shards; another with the same arguments goes on with them. One
-    process at a time works on a run; with `shard` each of several jobs, on any machines, does its part of the input.
-    Finished shards are verified by digest and not done again. draft: decode faster, after a sample of the input has
-    shown that the classes stay the same (see `check_draft`). An unreadable image is a row whose error says why.
+    out: a folder, or the URL of an object store; then the folder is `state`, see `Mirror`. Of `options` only what runs
+    the bundle (ray, ray_actors, threads, device, runtime) is not read. Called again, it goes on with what is left.
 
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
@@ -69,7 +80,6 @@ def predict(
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
-    _refuse_options(options)
     url, out = _output(out, options)
     mirror = None if url is None else Mirror(url, out, options.share)
     where = str(source) if is_url(str(source)) else os.path.abspath(source)  # the next call may be in another folder
@@ -85,7 +95,7 @@ def predict(
     def measure(ledger: Ledger, inventory: Inventory) -> dict[str, Any]:
         if not options.draft or not inventory.shards:
             return {}
-        with load_session(bundle) if isinstance(session, Executor) else nullcontext(session) as model:
+        with nullcontext(session) if isinstance(session, Session) else load_session(bundle) as model:
             checked = check_draft(bundle, model, inventory, ledger.path, columns, batch_size=options.batch_size)
         log(f"predict: --draft changes the class of {checked.flips} of {checked.images} sampled images", quiet=quiet)
         return {"draft": checked.model_dump(mode="json")}
@@ -100,27 +110,44 @@ def predict(
         if options.incremental:
             increment = extend_run(ledger, run, where, copied, options.shard_size, summary_path)
             log(f"predict: {increment}", quiet=quiet)
-        elif not has_work:
-            _refuse_other_listing(run, where, take(None).digest)
-        _refuse_errors(ledger, out, strict=options.strict)
+        elif not has_work and take(None).digest != run.digest:
+            raise InputError(
+                f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
+                "--overwrite"
+            )
+        if options.strict:
+            _refuse_errors(ledger, out)
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
         if mirror is not None:
             mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
-        job = _job(bundle, ledger, out, run, where, copied, options)
-        job = replace(job, certified=certified, has_single_files=ledger.has_images())
+        footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+        if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
+            footer["vitx.certificate_sha256"] = sha256_file(certificate)
+        job = Job(
+            out=out,
+            listing=ledger.path,
+            base=run.base,
+            labels=bundle.manifest.labels,
+            preprocessing=bundle.manifest.preprocessing,
+            options=options,
+            columns=copied,
+            read_threads=options.read_threads or (REMOTE_READERS if is_url(where) else LOCAL_READERS),
+            decode_threads=options.decode_threads or usable_cores(),
+            has_single_files=any(claim.shard.kind == "images" for claim in ledger.shards()),
+            certified=certified,
+            footer=footer,
+        )
         warm_up()
-        executor = session if isinstance(session, Executor) else LocalExecutor(session)
+        execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
-            performance = executor.execute(job, ledger, Output(ledger, mirror, bar))
+            performance = execute(job, ledger, Output(ledger, mirror, bar))
         # This call did nothing: the summary that is there tells of one that did.
-        if not performance.images and summary_path.exists():
+        if not performance.images_here and summary_path.exists():
             summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
         else:
-            summary = summarize(
-                *(ledger, bundle, performance), certified=certified, shard=options.shard, increment=increment
-            )
+            summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
         if not summary_path.exists() or read_record(summary_path, PredictionSummary) != summary:
             write_json(summary_path, summary)
         if mirror is not None:  # last: where it is, all parts are
@@ -128,8 +155,53 @@ def predict(
         return summary
 
 
+def _executor(bundle: Bundle, options: PredictOptions, *, quiet: bool) -> AbstractContextManager[Session | Executor]:
+    if options.ray is not None:
+        if options.shard is not None:
+            raise InputError("--ray shares the work among its nodes: pass --shard without it, or leave --shard out")
+        from vitx.predict.ray import RayPool
+
+        return nullcontext(RayPool(bundle, options))
+    if options.ray_actors is not None:
+        given = ":".join(map(str, sorted(set(options.ray_actors))))
+        raise InputError(f"--ray-actors {given} is for --ray: pass that too, or leave it out")
+    load = partial(load_fastest, bundle, options.runtime, device=options.device, outputs=options.outputs)
+    cores = usable_cores()
+    first = load(threads=options.threads, quiet=quiet)
+    if options.threads is not None or cores == 1 or "cpu" not in str(first.describe()["provider"]).lower():
+        return first
+    # On a CPU sessions share the cores: the threads of a single one would spin while the decoders wait.
+    with first:  # judged here if it has to be: one thread would take a core's time for it
+        is_certified(bundle, first, options.allow_uncertified, quiet=quiet)
+    threads = cores // sessions_on(cores)
+    return load_instances(lambda: load(threads=threads, quiet=True), sessions_on(cores), threads)
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Make SIGTERM, which schedulers send, raise KeyboardInterrupt within the block: temporary files are removed.
+
+    Nothing changes if the program handles SIGTERM itself, or outside the main thread, where Python sets no handlers.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]:
-    """The URL of an object store, or None, and the local folder."""
+    """The URL of an object store, or None, and the local folder; InputError for options that exclude each other."""
+    for name, given, why in (
+        ("--shard", options.shard, "what is new would change which job has which image"),
+        ("--draft", options.draft, "only the first input would be sampled"),
+    ):
+        if options.incremental and given:
+            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
     if isinstance(out, str) and is_url(out):
         named = hashlib.sha256(out.rstrip("/").encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return out, options.state or cache_folder() / "predict" / named
@@ -138,36 +210,6 @@ def _output(out: str | Path, options: PredictOptions) -> tuple[str | None, Path]
     if options.state is not None:
         raise InputError(f"--state {options.state} is for a URL: '{out}' has its ledger within")
     return None, Path(out).absolute()  # a relative path with a colon is a URL to pyarrow
-
-
-def _refuse_options(options: PredictOptions) -> None:
-    refused = {
-        "--shard": (options.shard, "what is new would change which job has which image"),
-        "--draft": (options.draft, "only the first input would be sampled"),
-    }
-    for name, (given, why) in refused.items():
-        if options.incremental and given:
-            raise InputError(f"--incremental with {name}: {why}; leave out one of the two")
-
-
-def _job(
-    bundle: Bundle, ledger: Ledger, out: Path, run: Run, source: str, columns: TableColumns, options: PredictOptions
-) -> Job:
-    footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
-    if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
-        footer["vitx.certificate_sha256"] = sha256_file(certificate)
-    return Job(
-        out=out,
-        listing=ledger.path,
-        base=run.base,
-        labels=bundle.manifest.labels,
-        preprocessing=bundle.manifest.preprocessing,
-        options=options,
-        columns=columns,
-        read_threads=options.read_threads or (REMOTE_READERS if is_url(source) else LOCAL_READERS),
-        decode_threads=options.decode_threads or usable_cores(),
-        footer=footer,
-    )
 
 
 def is_certified(bundle: Bundle, session: Session | Executor, allow_uncertified: bool, *, quiet: bool) -> bool:
@@ -198,18 +240,10 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     return totals.done < totals.shards
 
 
-def _refuse_other_listing(run: Run, source: str, digest: str) -> None:
-    """Raise InputError if the listing of the input has changed: the finished run is not of what is there now."""
-    if digest != run.digest:
-        raise InputError(
-            f"images were added to '{source}' or removed since it was predicted: choose another folder, or pass "
-            "--overwrite"
-        )
-
-
-def _refuse_errors(ledger: Ledger, out: Path, *, strict: bool) -> None:
+def _refuse_errors(ledger: Ledger, out: Path) -> None:
     """Raise CheckFailed for the first unreadable image of the finished shards."""
-    if not strict or (shard := ledger.first_shard_with_errors()) is None:
+    shard = next((number for number, _, record in ledger.records() if record.errors), None)
+    if shard is None:
         return
     import pyarrow.parquet as pq
 

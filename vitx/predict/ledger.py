@@ -3,10 +3,8 @@
 image: the names of single images in their order; a shard of them is a range of `id`. A name is bytes, because a file
 name need not be valid Unicode, with NUL for "/": in this order "a/b" comes before "a-b", as the part "a" before "a-b".
 
-A shard is done when its digest is set: the sha256 of the output file. Nothing says which ones are being worked on, so
-nothing of that is left when the process is killed.
-
-made: the sha256 of the file that was, or is about to be, renamed into place; NULL once the shard is to be done again.
+shard: done when its digest is set, the sha256 of the output file. made: the sha256 of the file that was, or is about to
+be, renamed into place; NULL once the shard is to be done again. record: see `ShardRecord`.
 """
 
 import hashlib
@@ -15,7 +13,7 @@ import os
 import sqlite3
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import chain, count, islice
@@ -31,10 +29,10 @@ Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 7
+FORMAT = 8
 # Rows that are read at once.
 PAGE = 4096
-# The names of its copies begin with this, see `Ledger.copied`.
+# Begins the names of its copies, see `Ledger.copied`.
 COPY = "images-"
 
 _SCHEMA = f"""
@@ -42,8 +40,7 @@ CREATE TABLE run (description TEXT NOT NULL);
 CREATE TABLE image (id INTEGER PRIMARY KEY, name BLOB NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
-    digest TEXT, images INTEGER, errors INTEGER, classes TEXT, listed INTEGER, skipped TEXT,
-    kept TEXT, again TEXT, made TEXT
+    digest TEXT, images INTEGER, errors INTEGER, record TEXT, kept TEXT, again TEXT, made TEXT
 );
 PRAGMA user_version = {FORMAT}
 """
@@ -52,17 +49,15 @@ _SHARD = "kind, location, start, count"
 _NEW = "name NOT IN (SELECT name FROM image)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
 
-
 ShardKind = Literal["images", "tar", "parquet"]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """The unit of work, by kind.
+    """The unit of work, by kind. count: the number of images, None if only reading the shard can tell.
 
     images: `count` single images behind the first `start`. tar: the file at `location`. parquet: the row group of the
-    file at `location` that begins with row `start`, or all of a file without a `count`. count: the number of images,
-    None if only reading the shard can tell.
+    file at `location` that begins with row `start`, or all of a file without a `count`.
     """
 
     kind: ShardKind
@@ -72,10 +67,7 @@ class Shard:
 
 
 class ShardRecord(NamedTuple):
-    """What the ledger records of a finished shard: the file's sha256 and its counts. classes: images by class index.
-
-    listed: names that the shard was found to have, of which `skipped` are no images.
-    """
+    """Of a finished shard. digest: the file's sha256. classes: images by index. listed: names, with the `skipped`."""
 
     digest: str
     images: int
@@ -97,10 +89,7 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A shard to work on.
-
-    kept: the sha256 of its file, of which rows without an error are kept, but not those in the places `again`.
-    """
+    """A shard, and the sha256 of its last file: rows of that are `kept`, but not those in the places `again`."""
 
     id: int
     shard: Shard
@@ -111,8 +100,8 @@ class Claim:
 class Ledger:
     """A run's ledger at `path`, on a local file system: SQLite's write-ahead log uses shared memory.
 
-    For all threads: one uses it at a time. Raises InputError for a file of another version of vitx; what writes raises
-    EnvironmentMissing if another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
+    For all threads. Raises InputError for a file of another version of vitx; what writes raises EnvironmentMissing if
+    another program has locked the file for BUSY_SECONDS. A damaged one: see `open_ledger`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,7 +199,6 @@ class Ledger:
         Returns how many are not in the run; and of those in it how many are not finished, of another version than was
         read, the same, and gone.
         """
-
         with self._writing() as run:
             run("DROP TABLE IF EXISTS temp.read")
             run("CREATE TEMP TABLE read (id INTEGER PRIMARY KEY, version TEXT, shard INTEGER, place INTEGER)")
@@ -234,10 +222,8 @@ class Ledger:
     ) -> None:
         """Add to the run what the last comparison found: new images, and those to be read again in a finished file.
 
-        description: of the run, from now on. replaced: shards that are to be done anew, by
-        number. added: further shards.
+        description: of the run, from now on. replaced: shards that are to be done anew, by number. added: others.
         """
-
         changed = (
             "SELECT json_group_array(place), shard FROM (SELECT place, shard FROM read JOIN image USING (id) "
             "JOIN found USING (name) WHERE read.version IS NOT found.version ORDER BY id) GROUP BY shard"
@@ -256,37 +242,29 @@ class Ledger:
             self._insert([*image_shards(before, after, shard_size), *added], last + 1)
             run("UPDATE run SET description = ?", (json.dumps(description),))
 
-    def shards(self) -> Iterator[tuple[int, Shard, str | None]]:
-        """Yield each shard, and the sha256 of its last finished file, or None."""
-        for row in self._pages(f"id, coalesce(digest, kept), {_SHARD}", "TRUE"):
-            yield row[0], _shard(row[2:]), row[1]
-
-    def has_images(self) -> bool:
-        """Whether some shards are of single images."""
-        return bool(self._rows("SELECT 1 FROM image LIMIT 1"))
+    def shards(self, which: str = "TRUE") -> Iterator[Claim]:
+        """Yield the shards in order, of which the SQL condition is true; what is changed meanwhile does not matter."""
+        for number, kept, again, *shard in self._pages(f"id, coalesce(digest, kept), again, {_SHARD}", which):
+            kind, location, start, images = shard
+            places = frozenset(json.loads(again or "[]"))
+            yield Claim(number, Shard(kind, location.decode(*_CODEC), start, images), kept, places)
 
     def unfinished(self) -> Iterator[Claim]:
-        """Yield the shards that are not done, in order; what is finished or set free meanwhile does not matter."""
-        for number, kept, again, *shard in self._pages(f"id, kept, again, {_SHARD}", "digest IS NULL"):
-            yield Claim(number, _shard(shard), kept, frozenset(json.loads(again or "[]")))
+        return self.shards("digest IS NULL")
 
     def commit(self, claim: Claim, record: ShardRecord, publish: Callable[[], None]) -> None:
         """Publish the output and record the shard as done. publish: renames the finished file into place."""
         # A crash before the last step leaves the old file, or one that `verify` knows. To make that again would not do:
         # its kept rows were of the old file, and their images may be gone.
-        self._change(
-            "SET made = ?, images = ?, errors = ?, classes = ?, listed = ?, skipped = ? WHERE id = ?",
-            *(record.digest, record.images, record.errors, json.dumps(record.classes), record.listed),
-            *(json.dumps(asdict(record.skipped)), claim.id),
-        )
+        values = (record.digest, record.images, record.errors, json.dumps(record, default=asdict), claim.id)
+        self._change("SET made = ?, images = ?, errors = ?, record = ? WHERE id = ?", *values)
         publish()
         self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
     def verify(self, output: Callable[[int], Path]) -> list[int]:
-        """Compare every finished file with its digest; return the shards whose file differs or is gone, now free again.
+        """Compare every finished file, at `output`, with its digest; return the shards that are free again for that.
 
-        A file that was published and not recorded before the last process ended is recorded now. output: the path of a
-        shard's file.
+        A file that was published and not recorded before the last process ended is recorded now.
         """
         wrong = []
         for number, digest, made in self._pages("id, digest, made", "made IS NOT NULL"):
@@ -314,23 +292,13 @@ class Ledger:
 
     def records(self) -> Iterator[tuple[int, str, ShardRecord]]:
         """Yield number, kind and record of each finished shard."""
-        columns = "id, kind, classes, skipped, digest, images, errors, listed"
-        for number, kind, classes, skipped, digest, *counts in self._pages(columns, "digest NOTNULL"):
-            images, errors, listed = counts
-            by_class = {int(index): count for index, count in json.loads(classes).items()}
-            names = SkippedNames(**json.loads(skipped))
-            yield number, kind, ShardRecord(digest, images, errors, by_class, listed, names)
-
-    def first_shard_with_errors(self) -> int | None:
-        """The first finished shard that has an unreadable image."""
-        ((first,),) = self._rows("SELECT min(id) FROM shard WHERE digest NOTNULL AND errors > 0")
-        return None if first is None else int(first)
+        for number, kind, record in self._pages("id, kind, record", "digest NOTNULL"):
+            digest, images, errors, classes, listed, skipped = json.loads(record)
+            by_class = {int(index): count for index, count in classes.items()}
+            yield number, kind, ShardRecord(digest, images, errors, by_class, listed, SkippedNames(**skipped))
 
     def _pages(self, columns: str, which: str) -> Iterator[Row]:
-        """Yield columns, of which `id` is the first.
-
-        Page by page: memory stays flat, and no SELECT is open when the caller writes between two rows.
-        """
+        """Yield columns, of which `id` is the first, a page at a time: no SELECT is open while the caller writes."""
         last = 0
         while page := self._rows(f"SELECT {columns} FROM shard WHERE {which} AND id > ? ORDER BY id LIMIT 1000", last):
             yield from page
@@ -368,10 +336,6 @@ class Ledger:
                 f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; if "
                 "there is none, choose a local folder, for SQLite's locks fail on some network file systems"
             ) from None
-
-
-def _shard(row: Sequence[Any]) -> Shard:
-    return Shard(row[0], row[1].decode(*_CODEC), row[2], row[3])
 
 
 def image_shards(start: int, end: int, size: int) -> list[Shard]:

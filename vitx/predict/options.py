@@ -75,10 +75,7 @@ class PredictOptions(Options):
     read_threads: int | None = option(None, "Files read at once. Default: 2, of a URL 16.", ge=1)
     decode_threads: int | None = option(None, "Images decoded at once. Default: all cores.", ge=1)
     shard: Annotated[Share | None, BeforeValidator(_parse_share)] = option(
-        None,
-        "This is job I of N that share the input, each with a part; on any machines.",
-        metavar="I/N",
-        text=True,
+        None, "This is job I of N that share the input, each with a part; on any machines.", metavar="I/N", text=True
     )
     incremental: bool = option(False, "Note what is read, and add what is new or changed when it is run again.")
     state: Path | None = option(None, "Local folder for the ledger and copies of the output, if --out is a URL.")
@@ -87,10 +84,7 @@ class PredictOptions(Options):
     require_signature: RequireSignature = None
     ray: RayAddress = None
     ray_actors: Annotated[tuple[int, int] | None, BeforeValidator(number_range)] = option(
-        None,
-        "Actors of --ray. Default: one a GPU, or as many as fit the CPUs.",
-        metavar="N|MIN:MAX",
-        text=True,
+        None, "Actors of --ray. Default: one a GPU, or as many as fit the CPUs.", metavar="N|MIN:MAX", text=True
     )
     threads: Threads = None
     device: DeviceOption = "auto"

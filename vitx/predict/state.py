@@ -21,18 +21,16 @@ from vitx.predict.pipeline.disk import is_full
 from vitx.predict.pipeline.lock import LOCK, locked
 from vitx.predict.summary import SUMMARY
 
-# OUT/.vitx/ holds the lock and the ledger; with --shard I/N each job has a folder for them in
-# there, beside a file of what all jobs must agree on.
+# OUT/.vitx/ holds the lock and the ledger, or with --shard a folder for each job's, and what all jobs must agree on.
 STATE, LEDGER, AGREEMENT = ".vitx", "ledger.sqlite", "shards.json"
 
 
 @contextmanager
 def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
-    """Yield the ledger of the run that writes to `out`, a file there; nobody else has it within the block.
+    """Yield the ledger of the run that writes to `out`; nobody else has it within the block.
 
     If the block raises before the input is listed, the folders that were made here are removed again. Raises InputError
-    when `out` cannot be written, another process works on it, or it holds the predictions of another run (`overwrite`
-    removes them), or its ledger is damaged.
+    when `out` cannot be written, another process works on it, it holds predictions of another run, or is damaged.
     """
     share = options.share
     if options.overwrite and share != WHOLE:
@@ -102,10 +100,7 @@ def _remove(out: Path, held: ExitStack) -> None:
 
 
 class Run(NamedTuple):
-    """A run as it was created.
-
-    id: random. base, digest and schema: see `Inventory`. created: by this call.
-    """
+    """A run as it was created. id: random. base, digest and schema: see `Inventory`. created: by this call."""
 
     id: str
     base: str
@@ -122,53 +117,45 @@ def open_run(
     measure: Callable[[Inventory], dict[str, Any]] = lambda inventory: {},
     share: Share = WHOLE,
 ) -> Run:
-    """Create the run, or go on with it if it was created with the same settings.
+    """Create the run, or go on with it.
 
-    settings: everything that the rows depend on. take: lists the input, into the ledger. measure: called then, when the
-    run is created; what it returns is kept in the run; if it raises, no run is created.
-    Raises InputError when the run has other settings, and when the jobs of a --shard have other settings, or found
-    another input.
+    settings: all that the rows depend on. take: lists the input. measure: called then; what it returns is kept. Raises
+    InputError when the run or the other jobs of a --shard have other settings, or found another input.
     """
-    agreement = out / STATE / AGREEMENT
-
-    def create() -> None:
-        if agreement.exists():  # before the listing, which may take an hour
-            _refuse_changes(out, _read_agreement(agreement), settings | {"shards": share.jobs})
+    if created := not ledger.description():
+        common = settings | {"shards": share.jobs}
+        if share != WHOLE:  # before the listing, which may take an hour
+            _agree(out, common)
         taken = take(share)
         if share != WHOLE:
-            _agree(out, settings | {"shards": share.jobs, "listing": taken.digest})
+            _agree(out, common | {"listing": taken.digest})
         found = {name: getattr(taken, name) for name in ("base", "digest", "source")}
         found |= {"id": uuid.uuid4().hex, "skipped": asdict(taken.skipped), "schema": schema_to_text(taken.schema)}
         described = settings | found | {"measured": measure(taken)}
         make_folder(out / PREDICTIONS)
         ledger.create(described, taken.shards, share)
-
-    if created := not ledger.description():
-        create()
     run = ledger.description()
     _refuse_changes(out, run, settings)
     return Run(run["id"], run["base"], run["digest"], schema_from_text(run["schema"]), created)
 
 
 def _agree(out: Path, settings: dict[str, Any]) -> None:
-    """Write down what all jobs of a --shard must have in common, or compare it with what the first one wrote."""
+    """Compare what all jobs of a --shard must have in common with what the first one that listed the input wrote."""
     path = out / STATE / AGREEMENT
     try:
-        write_bytes_once(path, json.dumps(settings).encode())  # ASCII: a path need not be valid Unicode
+        if "listing" in settings:
+            write_bytes_once(path, json.dumps(settings).encode())  # ASCII: a path need not be valid Unicode
     except OSError as error:
         if is_full(error):
             raise
         raise InputError(
             f"--shard needs hard links, which the file system of '{out}' lacks: {error.strerror}"
         ) from None
-    _refuse_changes(out, _read_agreement(path), settings)
-
-
-def _read_agreement(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_bytes()))
+        before = dict(json.loads(path.read_bytes())) if path.exists() else settings
     except (ValueError, TypeError):
         raise InputError(f"'{path}', in which the jobs agree, is damaged: choose another folder") from None
+    _refuse_changes(out, before, settings)
 
 
 def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """`summary.json`: what was predicted, how fast, and what held it back."""
 
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from vitx.core.errors import CheckFailed
 from vitx.core.files import Record, sha256_file
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.ledger import Ledger, ShardRecord
+from vitx.predict.ledger import Ledger
 from vitx.predict.options import Share
 from vitx.predict.outputs.parts import escape_invalid_utf8
 from vitx.predict.pipeline.draft import DraftCheck
@@ -35,14 +36,6 @@ class SourceCounts(Record):
     def missing(self) -> int:
         return self.listed - self.predicted - self.unreadable - self.skipped
 
-    def plus(self, record: ShardRecord) -> "SourceCounts":
-        return SourceCounts(
-            listed=self.listed + record.listed,
-            predicted=self.predicted + record.images - record.errors,
-            unreadable=self.unreadable + record.errors,
-            skipped=self.skipped + record.skipped.count,
-        )
-
 
 class Increment(Record):
     """Names (single images, tar and Parquet files) of an input, compared with the output when the process began.
@@ -60,14 +53,11 @@ class Increment(Record):
 
 
 class PredictionSummary(Record):
-    """Counts of the whole input, and the speed of the process that wrote the file.
+    """Counts of the whole input (with `shard` I/N, of that part), and the speed of the process that wrote the file.
 
-    Of the whole input: images (rows), errors (unreadable images), shards, classes (images by label), sources
-    (folder, pattern, list, image, tar, parquet), complete (all names that were listed are among them). Of this process
-    alone, as an earlier one may have done the rest: images_here, seconds, images_per_second, stages (the part of the
-    time that each stage was busy, 0 to 1), binding (the busiest stage), runtime. draft: what `--draft`
-    changed on the sample. shard: with `--shard` I/N, whose part of the input "whole input" is above. increment: with
-    `--incremental`.
+    images: rows. errors: unreadable images. classes: images by label. complete: all names that were listed are among
+    `sources`. Of this process alone: images_here, seconds, images_per_second, stages (the part of the time that each
+    was busy, 0 to 1), binding (the busiest), runtime. draft: what `--draft` changed on the sample.
     """
 
     format_version: int = 4
@@ -114,7 +104,6 @@ def summarize(
     ledger: Ledger,
     bundle: Bundle,
     performance: Performance,
-    *,
     certified: bool,
     shard: Share | None = None,
     increment: Increment | None = None,
@@ -124,13 +113,16 @@ def summarize(
     labels = bundle.manifest.labels
     images_by_label = dict.fromkeys(labels, 0)  # two classes may have the same label; they are one entry
     source, skipped = run["source"], SkippedNames(**run["skipped"])
-    sources = {source: SourceCounts(listed=skipped.count, skipped=skipped.count)} if skipped.count else {}
+    counted = defaultdict[str, Counter[str]](Counter)
+    if skipped.count:
+        counted[source].update(listed=skipped.count, skipped=skipped.count)
     for _, kind, record in ledger.records():
-        named = source if kind == "images" else kind
-        sources[named] = sources.get(named, SourceCounts()).plus(record)
+        of_shard = {"listed": record.listed, "unreadable": record.errors, "skipped": record.skipped.count}
+        counted[source if kind == "images" else kind].update(of_shard, predicted=record.images - record.errors)
         skipped.merge(record.skipped)
         for index, images in record.classes.items():
             images_by_label[labels[index]] += images
+    sources = {name: SourceCounts(**counts) for name, counts in counted.items()}
     return PredictionSummary(
         bundle=bundle.manifest.name,
         bundle_sha256=bundle_digest(bundle.path),
@@ -146,12 +138,9 @@ def summarize(
             {escape_invalid_utf8(suffix): count for suffix, count in skipped.by_suffix.items()},
             [escape_invalid_utf8(name) for name in skipped.first],
         ),
-        images_here=performance.images,
-        seconds=performance.seconds,
-        images_per_second=performance.images / performance.seconds,
+        **performance._asdict(),
+        images_per_second=performance.images_here / performance.seconds,
         binding=busiest(performance.stages),
-        stages=performance.stages,
-        runtime=performance.runtime,
         versions=installed_versions(),
         created=timestamp(),
         draft=run["measured"].get("draft"),

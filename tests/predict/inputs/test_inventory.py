@@ -16,7 +16,7 @@ from bundle_fixture import listed
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import inventory as inventory_module
-from vitx.predict.inputs import remote
+from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Shard
@@ -279,7 +279,7 @@ def test_versions_wait_for_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(stopped)
         return "first" if location == "0" else str(stopped.wait(30))
 
-    monkeypatch.setattr(inventory_module, "version_of", version)
+    monkeypatch.setattr(stores, "version_of", version)
     names = inventory_module._with_versions("", map(str, range(40)))
     assert next(names) == ("0", "first")
     names.close()

@@ -21,7 +21,7 @@ from cli_fixture import Vitx
 from vitx.core.bundle import Bundle
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
-from vitx.predict.inputs import remote, stores
+from vitx.predict.inputs import remote
 from vitx.predict.options import PredictOptions
 
 PIXELS = [colour_image(index, np.random.default_rng(index)) for index in range(4)]
@@ -297,7 +297,6 @@ def test_a_tar_that_is_replaced_or_removed_while_it_is_read_is_noticed(
 ) -> None:
     """In blocks of 1 KiB, before the third is read."""
     monkeypatch.setattr(remote, "BLOCK_BYTES", 1024)
-    monkeypatch.setattr(stores, "BLOCK_BYTES", 1024)
     store.put("a.tar", TAR)
     action = (lambda: store.remove("a.tar")) if removed else (lambda: store.put("a.tar", TAR + bytes(512)))
     store.before("GET /B/a.tar", action, but_first=2)

@@ -10,7 +10,7 @@ from fsspec import AbstractFileSystem
 
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
-from vitx.predict.inputs import stores
+from vitx.predict.inputs import remote
 from vitx.predict.inputs.stores import expand, is_image_name, join, read_bytes, walk_images
 
 
@@ -112,7 +112,7 @@ def test_a_remote_folder_that_cannot_be_listed_is_a_row(monkeypatch: pytest.Monk
             "b/in/gone": RuntimeError("reset by peer"),
         }
     )
-    monkeypatch.setattr(stores, "remote_filesystem", lambda location: (tree, location.partition("://")[2].rstrip("/")))
+    monkeypatch.setattr(remote, "remote_filesystem", lambda location: (tree, location.partition("://")[2].rstrip("/")))
     assert sorted(name for name, _ in walk_images("s3://b/in", print)) == ["1.png", "gone/", "sub/2.jpg", "sub/shut/"]
     assert waits == [0.2, 1.0]
     with pytest.raises(ImageError, match=r"^cannot list the folder: Access Denied$"):

@@ -2,62 +2,18 @@
 
 import threading
 import time
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator
 from contextlib import closing, suppress
 from typing import Any
 
 import pytest
 
 from server_process import wait_until
-from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, busiest, results, submitted
+from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, busiest
 
 
 class Stopped(Exception):
     pass
-
-
-def test_results_keep_the_order_of_the_values() -> None:
-    """Although the first ends last."""
-    others_ended = threading.Semaphore(0)
-
-    def work(value: int) -> int:
-        if value:
-            others_ended.release()
-        else:
-            assert all(others_ended.acquire(timeout=20) for _ in range(3))
-        return -value
-
-    with ThreadPoolExecutor(2) as pool:
-        futures = list(submitted(pool, work, range(4)))
-        assert list(results(futures)) == [0, -1, -2, -3]
-
-
-def test_an_error_in_a_pool_is_raised_at_its_place() -> None:
-    def work(value: int) -> int:
-        if value == 2:
-            raise Stopped
-        return value
-
-    with ThreadPoolExecutor(2) as pool:
-        found = results(submitted(pool, work, range(4)))
-        assert [next(found), next(found)] == [0, 1]
-        with pytest.raises(Stopped):
-            next(found)
-
-
-def test_values_are_taken_one_by_one() -> None:
-    taken: list[int] = []
-
-    def values() -> Iterator[int]:
-        for value in range(3):
-            taken.append(value)
-            yield value
-
-    with ThreadPoolExecutor(1) as pool:
-        futures = submitted(pool, str, values())
-        assert next(futures).result() == "0"
-        assert taken == [0]
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -8,7 +8,7 @@ import hashlib
 import io
 import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,28 +17,16 @@ from typing import Any, Literal, NamedTuple
 from vitx.core.errors import EnvironmentMissing, InputError
 from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.remote import is_http
+from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.stores import (
-    exists,
-    expand,
-    is_folder,
-    is_image_name,
-    is_url,
-    join,
-    open_stream,
-    read_bytes,
-    version_of,
-    walk_images,
-)
-from vitx.predict.inputs.tables import TableColumns, Tables, key_records, read_rows, refuse_equal_keys
+from vitx.predict.inputs.tables import TableColumns, Tables, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
 from vitx.predict.options import WHOLE, Share
 
 Source = Literal["folder", "pattern", "list", "image"]
-TAR_NAMES = (".tar", ".tar.gz", ".tgz")
+CONTAINER_NAMES = (".tar", ".tar.gz", ".tgz", ".parquet")
 LIST_NAMES = (".txt", ".lst", ".list")
 # Characters of a line of a list, and of a list: what a server sends may have no end.
 MAX_LINE, MAX_LIST = 1 << 16, 1 << 37
@@ -49,8 +37,7 @@ VERSION_THREADS = 16
 class Item(NamedTuple):
     """An image: its key (the `path` in the output), and its location, bytes, pixels, or why it cannot be read.
 
-    copied: a `pyarrow.RecordBatch` of one row: columns of a Parquet file that go on to the output. version: of what is
-    read, see `version_of`; of a tar or Parquet file its own; None if it was not asked for or cannot be told.
+    copied: a `pyarrow.RecordBatch` of one row of columns that go on to the output. version: see `stores.version_of`.
     """
 
     key: str
@@ -63,9 +50,8 @@ class Item(NamedTuple):
 class Inventory:
     """The shards of an input, or of one share of it.
 
-    base: the folder or URL that names are relative to. digest: identifies the listing of the whole input. source: what
-    names the single images. skipped: names beside them; counted in the first share. schema: a `pyarrow.Schema` of the
-    columns of Parquet files that go on to the output, None if there are none.
+    base: the folder or URL that names are relative to. digest: of the listing of the whole input. source: what names
+    the single images. skipped: names beside them; counted in the first share. schema: see `TableColumns`.
     """
 
     base: str
@@ -83,13 +69,12 @@ def take_inventory(
 
     source: a folder of images (or, if it has none, of tar or Parquet files), a glob pattern, one tar or Parquet file or
     image, a text file with one path or URL a line (relative to the file's folder, and kept in its order), or any of
-    these by URL. Memory does not grow with the number of images. Raises InputError if
-    there is nothing to predict, no Parquet file whose `columns` of images and keys are clear, one whose columns cannot
-    go on to the output, or two rows of one key.
+    these by URL. Raises InputError if there is nothing to predict, for columns of Parquet files that are not clear or
+    cannot go on to the output, or two rows of one key.
     """
     found = list_input(source, ledger, columns)
     if columns.key is not None:
-        refuse_equal_keys(columns.key, key_records(found.base, found.shards, columns.key))
+        refuse_equal_keys(found.base, found.shards, columns.key)
     count, listed = ledger.number(share)
     digest = hashlib.sha256(f"{listed} {found.base} {list(found.shards)}".encode("utf-8", "backslashreplace"))
     share = share or WHOLE
@@ -103,18 +88,20 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
 
     again: it was listed before, and `columns` has the schema that was found then; the images have versions.
     """
-    source = source if is_url(source) else source.rstrip("/") or "/"
+    source = source if stores.is_url(source) else source.rstrip("/") or "/"
     containers: list[str] = []
     skipped = SkippedNames()
-    folder = _is_folder(source)
+    # Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it.
+    file = stores.is_image_name(source) or source.lower().endswith((*CONTAINER_NAMES, *LIST_NAMES))
+    folder = not (file and remote.is_http(source)) and stores.is_folder(source)
 
     def beside(name: str) -> None:
-        taken = _is_container(name) and not (folder and (name.startswith(".") or "/" in name))
+        taken = name.lower().endswith(CONTAINER_NAMES) and not (folder and (name.startswith(".") or "/" in name))
         containers.append(name) if taken else skipped.add(name)
 
     named: Source = "folder"
     if folder:
-        base, images = source, walk_images(source, beside, versions=again)
+        base, images = source, stores.walk_images(source, beside, versions=again)
     else:
         named, base, names = _named(source, beside)
         images = _with_versions(base, names) if again else ((name, None) for name in names)
@@ -124,7 +111,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
             skipped.add(name)
         containers = []
     tables = Tables(columns, again=again)
-    units = [unit for name in sorted(containers) for unit in _container_shards(base, name, tables)]
+    units = [unit for name in sorted(containers) for unit in tables.shards(base, name)]
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
@@ -136,61 +123,39 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
 
 
-def _container_shards(base: str, name: str, tables: Tables) -> list[Shard]:
-    if name.lower().endswith(".parquet"):
-        return [Shard("parquet", name, start, count) for start, count in tables.row_groups(base, name)]
-    return [Shard("tar", name)]
-
-
-def _is_folder(source: str) -> bool:
-    """Of an HTTP server any page may be one: what has the name of a file is not read to look for links in it."""
-    named = is_image_name(source) or source.lower().endswith((*TAR_NAMES, *LIST_NAMES, ".parquet"))
-    return not (named and is_http(source)) and is_folder(source)
-
-
 def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
-    """What names the images of an input that is no folder, their base, and themselves.
-
-    beside: called with the names of other files, those of a pattern while its images are asked for.
-    """
-    if not exists(source):
+    """What names the images of an input that is no folder, their base, and themselves; `beside` is told other names."""
+    if not stores.exists(source):
         if not glob.has_magic(source):
             raise InputError(f"there is nothing at '{source}': expected a folder of images, a file, a pattern or a URL")
-        return "pattern", "", _matched_images(source, beside)
+        return "pattern", "", _images_of(stores.expand(source), beside)
     above, _, name = source.rpartition("/")
     base = above or ("/" if source.startswith("/") else "")
     if base.endswith(":/"):  # memory://images.tar has no folder
         base, name = "", source
     if name.lower().endswith(LIST_NAMES):
         return "list", base, _lines(source)
-    if is_image_name(name):
-        return "image", base, iter([name])
-    if not _is_container(name):
+    if not (stores.is_image_name(name) or name.lower().endswith(CONTAINER_NAMES)):
         raise InputError(
             f"'{source}' is not a known kind of input: expected a folder, an image, .tar, .tar.gz, .parquet, "
             f"or a list of paths in {', '.join(LIST_NAMES)}"
         )
-    beside(name)
-    return "image", base, iter(())
+    return "image", base, _images_of([name], beside)
 
 
-def _matched_images(pattern: str, beside: Callable[[str], None]) -> Iterator[str]:
-    for path in expand(pattern):
-        if is_image_name(path):
-            yield path
+def _images_of(names: Iterable[str], beside: Callable[[str], None]) -> Iterator[str]:
+    for name in names:
+        if stores.is_image_name(name):
+            yield name
         else:
-            beside(path)
-
-
-def _is_container(name: str) -> bool:
-    return name.lower().endswith((*TAR_NAMES, ".parquet"))
+            beside(name)
 
 
 def _lines(source: str) -> Iterator[str]:
     number = length = 0
     try:
         # utf-8-sig: some editors begin a file with a mark of its encoding.
-        with io.TextIOWrapper(open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
+        with io.TextIOWrapper(stores.open_stream(source), encoding="utf-8-sig", errors="surrogateescape") as file:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), 1):
                 length += len(line)
                 if "\0" in line:
@@ -217,7 +182,7 @@ def _with_versions(base: str, names: Iterator[str]) -> Generator[tuple[str, str 
     pool = ThreadPoolExecutor(VERSION_THREADS)
     try:
         while block := list(itertools.islice(names, 1024)):
-            yield from pool.map(lambda name: (name, version_of(join(base, name), stopped)), block)
+            yield from pool.map(lambda name: (name, stores.version_of(stores.join(base, name), stopped)), block)
     finally:
         stopped.set()
         pool.shutdown(cancel_futures=True)
@@ -235,21 +200,18 @@ def read_shard(
 ) -> Generator[Item, None, None]:
     """Yield the images of a shard, always in the same order; of a tar file, other names are added to `skipped`.
 
-    listing: see `names_of`. versions: those of tar and Parquet files are told with their images; of single images,
-    `read_item` tells them. stopped: see `read_bytes`.
-
-    What cannot be read is an Item with the error for each row of a row group that was listed, or one for the rest of a
-    file whose images were not counted.
+    listing: see `names_of`. versions: of tar and Parquet files; of single images `read_item` tells them. What cannot be
+    read is an Item with the error for each listed row, or one for the rest of a file whose images were not counted.
     """
     if shard.kind == "images":
-        yield from (Item(name, join(base, name)) for name in names_of(shard, listing))
+        yield from (Item(name, stores.join(base, name)) for name in names_of(shard, listing))
         return
-    version = version_of(join(base, shard.location), stopped) if versions else None
+    version = stores.version_of(stores.join(base, shard.location), stopped) if versions else None
     if shard.kind == "parquet":
         yield from _parquet_items(shard, base, columns, stopped, version)
         return
     try:
-        with open_stream(join(base, shard.location), stopped) as file:
+        with stores.open_stream(stores.join(base, shard.location), stopped) as file:
             for name, content in tar_images(file, skipped):
                 yield Item(f"{shard.location}/{name}", content, version=version)
     except TAR_ERRORS as error:
@@ -258,14 +220,14 @@ def read_shard(
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
-    """Return the image with its bytes, or with the reason why they cannot be read. stopped: see `read_bytes`."""
+    """Return the image with its bytes, or with the reason why they cannot be read."""
     if not isinstance(item.source, str):
         return item
     source = item.source
     if versions and item.version is None:  # before it is read: what changes meanwhile has another version then
-        item = item._replace(version=version_of(source, stopped))
+        item = item._replace(version=stores.version_of(source, stopped))
     try:
-        return item._replace(source=read_bytes(source, stopped))
+        return item._replace(source=stores.read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
 

@@ -1,6 +1,7 @@
 """Object stores through fsspec: every request has a time limit, is made again where that may help, and can be stopped.
 
 A thread that waits for a store is a daemon, and nobody waits for it: a stop never depends on a server.
+stopped: when it is set, what waits raises CancelledError.
 """
 
 import asyncio
@@ -84,10 +85,7 @@ async def _http_client(**options: Any) -> Any:
 def ask(
     system: Any, question: str, path: str, *, stopped: threading.Event | None = None, seconds: float = 0, **options: Any
 ) -> Any:
-    """What a file system's method `question` says of `path`.
-
-    Raises TimeoutError after `seconds` (0: READ_SECONDS), CancelledError when `stopped` is set.
-    """
+    """What a file system's `question` says of `path`. Raises TimeoutError after `seconds` (0: READ_SECONDS)."""
     if getattr(system, "async_impl", False):  # can be cancelled, which closes the connection
         future = asyncio.run_coroutine_threadsafe(getattr(system, f"_{question}")(path, **options), system.loop)
     else:
@@ -127,8 +125,7 @@ def _awaited(future: Future[T], seconds: float, stopped: threading.Event | None)
 def attempts(function: Callable[[], T], problem: str, stopped: threading.Event | None = None) -> T:
     """The value of `function`, which is called again unless its error will not change; at last raise ImageError.
 
-    Not after PATIENCE_SECONDS, in which the store's own package has tried it again. Raises CancelledError when
-    `stopped` is set.
+    Not after PATIENCE_SECONDS, in which the store's own package has tried it again.
     """
     end = time.monotonic() + PATIENCE_SECONDS
     for wait in (*REMOTE_WAITS, None):
@@ -183,7 +180,6 @@ class RemoteFile(io.RawIOBase):
 
     Each block has READ_SECONDS, and is asked for again where that may help; then raises OSError. Over HTTP a file that
     is read from its beginning is one request; after a broken connection, or a seek, the server must give parts of it.
-    stopped: see `ask`.
     """
 
     def __init__(self, location: str, stopped: threading.Event | None = None) -> None:

@@ -1,7 +1,7 @@
 """Reading from local files, and from object stores by URL through fsspec.
 
-A location is a path or a URL. Paths are `str` as Python decodes file names (surrogateescape), so that names which are
-not UTF-8 work too.
+A location is a path or a URL. Paths are `str` as Python decodes file names (surrogateescape), for names that are not
+UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 """
 
 import errno
@@ -15,23 +15,14 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError
 from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
-from vitx.predict.inputs.remote import (
-    BLOCK_BYTES,
-    LIST_SECONDS,
-    RemoteFile,
-    ask,
-    attempts,
-    check_size,
-    is_http,
-    read_object,
-    remote_filesystem,
-)
+from vitx.predict.inputs import remote
 
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
@@ -60,14 +51,11 @@ def is_hidden(name: str) -> bool:
 
 
 def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
-    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read.
-
-    stopped: when it is set, a request to a store is cancelled; then raises CancelledError.
-    """
+    """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
     if location.endswith("/"):  # a folder that `walk_images` could not enter
         raise ImageError(_folder_problem(location))
     try:
-        return read_object(location, stopped) if is_url(location) else _read_file(location)
+        return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
     except OSError as error:
         raise ImageError(f"cannot open the image: {error.strerror or error}") from None
     except VitxError as error:  # a URL that nothing here can open is one bad row of a list
@@ -75,21 +63,16 @@ def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
 
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
-    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`.
-
-    stopped: see `read_bytes`.
-    """
+    """Open a tar, Parquet or list file for reading. Raises OSError then, or when it is read; see `RemoteFile`."""
     if not is_url(location):
         return Path(location).open("rb")
-    return cast(BinaryIO, io.BufferedReader(RemoteFile(location, stopped), BLOCK_BYTES))
+    return cast(BinaryIO, io.BufferedReader(remote.RemoteFile(location, stopped), remote.BLOCK_BYTES))
 
 
 def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = False) -> Iterator[tuple[str, str | None]]:
     """Yield the paths of the images below a folder, relative to it and unsorted, with None or their `versions`.
 
-    skip: called with each other name.
-
-    Links to folders are followed. A folder that cannot be listed, or that is a link to one of its own parents, is
+    skip: called with each other name. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
     if is_url(root):
@@ -98,17 +81,14 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
 
 
 def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
-    """What changes when a file or an object does: size with time or ETag. None: it cannot be told.
-
-    stopped: see `read_bytes`.
-    """
+    """What changes when a file or an object does: size with time or ETag. None: it cannot be told."""
     try:
         if not is_url(location):
             local = os.stat(location)
             return f"{local.st_size}-{local.st_mtime_ns}"
-        system, path = remote_filesystem(location)
-        found = attempts(lambda: ask(system, "info", path, stopped=stopped), "it gives no answer", stopped)
-        return _entry_version(found)
+        system, path = remote.remote_filesystem(location)
+        ask = partial(remote.ask, system, "info", path, stopped=stopped)
+        return _entry_version(remote.attempts(ask, "it gives no answer", stopped))
     except (OSError, ImageError, VitxError):
         return None
 
@@ -121,14 +101,11 @@ def _entry_version(entry: dict[str, Any]) -> str | None:
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield the locations that a glob pattern (*, ?, [], **) matches, unsorted.
-
-    Also a remote folder that cannot be listed, with a slash at its end, as `walk_images` does.
-    """
+    """Yield the locations that a glob pattern matches, and remote folders that cannot be listed, as `walk_images`."""
     if not is_url(pattern):
         yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
         return
-    system, path = remote_filesystem(pattern)
+    system, path = remote.remote_filesystem(pattern)
     if _finds_prefixes(system):
         yield from (str(system.unstrip_protocol(match)) for match in _look(pattern, "glob"))
         return
@@ -144,21 +121,17 @@ def expand(pattern: str) -> Iterator[str]:
 
 
 def is_folder(location: str) -> bool:
-    if not is_url(location):
-        return os.path.isdir(location)
-    return bool(_look(location, "isdir"))
+    return bool(_look(location, "isdir")) if is_url(location) else os.path.isdir(location)
 
 
 def exists(location: str) -> bool:
-    if not is_url(location):
-        return os.path.exists(location)
     # fsspec's own question takes an HTTP server that does not answer for one that does not have it.
-    return _look(location, "info") is not None
+    return _look(location, "info") is not None if is_url(location) else os.path.exists(location)
 
 
 def _look(location: str, question: str) -> Any:
     """The answer of a store, None if there is nothing."""
-    system, path = remote_filesystem(location)
+    system, path = remote.remote_filesystem(location)
     try:
         return _listed(system, question, path, "it gives no answer")
     except FileNotFoundError:
@@ -169,8 +142,8 @@ def _look(location: str, question: str) -> Any:
 
 def _listed(system: Any, question: str, path: str, problem: str = "cannot list the folder", **options: Any) -> Any:
     """The answer to a question about all of a folder: of an HTTP server it is one page."""
-    seconds = 0 if is_http(path) else LIST_SECONDS
-    return attempts(lambda: ask(system, question, path, seconds=seconds, **options), problem)
+    seconds = 0 if remote.is_http(path) else remote.LIST_SECONDS
+    return remote.attempts(lambda: remote.ask(system, question, path, seconds=seconds, **options), problem)
 
 
 def _finds_prefixes(system: Any) -> bool:
@@ -186,7 +159,7 @@ def _read_file(path: str) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not stat.S_ISREG(found.st_mode):
             raise ImageError("not a regular file")
-        check_size(found.st_size)
+        remote.check_size(found.st_size)
         return file.read()
 
 
@@ -205,7 +178,8 @@ def _walk_local(root: str, skip: Callable[[str], None]) -> Iterator[str]:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     hidden = entry.name.startswith(".")
-                    if not hidden and _is_folder(entry):
+                    # Of a link that leads to itself, only os.path tells that it is no folder.
+                    if not hidden and (os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()):
                         todo.append((f"{prefix}{entry.name}/", above | {here}))
                     elif not hidden and is_image_name(entry.name):
                         yield prefix + entry.name
@@ -217,29 +191,21 @@ def _walk_local(root: str, skip: Callable[[str], None]) -> Iterator[str]:
             yield prefix
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link that leads to itself
-        return False
-
-
 def _folder_problem(location: str) -> str:
-    if is_url(location):
-        try:
-            _list_remote(*remote_filesystem(location))
-        except (ImageError, OSError) as error:
-            return str(error) if isinstance(error, ImageError) else f"cannot list the folder: {error}"
-        return "the folder could not be listed, and now can: predict its images with another run"
     try:
+        if is_url(location):
+            _list_remote(*remote.remote_filesystem(location))
+            return "the folder could not be listed, and now can: predict its images with another run"
         with os.scandir(location):
             return "a link to one of its own parent folders: not followed"
+    except ImageError as error:
+        return str(error)
     except OSError as error:
-        return f"cannot list the folder: {error.strerror}"
+        return f"cannot list the folder: {error.strerror or error}"
 
 
 def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[tuple[str, str | None]]:
-    system, top = remote_filesystem(root)
+    system, top = remote.remote_filesystem(root)
     system.invalidate_cache()  # of an earlier listing in this process
     top = top.rstrip("/")
     for name, entry in _entries(system, top):

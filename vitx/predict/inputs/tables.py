@@ -25,9 +25,8 @@ BATCH_ROWS = 64
 class TableColumns:
     """Which columns of Parquet files are used.
 
-    image: None: told by type and name. key: whose values are the rows' keys. copied: those that go on to the output;
-    None: all but those that may hold images. taken: names that the output has itself. schema: a `pyarrow.Schema` of
-    what goes on, as it was found when the input was listed.
+    image: None: told by type and name. key: of the rows' keys. copied: those that go on to the output; None: all but
+    those that may hold images. taken: names that the output has itself. schema: a `pyarrow.Schema` of what goes on.
     """
 
     image: str | None = None
@@ -40,8 +39,7 @@ class TableColumns:
 class Tables:
     """What is found while the Parquet files of an input are listed.
 
-    refused: an error for each file whose columns of images or keys are not clear. again: the input was listed before,
-    and no other columns than then can go on to the output.
+    refused: errors of files whose columns are not clear. again: only the columns found before can go on to the output.
     """
 
     def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
@@ -50,26 +48,25 @@ class Tables:
         # By name: the type, and the file where it was found first.
         self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
 
-    def row_groups(self, base: str, name: str) -> list[tuple[int, int | None]]:
-        """The first row and the number of rows of each row group; (0, None) for a file that cannot be read.
-
-        Raises InputError for a column that cannot go on to the output.
-        """
+    def shards(self, base: str, name: str) -> list[Shard]:
+        """Of a tar or Parquet file. Raises InputError for a column that cannot go on to the output."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        if not name.lower().endswith(".parquet"):
+            return [Shard("tar", name)]
         try:
             with open_stream(join(base, name)) as file:
                 parquet = pq.ParquetFile(file)
                 schema, groups = parquet.schema_arrow, _row_groups(parquet)
                 _image_column(schema, self._columns, name)
         except (OSError, pa.ArrowException):
-            return [(0, None)]  # reading it gives a row with the reason
+            return [Shard("parquet", name)]  # reading it gives a row with the reason
         except InputError as error:
             self.refused.append(error)
-            return [(0, None)]
+            return [Shard("parquet", name)]
         self._copy(schema, name)
-        return groups
+        return [Shard("parquet", name, start, count) for start, count in groups]
 
     def schema(self) -> Any:
         """Of the columns that go on to the output, in every file the same; None if there are none."""
@@ -129,8 +126,7 @@ def read_rows(
     """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
     row group that begins with row `start` and has `count` rows; of the file without a count.
 
-    stopped: see `read_bytes`. Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns
-    are not clear.
+    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
     """
     import pyarrow.parquet as pq
 
@@ -158,10 +154,11 @@ def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
     return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
-def refuse_equal_keys(column: str, records: Iterable[tuple[str, str]]) -> None:
-    """Raise InputError for a key that two rows have. records: of each row the key, and where it is."""
+def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Iterable[tuple[str, str]] = ()) -> None:
+    """Raise InputError for a key that two rows have, or a row without one. more: of further rows the key, and where."""
     with closing(sqlite3.connect("")) as database:  # a file without a name
         database.execute("CREATE TABLE row (key TEXT, place TEXT)")
+        records = itertools.chain(_key_records(base, shards, column), more)
         database.executemany("INSERT INTO row VALUES (?, ?)", records)
         equal = "SELECT key, min(place), max(place) FROM row GROUP BY key HAVING count(*) > 1 LIMIT 1"
         for key, place, other in database.execute(equal):
@@ -171,8 +168,7 @@ def refuse_equal_keys(column: str, records: Iterable[tuple[str, str]]) -> None:
             )
 
 
-def key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
-    """Key and place of all rows of row groups. Raises InputError for a row without a key."""
+def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

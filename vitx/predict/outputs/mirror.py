@@ -8,8 +8,8 @@ import inspect
 import json
 import os
 import socket
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +43,15 @@ class Mirror:
     def begin(self, ledger: Ledger, run: str, summary: Path, *, overwrite: bool) -> None:
         """Check that the store can be written, and put what it lacks of the finished shards.
 
-        run: identifies the run. summary: its file, whose copy is removed if it is not there. Raises InputError if the
-        store has predictions of another run (`overwrite` removes them).
+        summary: its copy is removed if it is not there. Raises InputError if the store has predictions of another run.
         """
         self._system.invalidate_cache()
-        parts, marker = self._parts(), dict[str, Any]()
+        parts, marker, marked = self._parts(), dict[str, Any](), f"{self._root}/{self._marker}"
         with suppress(ValueError):
-            found = self._ask(lambda: self._system.cat_file(f"{self._root}/{self._marker}"))
-            marker = dict(json.loads(found or b"{}"))
+            marker = dict(json.loads(self._ask("cat_file", marked) or b"{}"))
         if overwrite:
             for name in (*(f"{PREDICTIONS}/{part}" for part in parts), summary.name, self._marker):
-                self._remove(name)
+                self._ask("rm_file", f"{self._root}/{name}")
             parts, marker = {}, {}
         if (parts or marker) and marker.get("run") != run:
             where = f"its ledger is in {marker['state']} of {marker['host']}" if marker else "nothing tells which"
@@ -62,28 +60,24 @@ class Mirror:
                 f"'{self.url}' holds predictions of another run ({where}): name that folder with --state, choose "
                 f"another URL, or {remedy}"
             )
-        mark = {"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}
-        content = json.dumps(mark).encode()
+        mark = json.dumps({"run": run, "host": socket.gethostname(), "state": os.path.abspath(self._out)}).encode()
         # Of two runs that begin at once the store takes one, if it can.
         can = "mode" in inspect.signature(self._system.pipe_file).parameters
         new = {"mode": "create"} if can and not marker else {}
-        self._ask(lambda: self._system.pipe_file(f"{self._root}/{self._marker}", content, **new), writes=True)
+        self._ask("pipe_file", marked, mark, **new)
         if not summary.exists():
-            self._remove(summary.name)
+            self._ask("rm_file", f"{self._root}/{summary.name}")
         for number, _, _ in ledger.records():
             path = part_path(self._out, number)
             if parts.get(path.name) != path.stat().st_size:
                 self.put(path, f"{PREDICTIONS}/{path.name}")
 
     def put(self, path: Path, name: str) -> None:
-        self._ask(lambda: self._system.put_file(os.fspath(path), f"{self._root}/{name}"), writes=True)
-
-    def _remove(self, name: str) -> None:
-        self._ask(lambda: self._system.rm_file(f"{self._root}/{name}"))
+        self._ask("put_file", os.fspath(path), f"{self._root}/{name}")
 
     def _parts(self) -> dict[str, int]:
         """The sizes of the parts of this job that the store has, by name."""
-        found = self._ask(lambda: self._system.ls(f"{self._root}/{PREDICTIONS}", detail=True)) or ()
+        found = self._ask("ls", f"{self._root}/{PREDICTIONS}", detail=True) or ()
         sizes = {}
         for entry in found:
             name = str(entry["name"]).rpartition("/")[2]
@@ -92,12 +86,12 @@ class Mirror:
                 sizes[name] = int(entry["size"] or 0)
         return sizes
 
-    def _ask(self, operation: Callable[[], Any], *, writes: bool = False) -> Any:
+    def _ask(self, question: str, *given: Any, **options: Any) -> Any:
         """None if there is nothing to read or to remove; where something is written, its bucket is not there."""
         try:
-            return attempts(operation, "it gives no answer")
+            return attempts(partial(getattr(self._system, question), *given, **options), "it gives no answer")
         except (ImageError, OSError) as error:
-            if isinstance(error, FileNotFoundError) and not writes:
+            if isinstance(error, FileNotFoundError) and question not in ("pipe_file", "put_file"):
                 return None
             raise EnvironmentMissing(
                 f"cannot write to '{self.url}': {error}. Finished shards are kept: run the same command again"

@@ -1,16 +1,9 @@
 """Predictions as Parquet, one file a shard: its columns, the ranking of the classes, and how a file appears whole.
 
 A part is written under a temporary name, flushed to the disk, hashed, and renamed only when the ledger records it.
-
-Columns: path (string), class (string), class_index (int32), score (float32, softmax), top_k_classes (list of string),
-top_k_scores (list of float32), error (string), on request logits, embeddings and attention (lists of float32: Spark 3.5
-opens no file with a column of float16), and those of the input that are copied.
-
 Shape letters: N images, M of them with a prediction, C classes, K best classes.
 """
 
-import errno
-import hashlib
 import itertools
 import re
 import uuid
@@ -49,10 +42,7 @@ def part_path(out: Path, shard: int) -> Path:
 
 
 def escape_invalid_utf8(name: str) -> str:
-    """A file name as Python decodes it, with bytes that are not UTF-8 as \\xNN: strings in Parquet are UTF-8.
-
-    No two names become one: a name that then has a \\xNN has its own backslashes doubled.
-    """
+    """A file name with bytes that are not UTF-8 as \\xNN; one that then has a \\xNN has its own backslashes doubled."""
     if name.isascii() and "\\x" not in name:  # most names, a million times
         return name
     doubled = name.replace("\\", "\\\\").encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -63,8 +53,8 @@ def escape_invalid_utf8(name: str) -> str:
 class Rows:
     """The rows of N images; the M of them whose error is None have a prediction, in the same order.
 
-    indices and scores: (M, K), best first. lists: the requested ones of LIST_COLUMNS, (M, width) each; those of no
-    image may be left out. copied and versions: of N, see `Item`; may be left out where the file has no such columns.
+    indices and scores: (M, K), best first. lists: of LIST_COLUMNS, (M, width) each. copied and versions: of N, see
+    `Item`; what the file has no column for may be left out.
     """
 
     keys: Sequence[str]
@@ -95,27 +85,22 @@ class Part(NamedTuple):
 
 
 class KeptRows:
-    """The rows of a finished file that stay when others are made again: those without an error that are not `again`.
+    """The rows of a finished file that stay when others are made again: those without an error that are not `again`."""
 
-    Its keys are in memory; the other columns are read by blocks, at the end.
-    """
-
-    def __init__(self, path: Path, digest: str, again: frozenset[int] = frozenset()) -> None:
+    def __init__(self, path: Path, again: frozenset[int]) -> None:
         import pyarrow.parquet as pq
 
         with path.open("rb") as file:
             table = pq.ParquetFile(file).read(columns=["path", "error"])
-        self._path, self._digest, self._keys = path, digest, table["path"].to_pylist()
+        self._path, self._keys = path, table["path"].to_pylist()
         self._again = again.union(np.flatnonzero(table["error"].is_valid().to_numpy()).tolist())
         # Whether the row at each place of the new file is that of the old one.
         self._kept: list[bool] = []
 
     @classmethod
     def of(cls, path: Path, digest: str | None, again: frozenset[int] = frozenset()) -> "KeptRows | None":
-        """The rows of the file at `path`, but those `again`, if it is the one with this sha256."""
-        if digest is None or not path.is_file() or sha256_file(path) != digest:
-            return None
-        return cls(path, digest, again)
+        """None unless the file at `path` is the one with this sha256."""
+        return cls(path, again) if path.is_file() and sha256_file(path) == digest else None
 
     def keep(self, key: str) -> bool:
         """Called for each image of the shard in turn: whether its row is kept, so that it is not predicted again."""
@@ -125,17 +110,12 @@ class KeptRows:
         return kept
 
     def merge_into(self, path: Path) -> None:
-        """Put the kept rows among the new ones of the file at `path`.
-
-        Raises FileNotFoundError if the old file is no longer what it was: another worker has finished the shard.
-        """
+        """Put the kept rows among the new ones of the file at `path`."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         merged = path.with_name(f"{path.name}.merged")
         with self._path.open("rb") as old_file, path.open("rb") as new_file:
-            if hashlib.file_digest(old_file, "sha256").hexdigest() != self._digest:
-                raise FileNotFoundError(errno.ENOENT, "another worker has replaced it", str(self._path))
             parquet, schema = pq.ParquetFile(old_file), pq.read_schema(new_file)
             # As large as the old file's groups: they are small where there are images in the columns.
             groups = (parquet.metadata.row_group(index).num_rows for index in range(parquet.num_row_groups))
@@ -169,7 +149,7 @@ def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
 
 
 def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: Mapping[str, str] | None = None) -> Any:
-    """Our own columns. lists: those of LIST_COLUMNS that are asked for. versions: whether VERSION is."""
+    """Our own columns; of LIST_COLUMNS `lists`, as float32: Spark 3.5 opens no file with a column of float16."""
     import pyarrow as pa
 
     columns = {
@@ -188,7 +168,7 @@ def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: 
 class PartWriter:
     """Writes one shard's rows to a temporary file, whose name no other writer has: actors of Ray may do a shard twice.
 
-    schema: see `output_schema`. copied: a `pyarrow.Schema` of columns of the input that the file gets beside those.
+    schema: see `output_schema`. copied: of the columns of the input that the file gets beside those.
     """
 
     def __init__(self, out: Path, shard: int, labels: Sequence[str], schema: Any = None, copied: Any = None) -> None:
@@ -198,26 +178,25 @@ class PartWriter:
         self.path = part_path(out, shard)
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
-        self._labels = pa.array(labels, pa.string())
-        ours = schema or output_schema()
-        self._copied = copied or pa.schema([])
-        self._schema = pa.schema([*ours, *self._copied], ours.metadata)
+        self._labels, ours = pa.array(labels, pa.string()), schema or output_schema()
+        self._schema, self._copied = pa.schema([*ours, *(copied or ())], ours.metadata), copied or pa.schema([])
         self._waiting: list[Rows] = []
         self._row_count = self._copied_bytes = 0
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
+        import pyarrow.types as types
+
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
-        self._copied_bytes += sum(_bytes(one) for one in rows.copied if one is not None)
+        # Of a slice of an array with a dictionary, pyarrow counts all of the dictionary.
+        columns = (column for one in rows.copied if one is not None for column in one.columns)
+        self._copied_bytes += sum(column.nbytes for column in columns if not types.is_dictionary(column.type))
         if self._row_count >= ROW_GROUP or self._copied_bytes >= COPIED_BYTES:
             self._write_group()
 
     def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
-        """Write the remaining rows and flush the file: once renamed, it must be whole even after a power cut.
-
-        listed and skipped: of the record, see `ShardRecord`. kept: rows of the last file to be among the new ones.
-        """
+        """Write what remains, the `kept` rows among it, and flush to the disk. listed, skipped: see `ShardRecord`."""
         import pyarrow.parquet as pq
 
         self._write_group()
@@ -259,13 +238,6 @@ def remove_leftovers(out: Path, share: Share = WHOLE) -> None:
         number = path.name.split(".")[1].removeprefix("part-")
         if number.isdecimal() and int(number) % share.jobs == share.number % share.jobs:  # others are of other jobs
             path.unlink(missing_ok=True)
-
-
-def _bytes(row: Any) -> int:
-    """Of a slice of an array with a dictionary, pyarrow counts all of the dictionary."""
-    import pyarrow.types as types
-
-    return sum(column.nbytes for column in row.columns if not types.is_dictionary(column.type))
 
 
 def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:

@@ -13,7 +13,7 @@ from vitx.core.files import Record
 from vitx.core.preprocess import ImageError, Preprocessing, UInt8Array
 from vitx.parity.statistics import clopper_pearson_upper, images_needed
 from vitx.parity.verdict import MAX_FLIP_RATE
-from vitx.predict.inputs.inventory import Inventory, Item, read_item, read_shard
+from vitx.predict.inputs.inventory import Inventory, read_item, read_shard
 from vitx.predict.inputs.tables import TableColumns
 from vitx.runtimes.session import Session
 
@@ -25,8 +25,7 @@ class DraftCheck(Record):
     """Full decoding compared with draft decoding, on `images` readable images spread evenly over the input.
 
     drafted: images whose pixels differ. flips: images whose best class differs. flip_rate_bound: one-sided 95 %
-    Clopper–Pearson upper bound on the share of flips in the whole input; max_flip_rate: the largest bound that the
-    bundle's certificate allows. max_grey_difference: in steps of 1/255.
+    Clopper–Pearson upper bound on their share; max_flip_rate: allowed by the certificate. max_grey_difference: of 255.
     """
 
     images: int
@@ -44,7 +43,7 @@ def check_draft(
     """Compare both ways of decoding; raise CheckFailed if the bound on the flip rate is above the certificate's."""
     certificate = bundle.certificate()
     allowed = MAX_FLIP_RATE if certificate is None else certificate.max_flip_rate
-    pairs = _pairs(_sample(inventory, listing, columns), bundle.manifest.preprocessing)
+    pairs = _pairs(inventory, listing, columns, bundle.manifest.preprocessing)
     # Of each image the largest difference of a grey level and of a logit, and whether its best class changes.
     grey, logit, flipped = list[int](), list[float](), list[bool]()
     while batch := list(islice(pairs, batch_size)):
@@ -72,11 +71,13 @@ def check_draft(
     )
 
 
-def _sample(inventory: Inventory, listing: Path, columns: TableColumns) -> Iterator[Item]:
-    """Yield SAMPLE_IMAGES images, or as many as there are, evenly spaced.
+def _pairs(
+    inventory: Inventory, listing: Path, columns: TableColumns, preprocessing: Preprocessing
+) -> Iterator[tuple[UInt8Array, UInt8Array]]:
+    """Yield the pixels uint8 (S, S, 3), decoded in full and as a draft, of SAMPLE_IMAGES images, evenly spaced.
 
-    Of a shard whose size is not known they are the first ones. Where SAMPLE_IMAGES cannot be divided equally among the
-    shards, each gives the next whole number.
+    Of a shard whose size is not known they are the first ones. Each shard gives as many, rounded up. Unreadable images
+    are left out: they become rows with an error either way.
     """
     count = min(SAMPLE_IMAGES, len(inventory.shards))
     shards = [inventory.shards[index * len(inventory.shards) // count] for index in range(count)]
@@ -84,16 +85,7 @@ def _sample(inventory: Inventory, listing: Path, columns: TableColumns) -> Itera
     for shard in shards:
         size = max(each, shard.count or 0)
         chosen = {index * size // each for index in range(each)}
-        items = islice(read_shard(shard, inventory.base, listing, columns), max(chosen) + 1)
-        yield from (item for index, item in enumerate(items) if index in chosen)
-
-
-def _pairs(items: Iterator[Item], preprocessing: Preprocessing) -> Iterator[tuple[UInt8Array, UInt8Array]]:
-    """Yield each image's pixels uint8 (S, S, 3), decoded in full and as a draft.
-
-    Unreadable images are left out: they become rows with an error either way.
-    """
-    for item in items:
-        if isinstance(data := read_item(item).source, bytes):
-            with suppress(ImageError):
-                yield preprocessing.from_bytes(data), preprocessing.from_bytes(data, draft=True)
+        for index, item in enumerate(islice(read_shard(shard, inventory.base, listing, columns), max(chosen) + 1)):
+            if index in chosen and isinstance(data := read_item(item).source, bytes):
+                with suppress(ImageError):
+                    yield preprocessing.from_bytes(data), preprocessing.from_bytes(data, draft=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import closing
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from vitx.core.console import Progress
 from vitx.predict.ledger import Claim, Ledger
@@ -15,9 +15,9 @@ from vitx.runtimes.session import Session
 
 
 class Performance(NamedTuple):
-    """images: committed; seconds: taken; stages: the part of that time that each was busy; runtime: `describe()`."""
+    """images_here: committed; seconds: taken; stages: the part of it that each was busy; runtime: `describe()`."""
 
-    images: int
+    images_here: int
     seconds: float
     stages: dict[str, float]
     runtime: dict[str, Any]
@@ -46,10 +46,7 @@ class Output:
         self._shards += 1
 
     def report(self, images: int, shares: Callable[[float], dict[str, float]]) -> None:
-        """So many images more were predicted: update the bar, at most twice a second, with rate and binding stage.
-
-        shares: busy shares by stage, see `StageTimer.shares`.
-        """
+        """So many images more were predicted: update the bar, twice a second. shares: see `StageTimer.shares`."""
         self._predicted += images
         now = time.perf_counter()
         if now < self._next_update:
@@ -64,22 +61,13 @@ class Output:
         return Performance(self._images, seconds, shares(seconds), runtime)
 
 
-@runtime_checkable
-class Executor(Protocol):
-    """Works on the unfinished shards of a ledger until every one is done."""
-
-    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-        """Raises what `Worker.run` and `Output.commit` raise."""
+# Works on the shards of a ledger until every one is done. Raises what `Worker.run` and `Output.commit` raise.
+Executor = Callable[[Job, Ledger, Output], Performance]
 
 
-class LocalExecutor:
-    """One worker, in this process."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-        with closing(Worker(job, self._session)) as worker:
-            shares = worker.timer.shares
-            worker.run(ledger.unfinished(), output.commit, lambda images: output.report(images, shares))
-        return output.performance(shares, self._session.describe())
+def execute_here(session: Session, job: Job, ledger: Ledger, output: Output) -> Performance:
+    """An Executor, but for the session: one worker, in this process."""
+    with closing(Worker(job, session)) as worker:
+        shares = worker.timer.shares
+        worker.run(ledger.unfinished(), output.commit, lambda images: output.report(images, shares))
+    return output.performance(shares, session.describe())

@@ -31,8 +31,7 @@ if sys.platform != "win32":
 def locked(folder: Path, out: Path) -> Iterator[None]:
     """Make `folder` and hold its lock within the block: an `flock` on its file `lock`, which says who holds it.
 
-    A process that is stopped (SIGSTOP) keeps the lock. On Windows nothing is locked. Raises InputError at once if
-    another process, or a thread of this one, holds it. out: the output that the lock is for.
+    On Windows nothing is locked. Raises InputError at once if another process, or a thread of this one, holds it.
     """
     if sys.platform == "win32":
         make_folder(folder)

@@ -2,14 +2,12 @@
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from queue import Empty, Queue
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class StageTimer:
@@ -40,27 +38,9 @@ def busiest(shares: dict[str, float]) -> str:
     return max(shares, key=lambda stage: shares[stage])
 
 
-def submitted(
-    pool: ThreadPoolExecutor, function: Callable[[T], R], values: Iterable[T]
-) -> Generator[Future[R], None, None]:
-    """Yield a future of function(value) for each value; a BackgroundGenerator around it bounds how many are running.
-
-    `Executor.map` would not do: it takes all values before it returns the first result. Here a result is passed on even
-    while the next value is slow to come.
-    """
-    for value in values:
-        yield pool.submit(function, value)
-
-
-def results(futures: Iterable[Future[R]]) -> Iterator[R]:
-    for future in futures:
-        yield future.result()
-
-
 class BackgroundGenerator(Generic[T]):
     """Runs a generator in a thread, at most `depth` values ahead; its error is raised to whoever iterates.
 
-    The thread starts with the first value that is asked for, so that nothing is claimed before it can be closed.
     `close` ends the thread, which closes the generator: a generator must be closed by the thread that runs it.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,10 +20,11 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Claim
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.parts import KeptRows, Part, PartWriter, Rows, output_schema, part_path, rank
-from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer, results, submitted
+from vitx.predict.pipeline.stages import BackgroundGenerator, StageTimer
 from vitx.runtimes.session import LOGITS, Float32Array, Session
 
 T = TypeVar("T")
+V = TypeVar("V")
 STAGES = ("read", "decode", "infer", "write", "commit")
 # Batches that are decoded or being decoded ahead of the one in the model; batches that wait to be written; and batches
 # that are written, to files, while an earlier part is committed: a store may take as long for it as a shard's images.
@@ -31,18 +32,16 @@ BATCHES_AHEAD, BATCHES_TO_WRITE, BATCHES_TO_COMMIT = 3, 2, 256
 
 
 def slice_size(batch_size: int, decode_threads: int) -> int:
-    """Images that a thread decodes in one call: the overhead of a call is as much as decoding a tiny image.
-
-    Half a thread's share of a batch, so that the threads end a batch at about the same time.
-    """
+    """Images to a call: a call costs as much as decoding a tiny image, and threads shall end a batch at one time."""
     return max(1, batch_size // (2 * decode_threads))
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is predicted and how.
+    """What is predicted and how. listing: see `names_of`; base: the folder or URL that names are relative to.
 
-    listing: where the paths of single images are, see `names_of`; base: the folder or URL that they are relative to.
+    has_single_files: whether some shards are ranges of single image files. certified: whether what runs the bundle must
+    have a passing verdict; without --allow-uncertified it must. footer: key-value metadata of each file of the output.
     """
 
     out: Path
@@ -53,13 +52,9 @@ class Job:
     options: PredictOptions
     read_threads: int
     decode_threads: int
-    # Of Parquet files.
     columns: TableColumns = field(default_factory=TableColumns)
-    # Whether some shards are ranges of single image files; tar and Parquet files are read by one thread.
     has_single_files: bool = True
-    # Whether what runs the bundle must have a passing verdict; without --allow-uncertified it must.
     certified: bool = True
-    # Of each file of the output: its key-value metadata.
     footer: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -88,37 +83,26 @@ class Reading:
 Images = tuple[Reading, list[Item]]
 
 
-class BatchOutputs(NamedTuple):
-    """A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error."""
-
-    items: list[Item]
-    errors: list[str | None]
-    outputs: dict[str, Float32Array]
+# A batch of N images: items and errors of all; outputs (M, …) by name, of the M without an error.
+BatchOutputs = tuple[list[Item], list[str | None], dict[str, Float32Array]]
 
 
 class Worker:
-    """Runs the pipeline over shards.
-
-    Four kinds of threads work at once: readers, decoders, those that call the session, and a writer; the caller's own
-    commits. The queues between them are bounded, so memory does not grow with the input.
-    """
+    """Runs the pipeline over shards, in threads with bounded queues between them: memory stays flat."""
 
     def __init__(self, job: Job, session: Session) -> None:
         wanted = job.options.outputs
-        missing = [name for name in wanted if name not in session.outputs]
-        if missing:
+        if missing := [name for name in wanted if name not in session.outputs]:
             raise InputError(f"the session gives no {missing[0]}: load_session(…, outputs={wanted})")
         self.job, self.session = job, session
         self._slice_size = slice_size(job.options.batch_size, job.decode_threads)
         # Images within a tar or Parquet file are read by one thread, whatever the number of readers.
         threads = (job.read_threads if job.has_single_files else 1, job.decode_threads, session.callers, 1, 1)
         self.timer = StageTimer(dict(zip(STAGES, threads, strict=True)))
-        self._pools = [
-            ThreadPoolExecutor(count, thread_name_prefix=name) for name, count in zip(STAGES, threads[:3], strict=False)
-        ]
+        self._pools = {name: ThreadPoolExecutor(self.timer.threads[name], name) for name in STAGES[:3]}
 
     def close(self) -> None:
-        for pool in self._pools:
+        for pool in self._pools.values():
             pool.shutdown(cancel_futures=True)
 
     def run(
@@ -132,7 +116,6 @@ class Worker:
         predicted: called with the number of images of each batch that was written. Raises CheckFailed for an unreadable
         image of a strict job, OSError if a file cannot be written.
         """
-        readers, decoders, callers = self._pools
         per_batch = -(-self.job.options.batch_size // self._slice_size)
         stopped = threading.Event()
         with ExitStack() as stages:
@@ -141,15 +124,19 @@ class Worker:
                 # Closed the last first: it may be waiting for values of the one before.
                 return iter(stages.enter_context(closing(BackgroundGenerator(values, depth, name))))
 
-            read_one = partial(read_item, versions=self.job.options.incremental, stopped=stopped)
-            reading = submitted(readers, partial(self._each, "read", read_one), self._slices(claims, stopped))
-            read = results(ahead(reading, max(per_batch, self.job.read_threads), "read-ahead"))
-            decoding = submitted(decoders, partial(self._each, "decode", self._decoded), read)
+            def mapped(stage: str, function: Callable[[V], T], values: Iterator[V], depth: int) -> Iterator[T]:
+                # `Executor.map` would take all values before it returns the first result.
+                futures = (self._pools[stage].submit(function, value) for value in values)
+                return (future.result() for future in ahead(futures, depth, f"{stage}-ahead"))
+
+            one = partial(read_item, versions=self.job.options.incremental, stopped=stopped)
+            read_one, decode_one = partial(self._each, "read", one), partial(self._each, "decode", self._decoded)
+            read = mapped("read", read_one, self._slices(claims, stopped), max(per_batch, self.job.read_threads))
             # One less: the thread itself holds a slice while the queue is full.
-            decoded = results(ahead(decoding, BATCHES_AHEAD * per_batch - 1, "decode-ahead"))
-            inferring = submitted(callers, self._infer, self._batches(decoded))
-            inferred = ahead(inferring, max(1, self.session.callers - 1) + BATCHES_TO_WRITE, "infer-ahead")
-            written = ahead(self._written(results(inferred)), BATCHES_TO_COMMIT, "write")
+            decoded = mapped("decode", decode_one, read, BATCHES_AHEAD * per_batch - 1)
+            batches_ahead = max(1, self.session.callers - 1) + BATCHES_TO_WRITE
+            inferred = mapped("infer", self._infer, self._batches(decoded), batches_ahead)
+            written = ahead(self._written(inferred), BATCHES_TO_COMMIT, "write")
             stages.callback(stopped.set)
             for claim, done in written:
                 if isinstance(done, int):
@@ -189,8 +176,8 @@ class Worker:
     def _batches(self, decoded: Iterator[Images]) -> Generator[Images, None, None]:
         """Yield batches, and an empty one at the end of each shard.
 
-        A batch has images of one shard only: logits may depend in their last bits on the batch, and a shard's file
-        must be the same whichever worker makes it, after whichever other shard.
+        A batch has images of one shard: logits may depend in their last bits on the batch, and a file must be the same
+        whichever worker makes it.
         """
         waiting: list[Item] = []
         size = self.job.options.batch_size
@@ -217,7 +204,7 @@ class Worker:
             with self.timer.busy("infer"):
                 found = self.session.infer_outputs(np.stack(pixels))
             outputs = {name: found[name] for name in (LOGITS, *self.job.options.outputs)}
-        return reading, BatchOutputs([item._replace(source=b"") for item in batch], errors, outputs)
+        return reading, ([item._replace(source=b"") for item in batch], errors, outputs)
 
     def _rows(self, batch: BatchOutputs) -> Rows:
         """Rank the classes; an image of whose outputs a value is not finite becomes one with an error."""
@@ -247,7 +234,7 @@ class Worker:
                     writer = writer or PartWriter(job.out, reading.claim.id, job.labels, schema, job.columns.schema)
                     if batch is not None:
                         writer.add(self._rows(batch))
-                        done = len(batch.items)
+                        done = len(batch[0])
                     else:
                         done, writer = writer.finish(reading.listed(), reading.skipped, reading.kept), None
                 yield reading.claim, done

@@ -1,29 +1,37 @@
-"""Shards through Ray Data: a pool of actors on a cluster works on them; this process, the driver, commits them."""
+"""Shards through Ray Data: actors on a cluster write temporary files; this process, the driver, commits them."""
 
 import importlib.util
 import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager, redirect_stdout
-from dataclasses import replace
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
+from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
+from vitx.parity.executables.choice import load_fastest
+from vitx.parity.executables.first_load import require_verdict
 from vitx.predict.inputs.stores import is_url, join
 from vitx.predict.ledger import Claim, Ledger, names_of
 from vitx.predict.options import PredictOptions
+from vitx.predict.outputs.parts import Part, part_path, warm_up
+from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.executor import Output, Performance
-from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job
-from vitx.predict.ray.actor import ATTEMPTS, CLAIM, RESULT, Finished, PredictionActor
+from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job, Worker
+from vitx.predict.summary import bundle_digest
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
 
@@ -37,6 +45,97 @@ OBJECT_STORE_BYTES = 100 << 20
 # Threads of Ray Data that use the connection and that it does not wait for, and what they may take to end.
 DATA_THREADS = ("StreamingExecutor", "ray-data-metadata-prefetch", "iter_threaded")
 DATA_THREAD_SECONDS = 20.0
+# Actors that may die while working on the same shard. Ray itself would restart them for ever.
+ATTEMPTS = 10
+# Columns of Ray's blocks: the `Claim`s that the driver sends, and what becomes of each: a `Finished`, a VitxError, or
+# the Claim itself if it is given up after ATTEMPTS.
+CLAIM, RESULT = "claim", "result"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A shard's file. stages: how busy the actor has been, as in `Performance`. actor, node: who and where it is."""
+
+    claim: Claim
+    part: Part
+    actor: str
+    node: str
+    stages: dict[str, float]
+    runtime: dict[str, Any]
+
+
+class PredictionActor:
+    """A worker whose stages stay busy from one shard to the next: Ray makes several calls at the same time."""
+
+    def __init__(self, job: Job, bundle: Path, sample: str | None) -> None:
+        self._name = uuid.uuid4().hex
+        self._out = job.out
+        self._failure: VitxError | None = None
+        self._suspects = threading.Lock()
+        self._started: float | None = None
+        ignore_bomb_warnings()
+        try:
+            _check_storage(job, bundle, sample)
+            opened, options = Bundle.open(bundle), job.options
+            given: dict[str, Any] = {"device": options.device, "threads": options.threads, "outputs": options.outputs}
+            session = load_fastest(opened, options.runtime, **given)
+            if job.certified:
+                require_verdict(opened, session, quiet=True)
+            warm_up()
+            self._worker, self._runtime = Worker(job, session), session.describe()
+        except VitxError as error:  # returned by the first call: Ray would wrap what is raised here in a traceback
+            self._failure = error
+
+    def __call__(self, row: dict[str, Claim]) -> dict[str, Finished | Claim | VitxError]:
+        """Do a shard. Errors of vitx are returned as results, so that Ray adds no traceback to them."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            with full_disk_explained(self._out):
+                return {RESULT: self._do(row[CLAIM])}
+        except VitxError as error:
+            return {RESULT: error}
+
+    def _do(self, claim: Claim) -> Finished | Claim:
+        import ray
+
+        self._started = self._started or time.perf_counter()
+        # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
+        part_file = part_path(self._out, claim.id)
+        attempts = part_file.with_name(f".{part_file.name}.attempts")
+        parts: list[Part] = []
+        # One at a time of those that were begun before: the next death is counted for that one alone.
+        with self._suspects if attempts.exists() else nullcontext():
+            with attempts.open("ab") as file:
+                file.write(b".")
+                if file.tell() > ATTEMPTS:
+                    return claim
+            self._worker.run([claim], lambda _, part: parts.append(part))
+            attempts.unlink(missing_ok=True)
+        stages = self._worker.timer.shares(time.perf_counter() - self._started)
+        node = ray.get_runtime_context().get_node_id()
+        return Finished(claim, parts[0], self._name, node, stages, self._runtime)
+
+
+def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
+    """Raise InputError unless this node sees the output, the bundle and, of the input, `sample` of the driver."""
+    node = socket.gethostname()
+    # The name of the listing is random, so it is that of this run.
+    seen = {
+        "the output folder": (job.out, job.listing),
+        "the bundle": (bundle, bundle / MANIFEST),
+        "the input": (sample,) * 2,
+    }
+    for what, (named, path) in seen.items():
+        if path is not None and not os.path.lexists(path):
+            raise InputError(
+                f"the node {node} does not see {what} '{named}' of this machine: with --ray the output, the bundle and "
+                "the input must lie where every node finds them under the same path (the input may be a URL)"
+            )
+    if bundle_digest(bundle) != job.footer["vitx.bundle_sha256"]:
+        raise InputError(
+            f"the bundle '{bundle}' on the node {node} differs from this machine's: give every node the same"
+        )
 
 
 class PoolSize(NamedTuple):
@@ -52,11 +151,8 @@ class PoolSize(NamedTuple):
 class RayPool:
     """An Executor on a Ray cluster, by `options`.
 
-    ray: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`.
-    ray_actors: (minimum, maximum); by default one for each GPU or, on CPUs, as many as fit on the nodes. threads (of
-    the session) and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the
-    smallest node.
-
+    ray: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`. threads
+    and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest node.
     Raises EnvironmentMissing without ray, InputError for an unknown device or the address of a Ray client (ray://).
     """
 
@@ -71,10 +167,8 @@ class RayPool:
                 "the cluster with --ray auto, or give the cluster's own address HOST:PORT"
             )
 
-    def execute(self, job: Job, ledger: Ledger, output: Output) -> Performance:
-        """See `Executor.execute`.
-
-        Also raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, or if shards were
+    def __call__(self, job: Job, ledger: Ledger, output: Output) -> Performance:
+        """Raises EnvironmentMissing if the cluster cannot be joined or is too small for an actor, or if shards were
         given up; InputError if a node does not see this machine's input, bundle or output.
         """
         unfinished = ledger.unfinished()
@@ -91,7 +185,15 @@ class RayPool:
         # Ray prints what happens to its actors on standard output, which is for the result of the command.
         with redirect_stdout(sys.stderr), ledger.copied() as copy, _connected(self._address):
             size = self._pool_size()
-            job = self._job_of_actors(replace(job, listing=copy), size)
+            options = self._options
+            threads = options.threads or (None if size.gpus else size.cpus)
+            how = {"runtime": options.runtime, "device": "cuda" if size.gpus else "cpu", "threads": threads}
+            job = replace(
+                job,
+                listing=copy,
+                options=job.options.model_copy(update=how),
+                decode_threads=options.decode_threads or size.cpus,
+            )
             given = (job, self._bundle.path.absolute(), _sample_path(job, claims[0]))
             while claims:
                 with closing(_finished(claims, _dataset(claims, given, size))) as finished:
@@ -130,22 +232,9 @@ class RayPool:
         device = self._device if runtime is None or runtime.device == "auto" else runtime.device
         return device == "cuda" or (device == "auto" and has_gpu)
 
-    def _job_of_actors(self, job: Job, size: PoolSize) -> Job:
-        ours = self._options
-        how = {
-            "runtime": ours.runtime,
-            "device": "cuda" if size.gpus else "cpu",
-            "threads": ours.threads or (None if size.gpus else size.cpus),
-        }
-        options = job.options.model_copy(update=how)
-        return replace(job, options=options, decode_threads=ours.decode_threads or size.cpus)
-
 
 def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, None, None]:
-    """Yield each claim's result, once.
-
-    Raises EnvironmentMissing at the end for shards that were given up: one must not keep the others undone.
-    """
+    """Yield each claim's result, once; at the end raise EnvironmentMissing for shards that were given up."""
     left = dict.fromkeys(claims)
     batches = cast(
         "Generator[dict[str, Any], None, None]", iter(dataset.iter_batches(batch_size=None, prefetch_batches=0))
