@@ -34,7 +34,7 @@ from vitx.core.preprocess import UInt8Array
 from vitx.runtimes.session import Float32Array
 from vitx.serve.batching.instance_threads import BatchResult, InstanceThreads
 from vitx.serve.batching.latency_curve import LatencyCurve
-from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, priority_level
+from vitx.serve.batching.request_queue import Batch, Infer, RequestPart, RequestQueue, ignore, priority_level
 from vitx.serve.errors import DeadlineMissed, InferenceFailed, QueueFull, RequestError, unavailable
 from vitx.serve.futures import settle
 from vitx.serve.limits import Batching
@@ -76,11 +76,12 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._queue = RequestQueue()
         self._running: list[Batch] = []  # handed to the threads, in this order
-        self._running_rows = 0
+        self.running = 0  # rows in them
         self._concurrent_rows = 1.0
         self._reply_lag = 0.0
         self._rows_per_second = 0.0
-        self._full = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
+        # Rows of a batch that is sent at once.
+        self.full_batch = self.curve.best_size(self.batching.max_batch, self.batching.preferred)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0  # kept here: uvloop's handle of a timer below one millisecond has no `when`
         self._closed = False
@@ -92,16 +93,6 @@ class Batcher:
     def queued(self) -> int:
         """Rows in the queue."""
         return self._queue.rows
-
-    @property
-    def running(self) -> int:
-        """Rows in batches that were handed to the threads."""
-        return self._running_rows
-
-    @property
-    def full_batch(self) -> int:
-        """Rows of a batch that is sent at once."""
-        return self._full
 
     @property
     def replaced_instances(self) -> int:
@@ -143,12 +134,13 @@ class Batcher:
         except RequestError:
             self.statistics.add_failure(time.monotonic() - now)
             raise
-        rows, step = len(images), self._share(len(images)) if not self._queue.rows else self._full
+        rows, step = len(images), self._share(len(images)) if not self._queue.rows else self.full_batch
         pieces = [images[start : start + step] for start in range(0, rows, step)]
         submission = Submission(self, on_logits, now)
         submission.parts = [RequestPart(piece, submission.on_part, level, deadline, now) for piece in pieces]
         for part in submission.parts:
-            self._push(part)
+            self._queue.push(part)
+            self._refuse_later(part, self._queue.rows_before(level))
         self._send_due_batches()
         return submission
 
@@ -177,17 +169,17 @@ class Batcher:
     def _expected_answer(self, rows: int, level: int, now: float) -> float:
         """When (time.monotonic()) a request that arrives now would be answered, by pessimistic batch times."""
         rows += self._queue.rows_before(level)
-        return now + self._wait_seconds((rows - 1) // self._full, now) + self._last_batch_seconds(rows)
+        return now + self._wait_seconds((rows - 1) // self.full_batch, now) + self._last_batch_seconds(rows)
 
     def _last_batch_seconds(self, rows: int) -> float:
         """Seconds from the start of the batch with the last of `rows` rows to its answer; others may join the batch."""
-        return self.curve.at_most(min(self._full, rows)) + self._reply_lag
+        return self.curve.at_most(min(self.full_batch, rows)) + self._reply_lag
 
     def _wait_seconds(self, full_batches: int, now: float) -> float:
         """Seconds until an instance is free for a batch behind `full_batches` others."""
         if len(self._running) + full_batches < self.batching.instances:
             return 0.0
-        busy = full_batches * self.curve.at_most(self._full)
+        busy = full_batches * self.curve.at_most(self.full_batch)
         busy += sum(self._remaining(batch, now) for batch in self._running)
         return busy / self.batching.instances
 
@@ -196,13 +188,8 @@ class Batcher:
         seconds = self.curve.at_most(batch.rows)
         return seconds if batch.started is None else max(0.0, batch.started + seconds - now)
 
-    def _push(self, part: RequestPart) -> None:
-        """Queue a part, and set the timer at which it can no longer be computed in time."""
-        self._queue.push(part)
-        self._refuse_later(part, self._queue.rows_before(part.level))
-
     def _refuse_later(self, part: RequestPart, rows: int) -> None:
-        """Set the timer of a part that ends the first `rows` rows to be taken, with its own."""
+        """Set the timer at which a part, with which the first `rows` rows to be taken end, cannot be computed in time."""
         if part.timer is not None:
             part.timer.cancel()
         if part.deadline is not None:
@@ -210,9 +197,9 @@ class Batcher:
             part.timer = self._loop.call_later(max(0.0, left), self._expire, part)
 
     def _expire(self, part: RequestPart) -> None:
-        """Refuse a part that can no longer be answered in time, unless an instance already has it."""
+        """Refuse a part that can no longer be answered in time, unless its batch runs or is about to."""
         batch = part.batch
-        if part.done or (batch is not None and self._has_instance(batch)):
+        if part.done or (batch and (batch.started is not None or batch in self._running[: self.batching.instances])):
             return
         assert part.deadline is not None
         now = time.monotonic()
@@ -222,10 +209,6 @@ class Batcher:
         else:
             refusal = DeadlineMissed(left, max(left, self._last_batch_seconds(part.rows)), self._retry_after())
         part.settle(error=refusal)  # which drops all parts of its request
-
-    def _has_instance(self, batch: Batch) -> bool:
-        """Whether a batch that was handed over runs or is about to; otherwise it stands by."""
-        return batch.started is not None or batch in self._running[: self.batching.instances]
 
     def drop(self, parts: Sequence[RequestPart]) -> None:
         """Remove the parts of a request that was cancelled, or of which another part failed."""
@@ -242,7 +225,7 @@ class Batcher:
         """Send every batch that is due; set the timer for a partial batch that may still wait."""
         while self._queue.rows and len(self._running) < 2 * self.batching.instances:
             idle = len(self._running) < self.batching.instances
-            if self._queue.rows < self._full:
+            if self._queue.rows < self.full_batch:
                 now = time.monotonic()
                 if not idle:
                     return
@@ -255,7 +238,7 @@ class Batcher:
     def _worth_sending(self) -> bool:
         """Whether a partial batch holds its share of the recent concurrency, so that waiting would gain nothing."""
         share = math.ceil(self._concurrent_rows / self.batching.instances)
-        return self._closed or self._queue.rows >= min(share, round(self._concurrent_rows) - self._running_rows)
+        return self._closed or self._queue.rows >= min(share, round(self._concurrent_rows) - self.running)
 
     def _latest_start(self) -> float:
         """Until when (time.monotonic()) a partial batch may wait for more requests while an instance is idle."""
@@ -268,7 +251,7 @@ class Batcher:
     def _share(self, rows: int) -> int:
         """Rows of one batch when `rows` are queued: a full batch, or an equal share for each idle instance."""
         idle = max(1, self.batching.instances - len(self._running))
-        return min(self._full, math.ceil(rows / idle))
+        return min(self.full_batch, math.ceil(rows / idle))
 
     def _set_timer(self, seconds: float) -> None:
         """Wake up in `seconds`; a timer that is set to an earlier moment stays."""
@@ -290,7 +273,7 @@ class Batcher:
             self._timer.cancel()
             self._timer = None
         now = time.monotonic()
-        rows_now = float(self._queue.rows + self._running_rows)
+        rows_now = float(self._queue.rows + self.running)
         decayed = self._concurrent_rows + (rows_now - self._concurrent_rows) / 4
         self._concurrent_rows = max(rows_now, decayed)
         parts = self._queue.take(self._size(now), now)
@@ -299,7 +282,7 @@ class Batcher:
         batch = Batch(parts, rows, self._infer if rows >= round(self._concurrent_rows) else self._under_load)
         for part in parts:
             part.batch = batch
-        self._running_rows += batch.rows
+        self.running += batch.rows
         self._running.append(batch)
         self._threads.put(batch)
 
@@ -317,7 +300,7 @@ class Batcher:
     def _finish(self, result: BatchResult) -> None:
         """Take a result on the event loop: first send the next batch, then answer the requests of this one."""
         self._running.remove(result.batch)
-        self._running_rows -= result.batch.rows
+        self.running -= result.batch.rows
         if result.died:
             _log.error("an instance ended with %r and was replaced", result.error)
             self._retry(result)
@@ -413,12 +396,12 @@ class Submission:
             on_logits(part.error)
         elif (logits := self._joined_logits()) is not None:
             self._batcher.statistics.add_success(time.monotonic() - self._arrived)
-            on_logits, self._on_logits = self._on_logits, _ignore
+            on_logits, self._on_logits = self._on_logits, ignore
             on_logits(logits)
 
     def cancel(self) -> None:
         """Remove rows from the queue that do not run yet; the callback is not called."""
-        self._on_logits = _ignore
+        self._on_logits = ignore
         self._batcher.statistics.add_failure(time.monotonic() - self._arrived)
         self._batcher.drop(self.parts)
 
@@ -428,10 +411,6 @@ class Submission:
             return self.parts[0].logits
         done = [part.logits for part in self.parts if part.logits is not None]
         return np.concatenate(done) if len(done) == len(self.parts) else None
-
-
-def _ignore(logits: Float32Array | Exception) -> None:
-    """The callback of a request that is done: its own refers to it, a cycle that would wait for a collection."""
 
 
 def record_times(record: RequestRecord, parts: Sequence[RequestPart]) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from queue import SimpleQueue
 
 import numpy as np
@@ -40,17 +41,15 @@ class InstanceThreads:
         self._on_result = on_result
         self._loop = asyncio.get_running_loop()
         self._batches: SimpleQueue[Batch | None] = SimpleQueue()
+        self.put = self._batches.put
         self._started = 0
         self._threads = [self._start() for _ in range(count)]
         self.replaced = 0
 
-    def put(self, batch: Batch) -> None:
-        self._batches.put(batch)
-
     async def close(self) -> None:
         """Run every queued batch, then end the threads."""
         for _ in self._threads:
-            self._batches.put(None)
+            self.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
@@ -65,10 +64,11 @@ class InstanceThreads:
         self._threads[self._threads.index(dead)] = self._start()
 
     def _work(self) -> None:
-        rows = _RowBuffer(self._max_rows)
+        # One array for all batches: the pages of a new one of this size would be mapped each time.
+        buffer = cache(lambda shape: np.empty((self._max_rows, *shape), np.uint8))
         try:
             while (batch := self._batches.get()) is not None:
-                result = self._run(batch, rows)
+                result = self._run(batch, buffer)
                 if result.died:
                     self._loop.call_soon_threadsafe(self._replace, threading.current_thread())
                 self._loop.call_soon_threadsafe(self._on_result, result)
@@ -77,14 +77,17 @@ class InstanceThreads:
         except RuntimeError:  # a second signal closed the event loop
             return
 
-    def _run(self, batch: Batch, rows: "_RowBuffer") -> BatchResult:
+    def _run(self, batch: Batch, buffer: Callable[[tuple[int, ...]], UInt8Array]) -> BatchResult:
         batch.started = gathered = time.monotonic()
         live = [part for part in batch.parts if not part.done]
         logits: Float32Array | None = None
         error: BaseException | None = None
         try:
             if live:
-                images = rows.gather([part.images for part in live])
+                images = live[0].images
+                if len(live) > 1:
+                    rows = buffer(images.shape[1:])[: sum(part.rows for part in live)]
+                    images = np.concatenate([part.images for part in live], out=rows)
                 gathered = time.monotonic()
                 logits = _checked(batch.infer(images), len(images))
         except BaseException as failure:  # noqa: BLE001 - the edge of one batch; its thread may die of it
@@ -92,23 +95,6 @@ class InstanceThreads:
         died = error is not None and not isinstance(error, Exception)
         batch.computed = time.monotonic()
         return BatchResult(batch, live, logits, error, gathered, batch.computed, died)
-
-
-class _RowBuffer:
-    """One array for all batches of a thread: the pages of a new array of this size would be mapped each time."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._max_rows = max_rows
-        self._buffer: UInt8Array | None = None
-
-    def gather(self, images: list[UInt8Array]) -> UInt8Array:
-        """Return all rows in one uint8 array (N, S, S, 3): a view that is valid until the next call."""
-        if len(images) == 1:
-            return images[0]
-        if self._buffer is None:
-            self._buffer = np.empty((self._max_rows, *images[0].shape[1:]), dtype=np.uint8)
-        rows = sum(map(len, images))
-        return np.concatenate(images, out=self._buffer[:rows])
 
 
 def _checked(logits: Float32Array, rows: int) -> Float32Array:

@@ -72,30 +72,23 @@ class LatencyCurve:
             return
         ratio = min(seconds / self.seconds(rows), _OUTLIER) - 1
         self._deviation += _LEARNING_RATE * (abs(ratio) - self._deviation)
-        right = bisect_left(self._rows, rows)
+        right, share = _place(self._rows, rows)
         for index in range(len(self._rows)):
-            self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, self._nearness(index, right, rows))
-
-    def _nearness(self, index: int, right: int, rows: int) -> float:
-        """How near the point `index` is to `rows`, 0 to 1: the weights of linear interpolation."""
-        last = len(self._rows) - 1
-        if right > last or right == 0:
-            return float(index == min(right, last))
-        share = _share(self._rows, right, rows)
-        return share if index == right else 1 - share if index == right - 1 else 0.0
+            near = share if index == right else 1 - share if index == right - 1 else 0.0
+            self._seconds[index] *= 1 + _LEARNING_RATE * ratio * max(_SHARED, near)
 
 
 def _between(points: Sequence[int], seconds: Sequence[float], rows: int) -> float:
-    right = bisect_left(points, rows)
-    if right == len(points):
+    if rows > points[-1]:
         return seconds[-1] * rows / points[-1]
-    if right == 0 or points[right] == rows:
-        return seconds[right]  # below the smallest measured size nothing is known to be faster
-    share = _share(points, right, rows)
+    right, share = _place(points, rows)
     return seconds[right - 1] * (1 - share) + seconds[right] * share
 
 
-def _share(points: Sequence[int], right: int, rows: int) -> float:
-    """Where `rows` lies between the points right − 1 (0) and right (1)."""
+def _place(points: Sequence[int], rows: int) -> tuple[int, float]:
+    """The first point of at least `rows`, or the last; and its weight, with that of the one before it 1."""
+    right = min(bisect_left(points, rows), len(points) - 1)
+    if right == 0 or rows > points[right]:
+        return right, 1.0  # below the smallest measured size nothing is known to be faster
     left = points[right - 1]
-    return (rows - left) / (points[right] - left)
+    return right, (rows - left) / (points[right] - left)

@@ -61,12 +61,11 @@ class RequestPart:
         on_done(self)
 
     def release(self) -> None:
-        """Mark the part as done and drop its callback: a reference cycle would wait for the garbage collector."""
-        self.done, self.on_done = True, _ignore
+        self.done, self.on_done = True, ignore
 
 
-def _ignore(part: RequestPart) -> None:
-    """The callback of a part that is done."""
+def ignore(result: object) -> None:
+    """The callback of what is done: its own refers to it, a cycle that would wait for the garbage collector."""
 
 
 @dataclass(eq=False, slots=True)
@@ -95,10 +94,7 @@ class RequestQueue:
 
     def push(self, part: RequestPart, *, first: bool = False) -> None:
         level = self._levels[part.level - 1]
-        if first:
-            level.appendleft(part)
-        else:
-            level.append(part)
+        (level.appendleft if first else level.append)(part)
         self._count(part, 1)
 
     def remove(self, part: RequestPart) -> bool:
