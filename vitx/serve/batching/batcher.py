@@ -189,7 +189,7 @@ class Batcher:
         return seconds if batch.started is None else max(0.0, batch.started + seconds - now)
 
     def _refuse_later(self, part: RequestPart, rows: int) -> None:
-        """Set the timer at which a part, with which the first `rows` rows to be taken end, cannot be computed in time."""
+        """Set the timer at which a part cannot be computed in time: the first `rows` rows to be taken end with it."""
         if part.timer is not None:
             part.timer.cancel()
         if part.deadline is not None:
