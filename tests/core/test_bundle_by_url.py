@@ -1,21 +1,25 @@
 """Bundles by URL: over real HTTP, and from a store in memory that is damaged."""
 
+import io
 import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from bundle_fixture import write_bundle
 from vitx.core import bundle
-from vitx.core.bundle import CERTIFICATE, MANIFEST, MODEL, Bundle, local_bundle, url_of
+from vitx.core.bundle import CERTIFICATE, LATENCY, MANIFEST, MODEL, SIGNATURE, Bundle, local_bundle, url_of
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.files import sha256_bytes
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +42,43 @@ def store(made: Bundle) -> Iterator[Any]:
     memory.rm("/b", recursive=True)
 
 
+class Site(SimpleHTTPRequestHandler):
+    """A plain web server, which gives no ranges of a file, and says what a test wants of those in `says`."""
+
+    asked: ClassVar[list[str]] = []
+    says: ClassVar[dict[str, int | bytes]] = {}
+
+    def log_message(self, *arguments: Any) -> None:
+        self.asked.append(f"{self.command} {self.path}")
+
+    def do_GET(self) -> None:
+        said = self.says.get(self.path.rpartition("/")[2])
+        if said is None:
+            super().do_GET()
+        elif isinstance(said, int):
+            self.send_error(said)
+        else:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            with suppress(OSError):  # the client has had enough
+                self.wfile.write(said)
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def site(made: Bundle) -> Iterator[str]:
+    """The URL of the bundle on a web server."""
+    Site.asked.clear()
+    Site.says.clear()
+    handler = partial(Site, directory=str(made.path.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/tiny.vitx"
+        server.shutdown()
+
+
 def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
     assert local_bundle("runs/tiny.vitx") == Path("runs/tiny.vitx")
     assert url_of(Path("C:/runs/tiny.vitx")) is None
@@ -45,30 +86,114 @@ def test_a_path_is_itself_and_a_url_may_have_become_a_path() -> None:
     assert url_of("https://host:8443/a/tiny.vitx/") == "https://host:8443/a/tiny.vitx"
 
 
-def test_over_http_every_file_comes_once(made: Bundle, cache: Path) -> None:
-    asked: list[str] = []
+def test_over_http_every_file_comes_once(site: str, made: Bundle, cache: Path) -> None:
+    opened = Bundle.open(Path(site))
+    assert opened.subject() == made.subject()
+    assert opened.path.is_relative_to(cache)
+    assert [request for request in Site.asked if MODEL in request] == [f"GET /tiny.vitx/{MODEL}"]
+    Site.asked.clear()
+    assert Bundle.open(site).path == opened.path
+    assert not any(MODEL in request for request in Site.asked)
+    with pytest.raises(InputError, match=f"is not a bundle: it has no {MANIFEST}"):
+        Bundle.open(site + "/no")
 
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *arguments: Any) -> None:
-            asked.append(f"{self.command} {self.path}")
 
-    handler = partial(Handler, directory=str(made.path.parent))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/tiny.vitx"
-        opened = Bundle.open(Path(url))
-        graphs = [request for request in asked if request == f"GET /tiny.vitx/{MODEL}"]
-        assert opened.subject() == made.subject()
-        assert opened.path.is_relative_to(cache)
-        assert len(graphs) == 1
-        asked.clear()
-        assert Bundle.open(url).path == opened.path
-        assert not any(MODEL in request for request in asked)
-        with pytest.raises(InputError, match=f"is not a bundle: it has no {MANIFEST}"):
-            Bundle.open(url + "/no")
-        server.shutdown()
+def test_a_server_that_is_gone_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
     with pytest.raises(EnvironmentMissing, match="cannot read 'http"):
-        Bundle.open(url)
+        Bundle.open(f"http://127.0.0.1:{port}/tiny.vitx")
+
+
+def listing(made: Bundle, *names: str) -> bytes:
+    """The manifest with these files too, each with the size and digest of the graph."""
+    manifest = json.loads((made.path / MANIFEST).read_text())
+    manifest["files"] |= dict.fromkeys(names, manifest["files"][MODEL])
+    return json.dumps(manifest).encode()
+
+
+def test_a_large_file_comes_from_a_server_without_ranges(site: str, made: Bundle) -> None:
+    Site.says["large.bin"] = large = bytes(2**24)  # more than fsspec asks for at once
+    manifest = json.loads((made.path / MANIFEST).read_text())
+    manifest["files"]["large.bin"] = {"sha256": sha256_bytes(large), "size": len(large)}
+    Site.says[MANIFEST] = json.dumps(manifest).encode()
+    assert (local_bundle(site) / "large.bin").read_bytes() == large
+
+
+def test_what_a_server_does_not_let_be_read_is_missing_and_a_failing_server_is_said(site: str) -> None:
+    Site.says |= dict.fromkeys((CERTIFICATE, SIGNATURE, LATENCY), 403)  # as of S3, of what is not there
+    assert not (Bundle.open(site).path / CERTIFICATE).exists()
+    for name in (MANIFEST, CERTIFICATE, SIGNATURE):
+        Site.says[name] = 500
+        with pytest.raises(EnvironmentMissing, match=f"cannot read '{site}/{name}': 500"):
+            local_bundle(site)
+        Site.says[name] = 403
+    with pytest.raises(InputError, match=f"is not a bundle: it has no {MANIFEST}, or none that may be read"):
+        local_bundle(site)
+
+
+def test_a_failing_server_is_not_a_file_that_is_missing(site: str, cache: Path) -> None:
+    Site.says[MODEL] = 500
+    with pytest.raises(EnvironmentMissing, match=f"cannot read '{site}/{MODEL}': 500"):
+        local_bundle(site)
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_a_manifest_without_an_end_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "_SMALL_BYTES", 2**16)
+    Site.says[MANIFEST] = b" " * 2**25
+    with pytest.raises(InputError, match=f"'{site}/{MANIFEST}' has more than 65536 bytes"):
+        local_bundle(site)
+
+
+@pytest.mark.parametrize("status", [403, 404, 500])
+def test_a_password_in_a_url_is_not_said(site: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    Site.says[MODEL] = status
+    with pytest.raises((InputError, EnvironmentMissing)) as refused:
+        local_bundle(site.replace("//", "//name:secret@"))
+    assert site in str(refused.value)
+    assert "secret" not in str(refused.value) + capsys.readouterr().err
+
+
+class Remembering(MemoryFileSystem):  # type: ignore[misc]  # not annotated
+    """A store that remembers its listings, as that of hf:// does."""
+
+    protocol = "remembering"
+    remembered: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.replace("remembering:", "memory:")))
+
+    def info(self, path: str, **options: Any) -> Any:
+        if path not in self.remembered:
+            try:
+                self.remembered[path] = super().info(path, **options)
+            except FileNotFoundError as missing:
+                self.remembered[path] = missing
+        if isinstance(found := self.remembered[path], Exception):
+            raise found
+        return found
+
+    def cat_file(self, path: str, **options: Any) -> Any:
+        return self._open(self._strip_protocol(path)).read()
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        size = self.info(path)["size"]
+        return io.BytesIO(super()._open(path, mode, **options).read()[:size])
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        self.remembered.clear()
+
+
+def test_a_bundle_that_was_replaced_in_a_store_that_remembers_listings_is_read_anew(store: Any) -> None:
+    fsspec.register_implementation("remembering", Remembering, clobber=True)
+    first = local_bundle("remembering://b/tiny.vitx")
+    store.pipe(f"/b/tiny.vitx/{MANIFEST}", store.cat(f"/b/tiny.vitx/{MANIFEST}") + b"\n")
+    store.pipe(f"/b/tiny.vitx/{CERTIFICATE}", b"{}")
+    second = local_bundle("remembering://b/tiny.vitx")
+    assert (second / MANIFEST).read_bytes() == (first / MANIFEST).read_bytes() + b"\n"
+    assert (second / CERTIFICATE).read_bytes() == b"{}"
 
 
 def test_a_new_certificate_is_another_copy_and_the_old_one_stays(store: Any) -> None:
@@ -94,11 +219,12 @@ def test_a_file_that_is_missing_is_named(store: Any) -> None:
         local_bundle("memory://b/tiny.vitx")
 
 
-def test_a_name_that_leads_out_is_refused_before_it_is_read(store: Any, cache: Path) -> None:
-    manifest = json.loads(store.cat(f"/b/tiny.vitx/{MANIFEST}"))
-    manifest["files"]["../../../../owned"] = manifest["files"][MODEL]
-    store.pipe(f"/b/tiny.vitx/{MANIFEST}", json.dumps(manifest).encode())
-    with pytest.raises(InputError, match="leads out of the bundle"):
+@pytest.mark.parametrize("name", ["../../../../owned", "/owned", "a/../../owned", "", ".", "a/", f"{MODEL}/a", "a\0"])
+def test_a_name_that_is_none_of_a_file_in_the_bundle_is_refused_before_it_is_read(
+    store: Any, made: Bundle, cache: Path, name: str
+) -> None:
+    store.pipe(f"/b/tiny.vitx/{MANIFEST}", listing(made, name))
+    with pytest.raises(InputError, match=f"lists '{name}': expected the path of a file in it"):
         local_bundle("memory://b/tiny.vitx")
     assert not list(cache.parent.rglob("owned"))
 

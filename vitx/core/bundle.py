@@ -9,9 +9,11 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
-from pathlib import Path
+from http import HTTPStatus
+from itertools import chain
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, ValidationError, model_validator
@@ -52,6 +54,7 @@ INT8_MODEL = "int8/model.onnx"
 WITNESS = "witness.safetensors"
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/+(.+)", re.DOTALL)  # a path has one slash of the two; a drive has one letter
 _BLOCK = 2**20
+_SMALL_BYTES = 64 * _BLOCK  # of a manifest, a certificate or a signature at most
 _SILENT_SECONDS = 30.0  # that an HTTP server may send nothing
 
 
@@ -301,81 +304,99 @@ def local_bundle(path: Path | str) -> Path:
     store = _Store(url)
     heads = {name: content for name in (MANIFEST, CERTIFICATE, SIGNATURE) if (content := store.small(name)) is not None}
     if MANIFEST not in heads:
-        raise InputError(f"'{url}' is not a bundle: it has no {MANIFEST}")
+        raise InputError(f"'{store.url}' is not a bundle: it has no {MANIFEST}, or none that may be read")
     try:
         manifest = Manifest.model_validate_json(heads[MANIFEST])
     except ValidationError as error:
-        raise InputError(f"'{url}/{MANIFEST}' is not a valid manifest: {error.errors()[0]['msg']}") from None
-    version = sha256_bytes(repr((url, sorted(heads.items()))).encode())[:32]
+        raise InputError(f"'{store.url}/{MANIFEST}' is not a valid manifest: {error.errors()[0]['msg']}") from None
+    version = sha256_bytes(repr((store.url, sorted(heads.items()))).encode())[:32]
     folder = cache_folder() / "bundles" / version / f"{manifest.name}.vitx"
     if not folder.is_dir():
+        for name in manifest.files:
+            if not _names_a_file(name, manifest.files):
+                raise InputError(f"'{store.url}/{MANIFEST}' lists '{name[:80]}': expected the path of a file in it")
         size = sum(entry.size for entry in manifest.files.values())
-        log(f"vitx: copying {url} ({size / 1e6:.1f} MB) to {folder}")
+        log(f"vitx: copying {store.url} ({size / 1e6:.1f} MB) to {folder}")
         if (latency := store.small(LATENCY)) is not None:
             heads[LATENCY] = latency
         with staged_folder(folder) as stage:
             for name, content in heads.items():
                 (stage / name).write_bytes(content)
             for name, entry in manifest.files.items():
-                store.copy(name, _below(stage, name, url), entry.size, entry.sha256)
+                store.copy(name, stage / name, entry)
     return folder
 
 
+def _names_a_file(name: str, files: Mapping[str, FileEntry]) -> bool:
+    """Whether it is a path below the bundle, in plain words, and no other file is a folder of it."""
+    path = PurePosixPath(name)
+    plain = path.as_posix() == name and not {"/", ".", ".."} & {name, *path.parts} and "\0" not in name
+    return plain and not any(str(folder) in files for folder in path.parents[:-1])
+
+
 class _Store:
-    """The folder at a URL."""
+    """The folder at a URL; `url` is without the password that it may have."""
 
     def __init__(self, url: str) -> None:
         if importlib.util.find_spec("fsspec") is None:
             raise missing_package("fsspec", "serve")
         from fsspec.core import url_to_fs
 
-        self._url = url
+        self.url = re.sub("//[^/@]*@", "//", url)
+        self._in_one_piece: dict[str, Any] = {}
         options: dict[str, Any] = {}
         try:
-            if url.startswith("http"):  # whose client gives a file five minutes, however fast it comes
+            if url.startswith(("http://", "https://")):
                 from aiohttp import ClientTimeout
 
+                # By default fsspec's client gives a file five minutes, however fast it comes; asks for ranges, which
+                # some servers do not have; and takes any error for a file that is not there when it asks for a size.
                 seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
                 options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
+                self._in_one_piece = {"block_size": 0, "size": -1}
             self._system, self._path = url_to_fs(url, **options)
         except (ImportError, ValueError) as error:  # an unknown scheme, or one whose package is missing
-            raise InputError(f"cannot open '{url}': {error}") from None
+            raise InputError(f"cannot open '{self.url}': {error}") from None
+        self._system.invalidate_cache()  # of listings, with the sizes of files that may be others now
 
     def small(self, name: str) -> bytes | None:
         """A file that may be missing; stores that do not let folders be listed refuse it then."""
-        with suppress(FileNotFoundError, PermissionError), self._named_errors(name):
-            return bytes(self._system.cat_file(f"{self._path}/{name}"))
+        with suppress(FileNotFoundError, PermissionError):
+            content = b"".join(self._blocks(name, _SMALL_BYTES))
+            if len(content) > _SMALL_BYTES:
+                raise InputError(f"'{self.url}/{name}' has more than {_SMALL_BYTES} bytes: it is no file of a bundle")
+            return content
         return None
 
-    def copy(self, name: str, path: Path, size: int, sha256: str) -> None:
-        digest, left = hashlib.sha256(), size + 1  # one more than it may have, to see that it has not
+    def copy(self, name: str, path: Path, entry: FileEntry) -> None:
+        digest, size, blocks = hashlib.sha256(), 0, self._blocks(name, entry.size)
+        try:
+            first = next(blocks, b"")
+        except (FileNotFoundError, PermissionError):
+            raise InputError(f"'{self.url}/{name}' is listed in the manifest and cannot be read") from None
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with (
-                self._named_errors(name),
-                self._system.open(f"{self._path}/{name}", "rb") as file,
-                path.open("wb") as copy,
-            ):
-                while left and (block := file.read(min(left, _BLOCK))):
-                    left -= len(block)
-                    digest.update(block)
-                    copy.write(block)
-        except (FileNotFoundError, PermissionError) as error:
-            raise InputError(f"'{self._url}/{name}' is listed in the manifest and cannot be read: {error}") from None
-        if left != 1 or digest.hexdigest() != sha256:
-            raise CheckFailed(f"'{self._url}/{name}' is not the file that its manifest lists: export the bundle again")
+        with path.open("wb") as copy:
+            for block in chain([first], blocks):
+                size += len(block)
+                digest.update(block)
+                copy.write(block)
+        if size != entry.size or digest.hexdigest() != entry.sha256:
+            raise CheckFailed(f"'{self.url}/{name}' is not the file that its manifest lists: export the bundle again")
 
-    @contextmanager
-    def _named_errors(self, name: str) -> Iterator[None]:
+    def _blocks(self, name: str, most: int) -> Iterator[bytes]:
+        """The content in blocks, and no more than a byte beyond `most`.
+
+        Raises FileNotFoundError or PermissionError before the first one; for all else EnvironmentMissing.
+        """
+        left = most + 1
         try:
-            yield
+            with self._system.open(f"{self._path}/{name}", "rb", **self._in_one_piece) as file:
+                while left and (block := bytes(file.read(min(left, _BLOCK)))):
+                    left -= len(block)
+                    yield block
         except (FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # noqa: BLE001 - each store's client raises its own
-            raise EnvironmentMissing(f"cannot read '{self._url}/{name}': {error or type(error).__name__}") from None
-
-
-def _below(folder: Path, name: str, url: str) -> Path:
-    if not (folder / name).resolve().is_relative_to(folder.resolve()):
-        raise InputError(f"'{url}/{MANIFEST}' lists '{name[:80]}', which leads out of the bundle")
-    return folder / name
+            if getattr(error, "status", None) == HTTPStatus.FORBIDDEN:
+                raise PermissionError from None
+            raise EnvironmentMissing(f"cannot read '{self.url}/{name}': {error or type(error).__name__}") from None
