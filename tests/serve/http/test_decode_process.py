@@ -1,15 +1,19 @@
 """Decoding in processes: the pixels and errors of threads, and what becomes of a process that is killed or stopped."""
 
 import asyncio
+import errno
 import io
 import json
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +80,15 @@ def test_processes_give_the_pixels_and_the_errors_of_threads() -> None:
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGKILL"])
 def test_an_image_that_ends_its_process_is_refused_and_the_next_is_not(process: DecodeProcess, name: str) -> None:
-    before = process._process.pid
+    before = process._process
     with pytest.raises(ImageError, match="cannot decode the image: the process that did ended twice"):
         process.decoded(name.encode(), STEPS, 10**6)
     assert np.array_equal(process.decoded(picture(), STEPS, 10**6), decoded(picture(), STEPS, 10**6))
-    assert process._process.pid != before
+    assert process._process is not before
 
 
 def test_a_process_that_was_killed_before_costs_no_image(process: DecodeProcess) -> None:
+    assert process._process is not None
     process._process.kill()
     process._process.wait()
     assert process.decoded(picture(), STEPS, 10**6).shape == (16, 16, 3)
@@ -96,10 +101,53 @@ def test_a_process_that_hangs_is_replaced(process: DecodeProcess, padding: int) 
             assert connection.getsockopt(socket.SOL_SOCKET, option, 16) == struct.pack("ll", 60, 0)
             connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", 0, 200_000))
     if padding:
+        assert process._process is not None
         process._process.send_signal(signal.SIGSTOP)
     with pytest.raises(ImageError, match="cannot decode the image: the process that did took longer than 60 s"):
         process.decoded(b"SIGSTOP" + bytes(padding), STEPS, 10**6)
     assert process.decoded(picture(), STEPS, 10**6).shape == (16, 16, 3)
+
+
+def test_the_working_folder_is_not_searched_for_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ctypes", "numpy", "PIL"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])
+    with closing(DecodeProcess()) as process:
+        assert process.decoded(picture(), STEPS, 10**6).shape == (16, 16, 3)
+
+
+def test_an_answer_that_was_not_read_is_not_taken_for_that_to_the_next_image(
+    process: DecodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "recv_bytes", lambda *arguments: bytearray(2**62))
+        with pytest.raises(MemoryError):
+            process.decoded(picture(1), STEPS, 10**6)
+    assert np.array_equal(process.decoded(picture(2), STEPS, 10**6), decoded(picture(2), STEPS, 10**6))
+
+
+def test_an_answer_that_is_longer_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    endless = "import os, struct, sys, time; os.write(int(sys.argv[1]), struct.pack('!iQ', -1, 2**40)); time.sleep(60)"
+    monkeypatch.setattr(decode_process, "_MAIN", endless)
+    with (
+        closing(DecodeProcess()) as process,
+        pytest.raises(ImageError, match="cannot decode the image: the process that did ended twice"),
+    ):
+        process.decoded(picture(), STEPS, 10**6)
+
+
+def test_a_thread_without_room_for_its_process_starts_it_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        process = DecodeProcess()
+        with pytest.raises(BlockingIOError):  # an error of the server, not of the image
+            process.decoded(picture(), STEPS, 10**6)
+    with closing(process):
+        assert process.decoded(picture(), STEPS, 10**6).shape == (16, 16, 3)
 
 
 def test_closing_a_decoder_ends_its_processes() -> None:

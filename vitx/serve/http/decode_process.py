@@ -18,8 +18,10 @@ from PIL import Image
 from vitx.core.preprocess import ImageError, Preprocessing, TooManyPixels, UInt8Array, decode
 
 _HUNG_SECONDS = 60  # without an answer: images that are allowed take a few seconds
-_MAIN = "import sys; from vitx.serve.http.decode_process import work; work(int(sys.argv[1]))"
+# In the server's own search path: by itself this command would look into the working folder first.
+_MAIN = "import sys; _, file, *sys.path = sys.argv; from vitx.serve.http.decode_process import work; work(int(file))"
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2): with the thread that started it
+_TEXT_BYTES = 2**16  # of an answer that is no pixels at most
 _PIXELS, _TOO_MANY, _ERROR = b"p", b"m", b"e"  # first byte of an answer
 
 
@@ -32,32 +34,42 @@ class DecodeProcess:
     """`decoded` in a process of its own, which is replaced when it ended or hangs. For one thread."""
 
     def __init__(self) -> None:
-        self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+        with suppress(OSError):  # no room for a process or a file now: the first image looks for it again
+            self._start()
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
-            self._process = subprocess.Popen([sys.executable, "-c", _MAIN, str(number)], pass_fds=[number])
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # of a stopped process the buffers fill up
             ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _HUNG_SECONDS, 0))
         self._connection = Connection(ours.detach())
+        with theirs:
+            number = theirs.fileno()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, str(number), *sys.path], pass_fds=[number], stdin=subprocess.DEVNULL
+            )
 
     def close(self) -> None:
-        self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process is not None:
+            self._connection.close()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def decoded(self, data: bytes, steps: Preprocessing, limit: int) -> UInt8Array:
         """As the function; an image with which the process ends twice, or hangs, is an ImageError too."""
+        pixels = 3 * steps.image_size**2
         for again in (True, False):  # it may have ended by something else, also long before
+            if self._process is None:
+                self._start()
             try:
                 self._connection.send((data, steps, limit))
-                answer = self._connection.recv_bytes()
-            except (OSError, EOFError) as error:
+                answer = self._connection.recv_bytes(1 + max(pixels, _TEXT_BYTES))
+            except BaseException as error:
+                self.close()  # whatever it was: an answer that comes late would be taken for that to the next image
+                if not isinstance(error, OSError | EOFError):
+                    raise
                 hung = isinstance(error, BlockingIOError)
-                self.close()
-                self._start()
                 if again and not hung:
                     continue
                 what = f"took longer than {_HUNG_SECONDS} s" if hung else "ended twice"
