@@ -22,9 +22,12 @@ _POLICY = re.compile("([^=]+=)?(all|latest:[1-9][0-9]{0,8}|[1-9][0-9]{0,17}(,[1-
 
 
 def _version_policies(given: tuple[str, ...]) -> tuple[str, ...]:
+    policies: dict[str, str] = {}
     for text in given:
         if not _POLICY.fullmatch(text):
             raise ValueError(f"'{text}': expected all, latest:2 or 1,3, with NAME= before it for one model")
+        if (other := policies.setdefault(text.rpartition("=")[0], text)) is not text:
+            raise ValueError(f"'{other}' and '{text}' are of the same models: give one of them")
     return given
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vitx import __version__
+from vitx.core.console import log
 from vitx.core.errors import InputError
 from vitx.serve.http.decode import Decoder
 from vitx.serve.limits import MemoryBudget
@@ -28,9 +29,12 @@ def verified(options: ServeOptions) -> list[Offer]:
     """
     found = {} if options.repository is None else bundles_in(options.repository, options.versions)
     for text in options.versions:
-        name = text.rpartition("=")[0]
+        name, _, policy = text.rpartition("=")
         if options.repository is None or (name and not any(key[0] == name for key in found)):
             raise InputError(f"--versions {text}: there is no such version in a --repository")
+        for version in policy.split(",") if name and policy[0].isdigit() else ():
+            if (name, version) not in found:  # it may come later
+                log(f"warning: --versions {text}: there is no version {version} of '{name}' yet")
     if not options.bundles and not found:
         raise InputError("no bundle to serve: give one, or a --repository that has some")
     offers: dict[ModelKey, Offer] = {}

@@ -17,6 +17,8 @@ from cli_fixture import Vitx
 from server_process import INFER_BODY, ServerProcess, grpc_address, run_serve, running_server, wait_until
 from vitx.core.errors import InputError
 from vitx.serve.models.repository import bundles_in
+from vitx.serve.options import ServeOptions
+from vitx.serve.server_core import verified
 
 TOKEN = "a-token-of-management"
 GREY = np.full((1, IMAGE_SIZE, IMAGE_SIZE, 3), 7, dtype=np.uint8)
@@ -190,10 +192,13 @@ def test_a_policy_chooses_from_the_folder(folder: Path, policies: tuple[str, ...
         ("1,\u0663", "expected all"),
         ("tiny=2,3", "--versions tiny=2,3: there is no such version in a --repository"),
         ("mine=all", "--versions mine=all: there is no such version in a --repository"),
+        ("latest:1 all", "'latest:1' and 'all' are of the same models: give one of them"),
+        ("tiny=1 latest:1 tiny=2", "'tiny=1' and 'tiny=2' are of the same models"),
     ],
 )
 def test_a_policy_that_chooses_nothing_is_refused(folder: Path, vitx: Vitx, given: str, text: str) -> None:
-    code, _, error = vitx("serve", "--repository", folder, "--allow-uncertified", "--port", "0", "--versions", given)
+    policies = [part for policy in given.split() for part in ("--versions", policy)]
+    code, _, error = vitx("serve", "--repository", folder, "--allow-uncertified", "--port", "0", *policies)
     assert (code, text in " ".join(error.split())) == (2, True), error
 
 
@@ -201,6 +206,13 @@ def test_a_policy_needs_a_repository(folder: Path, vitx: Vitx) -> None:
     code, _, error = vitx("serve", folder / "lone.vitx", "--allow-uncertified", "--port", "0", "--versions", "latest:1")
     assert code == 2
     assert "--versions latest:1: there is no such version in a --repository" in error
+
+
+def test_a_version_that_is_chosen_and_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ServeOptions(repository=folder, versions=("tiny=1,7", "3,1"), allow_uncertified=True)
+    assert [offer.key for offer in verified(options)] == [("lone", "1"), ("tiny", "1")]
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "--versions" in line]
+    assert warnings == ["warning: --versions tiny=1,7: there is no version 7 of 'tiny' yet"]
 
 
 def test_a_later_version_takes_the_place_of_the_latest(folder: Path) -> None:

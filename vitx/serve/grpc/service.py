@@ -13,6 +13,7 @@ from vitx.serve.grpc.messages import message_class
 from vitx.serve.grpc.protocol import decode_infer_request, encode_infer_response
 from vitx.serve.models.repository import managed
 from vitx.serve.models.served_model import ServedModel
+from vitx.serve.observe.request_record import CURRENT_RECORD
 from vitx.serve.protocol.infer import InferRequest
 from vitx.serve.server_core import ServerCore
 
@@ -44,13 +45,15 @@ def grpc_calls(core: ServerCore) -> dict[str, tuple[Any, Call]]:
         return {"status": _SERVING if ready else _NOT_SERVING}
 
     async def model_infer(request: Any, context: Any) -> Any:
-        model = models.get(request.model_name, request.model_version or None)
+        model, record = models.get(request.model_name, request.model_version or None), CURRENT_RECORD.get()
+        assert record is not None
         asked = (request, model.contract, core.limits, core.memory)
         large = any(len(tensor.contents.uint_contents) > _MANY_NUMBERS for tensor in request.inputs)
         decoded = await _in_thread(*asked) if large else decode_infer_request(*asked)
-        given = [seconds for seconds in (context.time_remaining(), decoded.timeout) if seconds is not None]
-        deadline = time.monotonic() + min(given) if given else None
-        rows = await model.infer(decoded, deadline)
+        started, left = record.started, context.time_remaining()
+        of_call = None if left is None else time.monotonic() + left - started
+        given = [seconds for seconds in (of_call, decoded.timeout) if seconds is not None]
+        rows = await model.infer(decoded, model.deadline(started, min(given, default=None)))
         labels = model.bundle.manifest.labels
         return encode_infer_response(rows, decoded, model.contract, labels, core.memory)
 

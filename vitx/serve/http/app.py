@@ -141,7 +141,7 @@ class App:
         name, version, length = asked
         model = self._models.get(name, version)
         request = decode_infer_request(body, length, model.contract, self._limits, self._memory)
-        return model, request, None if request.timeout is None else started + request.timeout
+        return model, request, model.deadline(started, request.timeout)
 
     def _rows_reply(self, rows: Float32Array, request: InferRequest, model: ServedModel) -> Reply:
         labels = model.bundle.manifest.labels

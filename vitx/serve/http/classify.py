@@ -1,5 +1,6 @@
 """`POST /v1/classify`: image bytes in, labels with scores out."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -113,14 +114,13 @@ class Classifier:
         classes = len(model.bundle.manifest.labels)
         top_k = _number("top_k", query.get("top_k", str(min(_TOP_K, classes))), 1, classes, ", the number of classes")
         priority = _number("priority", query.get("priority", "0"), 0, PRIORITY_LEVELS)
-        seconds, given = model.batcher.batching.timeout, query.get("timeout_ms", timeout)
+        given = query.get("timeout_ms", timeout)
         if timeout is not None and "timeout_ms" in query:
             both = "the query parameter timeout_ms and the header Timeout-Ms"
             raise RequestError(f"the timeout is given twice: as {both}")
-        if given is not None:
-            seconds = _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS) / 1e3
+        seconds = None if given is None else _number("timeout_ms", given, 1, _LONGEST_TIMEOUT_MS) / 1e3
         outputs = _outputs(query.get("outputs"), model)
-        return _Options(model, top_k, priority, None if seconds is None else started + seconds, outputs)
+        return _Options(model, top_k, priority, model.deadline(started, seconds), outputs)
 
     def _form_images(self, content_type: str, body: bytes) -> tuple[list[str], Sequence[bytes | RequestError]]:
         parts = parse_multipart(content_type, body, self._core.limits.images)
@@ -138,18 +138,19 @@ class Classifier:
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[dict[str, Any]]:
         """Return for each image a dict with its `predictions`, or its `error`."""
-        find = self._rows if options.model.cache is None else self._known_rows
-        rows = await find(options, images, record)
+        rows = await self._known_rows(options, images, record)
         return [{"error": str(row)} if isinstance(row, Exception) else options.answer(row) for row in rows]
 
     async def _known_rows(
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
     ) -> list[Float32Array | Exception]:
         """As `_rows`, which has to find those alone that are not in the cache."""
-        cache, outputs = options.model.cache, options.outputs
-        looked = [
-            cache.find(image, outputs) if cache and isinstance(image, bytes) else (None, None) for image in images
-        ]
+        if (cache := options.model.cache) is None:
+            return await self._rows(options, images, record)
+        looked = []
+        for image in images:
+            looked.append(cache.find(image, options.outputs) if isinstance(image, bytes) else (None, None))
+            await asyncio.sleep(0)  # the digests of a whole form would hold up the event loop
         asked = [image for image, (known, _) in zip(images, looked, strict=True) if known is None]
         found = iter(await self._rows(options, asked, record) if asked else ())
         record.images += len(images) - len(asked)

@@ -73,6 +73,11 @@ class ServedModel:
         """
         return self._batchers[-1] if further else self.batcher
 
+    def deadline(self, started: float, seconds: float | None) -> float | None:
+        """When a request that came at `started` (time.monotonic()) is to be answered; seconds: what it gives itself."""
+        seconds = self.batcher.batching.timeout if seconds is None else seconds
+        return None if seconds is None else started + seconds
+
     async def infer(self, request: InferRequest, deadline: float | None) -> Float32Array:
         """The rows (see `Contract`) for a request, from the cache or the batcher; raises what `Batcher.submit` does."""
         rows, keep = (None, None) if self.cache is None else self.cache.find(request.images.data, request.further)
