@@ -17,8 +17,11 @@ from tritonclient.utils import InferenceServerException
 from bundle_fixture import PREPROCESSING, NumpySession, colour_image, png, with_attention, with_embedding, write_bundle
 from server_process import ServerProcess, grpc_address, running_server
 from vitx.core.bundle import Bundle
-from vitx.serve.models.loading import Loader
-from vitx.serve.models.served_model import ServedModel
+from vitx.serve.errors import RequestError
+from vitx.serve.models import repository
+from vitx.serve.models.loading import Loader, Offer, WarmModel
+from vitx.serve.models.repository import Repository
+from vitx.serve.models.served_model import ModelSet, ServedModel
 from vitx.serve.observe.metrics import Metrics
 from vitx.serve.options import ServeOptions
 
@@ -224,3 +227,33 @@ def test_a_runtime_of_logits_alone_serves_logits_alone(
     assert (
         "'tiny' is served without embedding, attention: onnxruntime-int8 gives logits alone" in capsys.readouterr().err
     )
+
+
+def test_a_bundle_that_is_replaced_while_it_is_loaded_leaves_no_session(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the one of the logits nor the one that gives all outputs, each with a copy of the weights."""
+    loader = Loader(ServeOptions(bundles=(bundle.path,), device="cpu", threads=1, allow_uncertified=True))
+    warmed: list[WarmModel] = []
+    warm = Loader.warm
+
+    def noted(self: Loader, offer: Offer) -> WarmModel:
+        warmed.append(warm(self, offer))
+        return warmed[0]
+
+    monkeypatch.setattr(Loader, "warm", noted)
+    signatures = iter([((1, 1, 1),), ((2, 2, 2),)])
+    monkeypatch.setattr(repository, "_signature", lambda path: next(signatures))
+
+    async def load() -> None:
+        offer = loader.verify(bundle.path)
+        models = Repository(ModelSet([]), loader, Metrics(), [offer])
+        with pytest.raises(RequestError, match="was replaced while it was loaded: load it again"):
+            await models.load("tiny")
+
+    asyncio.run(load())
+    (refused,) = warmed
+    assert refused.outputs is not None
+    for session in (refused.session, refused.outputs.session):
+        with pytest.raises(RuntimeError, match="closed"):
+            session.infer(pixels(1))

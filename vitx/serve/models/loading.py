@@ -91,6 +91,15 @@ class WarmModel:
     runtimes: tuple[str, ...] = ()
     outputs: WarmOutputs | None = None
 
+    @property
+    def loaded(self) -> list[tuple[Session, LatencyCurve]]:
+        """That of the logits alone, and the one that gives `outputs` too."""
+        return [(each.session, each.curve) for each in (self, self.outputs) if each is not None]
+
+    def close(self) -> None:
+        for session, _ in self.loaded:
+            session.close()
+
 
 @dataclass(frozen=True)
 class Loader:

@@ -117,7 +117,7 @@ class Repository:
         except Exception as error:  # the edge of one load: the server goes on with the old model
             raise self._refused(key, error) from error
         if self._models.draining:
-            await asyncio.to_thread(warm.session.close)
+            await asyncio.to_thread(warm.close)
             raise unavailable("the server is shutting down", "draining")
         self._models.switch(ServedModel(warm, self._metrics), self._retire_seconds)
         self._refusals.pop(key, None)
@@ -138,10 +138,10 @@ class Repository:
         log(f"vitx: model {key_text(key)} unloaded")
 
     async def load_all(self) -> None:
-        """Load every model again; one that is refused is logged, and its old model serves on."""
+        """Load every model again, in this process; one that is refused is logged, and its old model serves on."""
         for name in self._models.names:
             with suppress(RequestError):  # logged and counted by `load`
-                await self.load(name)
+                await Repository.load(self, name)
 
     async def watch(self, seconds: float) -> None:
         """Check the bundles on disk every `seconds`, for ever, and load those that changed or are new.
@@ -173,7 +173,7 @@ class Repository:
             check_contract(served.bundle, offer.bundle)
         warm = self._loader.warm(offer)
         if _signature(path) != before:
-            warm.session.close()
+            warm.close()
             raise CheckFailed(f"{path} was replaced while it was loaded: load it again")
         return warm
 
@@ -204,11 +204,9 @@ def _signature(path: Path) -> Signature | None:
     """(inode, mtime, size) of manifest and certificate: changes when the bundle is replaced. None: no bundle."""
     found = []
     for name in (MANIFEST, CERTIFICATE):
-        try:
+        with suppress(OSError):
             file = (path / name).stat()
-        except OSError:
-            continue
-        found.append((file.st_ino, file.st_mtime_ns, file.st_size))
+            found.append((file.st_ino, file.st_mtime_ns, file.st_size))
     return tuple(found) or None
 
 

@@ -36,10 +36,7 @@ class ServedModel:
         self.contract = Contract.of(self.bundle.manifest, self.version, names)
         self._outputs = warm.outputs
         self.runtime = warm.session.describe()
-        loaded = [(warm.session, warm.curve)]
-        if warm.outputs:
-            loaded.append((warm.outputs.session, warm.outputs.curve))
-        self._sessions = [session for session, _ in loaded]
+        self._sessions = [session for session, _ in warm.loaded]
         self._batchers = [
             Batcher(
                 session.infer,
@@ -48,7 +45,7 @@ class ServedModel:
                 on_batch=lambda times: self.metrics.batch(times),
                 under_load=session.under_load.infer,
             )
-            for session, curve in loaded
+            for session, curve in warm.loaded
         ]
         self.batcher = self._batchers[0]
         self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
@@ -198,8 +195,8 @@ class ModelSet:
         self.leaving = False
         self._models: dict[ModelKey, ServedModel] = {}
         self._newest: dict[str, ServedModel] = {}
-        self._generation = InFlight()  # begun since the last switch: a model they may use is closed after they ended
-        self._earlier: list[InFlight] = []  # those before that have not ended
+        # Requests that began before the first switch, before the second, …: a model they may use is closed after them.
+        self._generations = [InFlight()]
         self._retiring: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -231,17 +228,18 @@ class ModelSet:
     @property
     def active(self) -> int:
         """How many requests are in flight."""
-        return sum(requests.count for requests in (*self._earlier, self._generation))
+        return sum(requests.count for requests in self._generations)
 
     async def idle(self) -> None:
         """Return when none is; call when no more begin."""
-        for requests in (*self._earlier, self._generation):
+        for requests in self._generations:
             await requests.end()
 
     def enter(self) -> InFlight:
         """Call when a request starts, before `get`; call `leave` of the result when it ends."""
-        self._generation.enter()
-        return self._generation
+        generation = self._generations[-1]
+        generation.enter()
+        return generation
 
     def switch(self, model: ServedModel, retire_seconds: float) -> None:
         """Serve this model; one of the same name and version is closed after the last request that may use it."""
@@ -303,8 +301,8 @@ class ModelSet:
         await asyncio.gather(*(model.close() for model in self._models.values()), *self._retiring)
 
     def _retire(self, model: ServedModel, seconds: float) -> None:
-        before, self._generation = self._generation, InFlight()
-        self._earlier = [requests for requests in (*self._earlier, before) if requests.count]
+        before = self._generations[-1]
+        self._generations = [*(requests for requests in self._generations if requests.count), InFlight()]
         task = asyncio.create_task(self._close_after(before, model, seconds))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -63,12 +62,6 @@ class SharedRepository(Repository):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
-
-    async def load_all(self) -> None:
-        """As `Repository.load_all`, in this worker only: every worker gets the signal for it."""
-        for name in self._models.names:
-            with suppress(RequestError):
-                await super().load(name)
 
     async def _share_refusals(self, name: str) -> None:
         for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
