@@ -64,12 +64,11 @@ class ServerCore:
         self.loader = Loader(options)
         self.budget = MemoryBudget(self.limits.memory_bytes)
         self.repository: Repository | None = None
-        observe = self.metrics.decode_seconds.observe
         self.decoder = Decoder(
             max_pixels=options.max_pixels,
             capacity=options.queue,
             processes=options.decode == "processes",
-            on_decode=observe,
+            on_decode=self.metrics.decode_seconds.observe,
         )
 
     def about(self) -> dict[str, Any]:

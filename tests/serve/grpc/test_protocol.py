@@ -210,7 +210,7 @@ def memory() -> Iterator[SharedMemory]:
     made = SharedMemory(enabled=True)
     made.register("all", block.name, 0, 200)
     yield made
-    made.close()
+    made.unregister()
     block.close()
     block.unlink()
 

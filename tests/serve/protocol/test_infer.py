@@ -381,7 +381,7 @@ def test_tensors_in_shared_memory_are_read_and_written_where_the_request_says() 
         with pytest.raises(RequestError, match=r"^output 'logits' has 18 bytes: 7 were set aside"):
             encode_infer_response(TWO_ROWS[:1], request, CONTRACT, LABELS, memory)
     finally:
-        memory.close()
+        memory.unregister()
         block.close()
         block.unlink()
 

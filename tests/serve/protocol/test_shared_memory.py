@@ -31,7 +31,7 @@ def block() -> Iterator[shared_memory.SharedMemory]:
 def memory() -> Iterator[SharedMemory]:
     made = SharedMemory(enabled=True, max_regions=3)
     yield made
-    made.close()
+    made.unregister()
 
 
 def content(block: shared_memory.SharedMemory) -> memoryview:
@@ -92,13 +92,13 @@ def test_regions_are_limited_and_leave_no_file_open(block: shared_memory.SharedM
     status, text = refusal(memory.register, "d", block.name, 0, 10)
     assert (status, text) == (429, "3 regions are registered, no more are allowed: unregister some")
     held = memory.check("a", 0, 10)  # as a request in flight does
-    memory.close()
+    memory.unregister()
     for name in "de":
         memory.register(name, block.name, 0, 10)
     assert refusal(memory.register, "f", block.name, 0, 10)[0] == 429
     del held
     memory.register("f", block.name, 0, 10)
-    memory.close()
+    memory.unregister()
     assert refusal(memory.register, "d", block.name, 0, 4097)[0] == 400
     assert len(os.listdir("/proc/self/fd")) == before
 
@@ -252,7 +252,6 @@ def test_it_is_off_unless_enabled() -> None:
     ):
         assert refusal(call, *arguments) == expected
     assert memory.status() == []  # as in Triton: a client may ask
-    memory.close()
 
 
 def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -176,11 +176,10 @@ class Classifier:
             if isinstance(image, Exception) and not isinstance(image, ImageError | RequestError):
                 raise image
         readable = [image for image in pixels if not isinstance(image, Exception)]
-        logits: Float32Array = np.empty((0, 0), np.float32)
+        answers: Iterator[Float32Array] = iter(())
         if readable:
             rows = readable[0][None] if len(readable) == 1 else np.stack(readable)
-            logits = await batcher.submit(rows, priority=options.priority, deadline=options.deadline)
-        answers = iter(logits)
+            answers = iter(await batcher.submit(rows, priority=options.priority, deadline=options.deadline))
         return [image if isinstance(image, Exception) else next(answers) for image in pixels]
 
 

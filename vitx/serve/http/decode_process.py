@@ -56,32 +56,29 @@ class DecodeProcess:
             self._process.wait()
             self._process = None
 
-    def decoded(self, data: bytes, steps: Preprocessing, limit: int) -> UInt8Array:
+    def decoded(self, data: bytes, steps: Preprocessing, limit: int, *, again: bool = True) -> UInt8Array:
         """As the function; an image with which the process ends twice, or hangs, is an ImageError too."""
-        pixels = 3 * steps.image_size**2
-        for again in (True, False):  # it may have ended by something else, also long before
-            if self._process is None:
-                self._start()
-            try:
-                self._connection.send((data, steps, limit))
-                answer = self._connection.recv_bytes(1 + max(pixels, _TEXT_BYTES))
-            except BaseException as error:
-                self.close()  # whatever it was: an answer that comes late would be taken for that to the next image
-                if not isinstance(error, OSError | EOFError):
-                    raise
-                hung = isinstance(error, BlockingIOError)
-                if again and not hung:
-                    continue
-                what = f"took longer than {_HUNG_SECONDS} s" if hung else "ended twice"
-                raise ImageError(f"cannot decode the image: the process that did {what}") from None
-            kind, said = answer[:1], answer[1:]
-            if kind == _TOO_MANY:
-                width, height = map(int, said.split())
-                raise TooManyPixels(width, height, limit)
-            if kind == _ERROR:
-                raise ImageError(said.decode())
-            return np.frombuffer(said, np.uint8).reshape(steps.image_size, steps.image_size, 3)
-        raise AssertionError("the second turn returns or raises")
+        if self._process is None:
+            self._start()
+        try:
+            self._connection.send((data, steps, limit))
+            answer = self._connection.recv_bytes(1 + max(3 * steps.image_size**2, _TEXT_BYTES))
+        except BaseException as error:
+            self.close()  # whatever it was: an answer that comes late would be taken for that to the next image
+            if not isinstance(error, OSError | EOFError):
+                raise
+            hung = isinstance(error, BlockingIOError)
+            if again and not hung:  # it may have ended by something else, also long before
+                return self.decoded(data, steps, limit, again=False)
+            what = f"took longer than {_HUNG_SECONDS} s" if hung else "ended twice"
+            raise ImageError(f"cannot decode the image: the process that did {what}") from None
+        kind, said = answer[:1], answer[1:]
+        if kind == _TOO_MANY:
+            width, height = map(int, said.split())
+            raise TooManyPixels(width, height, limit)
+        if kind == _ERROR:
+            raise ImageError(said.decode())
+        return np.frombuffer(said, np.uint8).reshape(steps.image_size, steps.image_size, 3)
 
 
 def work(file: int) -> None:

@@ -49,9 +49,11 @@ class ServedModel:
         ]
         self.batcher = self._batchers[0]
         self._batchers[-1].statistics = self.batcher.statistics  # of the model, whichever ran
+        verdict = self.certificate.verdict if self.certificate else "uncertified"
+        precision = self.runtime.get("precision", self.bundle.manifest.precision)
         self.metrics = metrics.add_model(
             self.key,
-            self._about(),
+            (verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)),
             lambda: self.queued,
             lambda: self.running,
             lambda: sum(batcher.replaced_instances for batcher in self._batchers),
@@ -144,12 +146,6 @@ class ServedModel:
             "queued": self.queued,
             "running": self.running,
         }
-
-    def _about(self) -> tuple[str, ...]:
-        """Certificate, runtime, provider and precision, for the metrics."""
-        verdict = self.certificate.verdict if self.certificate else "uncertified"
-        precision = self.runtime.get("precision", self.bundle.manifest.precision)
-        return verdict, str(self.runtime["runtime"]), str(self.runtime["provider"]), str(precision)
 
 
 class InFlight:
@@ -318,23 +314,17 @@ class ModelSet:
         await asyncio.to_thread(self._on_change)
 
 
-def _without_folders(value: Any) -> Any:
+def _without_folders(value: Any, *, is_path: bool = False) -> Any:
     """A JSON value in which every text that is an absolute path, or a path of any kind by its key, is its last part."""
     if isinstance(value, dict):
-        return {
-            name: _last_part(entry) if name in _PATHS and isinstance(entry, str) else _without_folders(entry)
-            for name, entry in value.items()
-        }
+        return {name: _without_folders(entry, is_path=name in _PATHS) for name, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_without_folders(entry) for entry in value]
-    if isinstance(value, str) and (PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()):
-        return _last_part(value)
+    if isinstance(value, str) and (
+        is_path or PurePosixPath(value).is_absolute() or PureWindowsPath(value).is_absolute()
+    ):
+        return PureWindowsPath(value).name or value  # which knows either kind of slashes
     return value
-
-
-def _last_part(path: str) -> str:
-    """Of a path or an address with either kind of slashes; itself if it has no name."""
-    return PureWindowsPath(path).name or path
 
 
 def _summary(certificate: Certificate) -> dict[str, Any]:

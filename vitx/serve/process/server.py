@@ -126,7 +126,6 @@ class Server:
             if link is not None:
                 link.siblings.close()
             core.decoder.close()
-            core.memory.close()
             for observer in core.observers:
                 await asyncio.to_thread(observer.close)
 

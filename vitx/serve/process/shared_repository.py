@@ -49,7 +49,8 @@ class SharedRepository(Repository):
                 try:
                     await work(self, name)
                 except RequestError:
-                    await self._share_refusals(name)
+                    for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
+                        await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
                     raise
                 what = work.__name__
                 self._siblings.note_unloaded(name, is_unloaded=work is Repository.unload)
@@ -62,10 +63,6 @@ class SharedRepository(Repository):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.shield(task)
-
-    async def _share_refusals(self, name: str) -> None:
-        for refusal in [[*key, text] for key, text in self._refusals.items() if key[0] == name]:
-            await self._siblings.ask_others("refused", json.dumps(refusal), seconds=_NOTIFY_SECONDS)
 
     async def _answer_refused(self, refusal: str) -> bytes:
         name, version, text = json.loads(refusal)

@@ -109,11 +109,6 @@ class SharedMemory:
         if count != len(data):
             raise _refused(f"shared memory region '{name}' took {count} of {len(data)} bytes: /dev/shm is full")
 
-    def close(self) -> None:
-        """Unregister every region."""
-        if self.enabled:
-            self.unregister()
-
     def _check_enabled(self) -> None:
         if not self.enabled:
             raise _refused("Client shared memory is disabled: start the server with --shared-memory", status=501)
