@@ -292,7 +292,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
         many = [start + (b"\xff\xda" + scan) * (count - scans) + end for count in (100, 101)]
         fits, refused = await decoder.decode(many, held)
         assert isinstance(fits, np.ndarray)
-        assert str(refused) == "JPEG of 101 scans: more than the 100 allowed"
+        assert str(refused) == "JPEG of more than 100 scans"
         assert held.sides == [16]
 
     run(test, threads=1)
