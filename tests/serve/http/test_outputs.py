@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,8 @@ def test_a_runtime_of_logits_alone_serves_logits_alone(
 ) -> None:
     loader = Loader(ServeOptions(device="cpu", runtime="onnxruntime-int8", allow_uncertified=True))
     offer = loader.verify(bundle.path)
-    assert loader._with_outputs(offer, loader.options.batching, None) == (offer, None)
+    with ExitStack() as opened:
+        assert loader._with_outputs(offer, loader.options.batching, None, opened) == (offer, None)
     assert (
         "'tiny' is served without embedding, attention: onnxruntime-int8 gives logits alone" in capsys.readouterr().err
     )

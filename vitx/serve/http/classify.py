@@ -94,14 +94,17 @@ class Classifier:
         """`several`: reads a body of several images."""
         CURRENT_RECORD.set(record)  # of this task alone; in it the model is found
         options = asked(record.started)
+        names: list[str] | None = None
+        images: Sequence[bytes | RequestError] = [body]
+        if several is not None:
+            read = partial(several, body)
+            names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
+        rows = await self._known_rows(options, images, record)
+        results = [{"error": str(row)} if isinstance(row, Exception) else options.answer(row) for row in rows]
         if several is None:
-            (result,) = await self._classify(options, [body], record)
-            if "error" in result:
-                raise RequestError(result["error"], reason="bad_image")
-            return Reply(to_json({"model": options.model.name, **result}))
-        read = partial(several, body)
-        names, images = await beside(hold, read) if len(body) > SMALL_BYTES else read()
-        results = await self._classify(options, images, record)
+            if "error" in results[0]:
+                raise RequestError(results[0]["error"], reason="bad_image")
+            return Reply(to_json({"model": options.model.name, **results[0]}))
         for result in results:
             if "error" in result:
                 self._core.metrics.reject("bad_image", options.model.name)
@@ -133,13 +136,6 @@ class Classifier:
 
     def _json_images(self, body: bytes) -> tuple[None, Sequence[bytes | RequestError]]:
         return None, base64_images(body, self._core.limits)
-
-    async def _classify(
-        self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord
-    ) -> list[dict[str, Any]]:
-        """Return for each image a dict with its `predictions`, or its `error`."""
-        rows = await self._known_rows(options, images, record)
-        return [{"error": str(row)} if isinstance(row, Exception) else options.answer(row) for row in rows]
 
     async def _known_rows(
         self, options: _Options, images: Sequence[bytes | RequestError], record: RequestRecord

@@ -127,18 +127,20 @@ class Loader:
         device, (instances, threads) = self.options.device, self._setting(offer.bundle)
         batching = replace(self.options.batching, instances=instances)
         runtimes = runtimes_by_speed(offer.bundle, self.options.runtime, device=device, threads=threads)
-        session = load_warm(offer.bundle, batching, device=device, threads=threads, runtime=runtimes[0])
-        with ExitStack() as opened:  # closes the session of a model that is refused
+        with ExitStack() as opened:  # closes the sessions of a model that is refused
+            session = load_warm(offer.bundle, batching, device=device, threads=threads, runtime=runtimes[0])
             opened.enter_context(session)
             offer, verdict = self._judged(offer, session)
             batching = replace(batching, preferred=tuple(sorted({profile.optimum for profile in session.profiles})))
             canary = Canary(offer.bundle, verdict or offer.certificate, session, batching.max_batch)
             curve = starting_curve(offer.bundle, session, batching)
-            offer, outputs = self._with_outputs(offer, batching, threads)
+            offer, outputs = self._with_outputs(offer, batching, threads, opened)
             opened.pop_all()
         return WarmModel(offer, session, batching, curve, canary, verdict, runtimes, outputs)
 
-    def _with_outputs(self, offer: Offer, batching: Batching, threads: int | None) -> tuple[Offer, WarmOutputs | None]:
+    def _with_outputs(
+        self, offer: Offer, batching: Batching, threads: int | None, opened: ExitStack
+    ) -> tuple[Offer, WarmOutputs | None]:
         """Load and judge what gives the bundle's further outputs, another executable than that of the logits alone."""
         bundle, names = offer.bundle, tuple(str(spec.name) for spec in offer.bundle.manifest.outputs)
         if not names:
@@ -148,14 +150,10 @@ class Loader:
         if not RUNTIMES[runtime].outputs:
             log(f"vitx: '{bundle.manifest.name}' is served without {', '.join(names)}: {runtime} gives logits alone")
             return offer, None
-        session = load_warm(bundle, batching, runtime=runtime, **setting)
-        with ExitStack() as opened:
-            opened.enter_context(session)
-            offer, verdict = self._judged(offer, session)
-            rows = RowsSession(session)
-            curve = measure_curve(rows, image_shape(bundle), batching)
-            opened.pop_all()
-        return offer, WarmOutputs(rows, names, curve, verdict)
+        session = opened.enter_context(load_warm(bundle, batching, runtime=runtime, **setting))
+        offer, verdict = self._judged(offer, session)
+        rows = RowsSession(session)
+        return offer, WarmOutputs(rows, names, measure_curve(rows, image_shape(bundle), batching), verdict)
 
     def _judged(self, offer: Offer, session: Session) -> tuple[Offer, Verdict | None]:
         """The verdict on what was loaded; with --allow-uncertified a model without a passing one is shown as such."""

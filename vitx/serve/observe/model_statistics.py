@@ -24,50 +24,51 @@ class BatchTimes:
     queue: Sequence[float]  # one entry for each request
 
 
-@dataclass(slots=True)
-class _Duration:
-    count: int = 0
-    seconds: float = 0.0
+class _Durations(dict[str, tuple[int, float]]):
+    """How often, and seconds in all, by name."""
 
-    def add(self, seconds: float, count: int = 1) -> None:
-        self.count += count
-        self.seconds += seconds
+    def add(self, name: str, seconds: float, count: int = 1) -> None:
+        counted, before = self.get(name, (0, 0.0))
+        self[name] = counted + count, before + seconds
+
+    def as_json(self, *names: str) -> dict[str, Any]:
+        found = {name: self.get(name, (0, 0.0)) for name in names}
+        return {name: {"count": count, "ns": round(1e9 * seconds)} for name, (count, seconds) in found.items()}
 
 
 class ModelStatistics:
     """Counts and times of one model."""
 
     def __init__(self) -> None:
-        names = ("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss")
-        self._times = {name: _Duration() for name in names}
-        self._by_size: dict[int, dict[str, _Duration]] = defaultdict(lambda: {name: _Duration() for name in _COMPUTE})
+        self._times = _Durations()
+        self._by_size: dict[int, _Durations] = defaultdict(_Durations)
         self._images = 0
         self._last_inference = 0.0
 
     def add_success(self, seconds: float) -> None:
         """Count a request that was answered `seconds` after its arrival."""
-        self._times["success"].add(seconds)
+        self._times.add("success", seconds)
 
     def add_failure(self, seconds: float) -> None:
         """Count a request that was refused, failed or was cancelled."""
-        self._times["fail"].add(seconds)
+        self._times.add("fail", seconds)
 
     def add_lookup(self, seconds: float, *, found: bool) -> None:
         """Count a search of the response cache; what is found answers a request, which as in Triton did not queue."""
-        self._times["cache_hit" if found else "cache_miss"].add(seconds)
+        self._times.add("cache_hit" if found else "cache_miss", seconds)
         if found:
-            self._times["success"].add(seconds)
-            self._times["queue"].add(0)
+            self._times.add("success", seconds)
+            self._times.add("queue", 0)
 
     def add_batch(self, times: BatchTimes) -> None:
         self._last_inference = time.time()
         self._images += times.rows
         requests, of_size = len(times.queue), self._by_size[times.rows]
-        self._times["queue"].add(sum(times.queue), requests)
+        self._times.add("queue", sum(times.queue), requests)
         for name, field in _COMPUTE.items():
             seconds = getattr(times, field)
-            self._times[name].add(seconds * requests, requests)
-            of_size[name].add(seconds)
+            self._times.add(name, seconds * requests, requests)
+            of_size.add(name, seconds)
 
     def as_json(self, name: str, version: str) -> dict[str, Any]:
         """One entry of `model_stats`; whole numbers, times in nanoseconds."""
@@ -77,11 +78,7 @@ class ModelStatistics:
             "version": version,
             "last_inference": round(1e3 * self._last_inference),
             "inference_count": self._images,
-            "execution_count": sum(durations["compute_infer"].count for _, durations in sizes),
-            "inference_stats": _as_json(self._times),
-            "batch_stats": [{"batch_size": size, **_as_json(durations)} for size, durations in sizes],
+            "execution_count": sum(durations["compute_infer"][0] for _, durations in sizes),
+            "inference_stats": self._times.as_json("success", "fail", "queue", *_COMPUTE, "cache_hit", "cache_miss"),
+            "batch_stats": [{"batch_size": size, **durations.as_json(*_COMPUTE)} for size, durations in sizes],
         }
-
-
-def _as_json(durations: dict[str, _Duration]) -> dict[str, Any]:
-    return {name: {"count": each.count, "ns": round(1e9 * each.seconds)} for name, each in durations.items()}
