@@ -19,7 +19,7 @@ from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.tables import TableColumns, Tables, read_rows, refuse_equal_keys
+from vitx.predict.inputs.tables import TableColumns, Tables, read_errors, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
@@ -235,8 +235,6 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
 def _parquet_items(
     shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None, version: str | None
 ) -> Generator[Item, None, None]:
-    import pyarrow as pa
-
     row, end = shard.start, shard.start + (shard.count or 0)
     try:
         for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
@@ -245,7 +243,7 @@ def _parquet_items(
         return
     except InputError as error:  # about its columns
         reason = ImageError(str(error))
-    except (OSError, pa.ArrowException) as error:
+    except read_errors() as error:
         reason = ImageError(f"cannot read the Parquet file beyond row {row}: {error}")
     if shard.count is None:
         yield Item(shard.location, reason, version=version)

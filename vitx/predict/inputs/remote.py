@@ -7,6 +7,7 @@ stopped: when it is set, what waits raises CancelledError.
 import asyncio
 import importlib.util
 import io
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -45,11 +46,17 @@ def remote_filesystem(location: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL and the path in it. fsspec caches the file system of each store."""
     if importlib.util.find_spec("fsspec") is None:
         raise missing_package("fsspec", "serve")
+    from fsspec import get_filesystem_class
     from fsspec.core import url_to_fs
 
+    options = {"get_client": _http_client} if is_http(location) else {}
     try:
-        system, path = url_to_fs(location, **({"get_client": _http_client} if is_http(location) else {}))
-    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or whose package is missing
+        if re.search("::[a-z0-9_]+://", location):  # fsspec's chains, such as zip://a.jpg::s3://bucket/b.zip
+            system, path = url_to_fs(location, **options)
+        else:  # which would take any other two colons for one: of an IPv6 address, or of a key
+            kind = get_filesystem_class(location.partition("://")[0])
+            system, path = kind(**kind._get_kwargs_from_urls(location), **options), kind._strip_protocol(location)
+    except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
         raise InputError(f"cannot open '{location}': {error}") from None
     return system, str(path)
 

@@ -50,7 +50,6 @@ class Tables:
 
     def shards(self, base: str, name: str) -> list[Shard]:
         """Of a tar or Parquet file. Raises InputError for a column that cannot go on to the output."""
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         if not name.lower().endswith(".parquet"):
@@ -60,7 +59,7 @@ class Tables:
                 parquet = pq.ParquetFile(file)
                 schema, groups = parquet.schema_arrow, _row_groups(parquet)
                 _image_column(schema, self._columns, name)
-        except (OSError, pa.ArrowException):
+        except read_errors():
             return [Shard("parquet", name)]  # reading it gives a row with the reason
         except InputError as error:
             self.refused.append(error)
@@ -126,7 +125,7 @@ def read_rows(
     """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
     row group that begins with row `start` and has `count` rows; of the file without a count.
 
-    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
+    Raises one of `read_errors` at what cannot be read, InputError if its columns are not clear.
     """
     import pyarrow.parquet as pq
 
@@ -139,6 +138,7 @@ def read_rows(
         if not groups and count is not None:
             raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
         copied = [] if columns.schema is None else [one for one in columns.schema.names if one in schema.names]
+        left = sum(parquet.metadata.row_group(index).num_rows for index in groups)
         wanted = dict.fromkeys([image, *([] if columns.key is None else [columns.key]), *copied])
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(wanted)):
             keys = [None] * len(batch) if columns.key is None else batch.column(columns.key).to_pylist()
@@ -146,11 +146,23 @@ def read_rows(
             for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
                 row = None if table is None else table.slice(index, 1)
                 yield _image(value, folder), None if key is None else str(key), row
+            left -= len(batch)
+        if left:  # pyarrow takes some damage for the end
+            raise OSError(f"{left} rows are missing at the end of the row group")
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """What a damaged Parquet file makes pyarrow raise: names and strings that are not UTF-8 it finds as Python does."""
+    import pyarrow as pa
+
+    return OSError, UnicodeDecodeError, pa.ArrowException
 
 
 def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
     """The first row and the number of rows of each row group of a `pyarrow.parquet.ParquetFile`."""
     counts = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
+    if sum(counts) != parquet.metadata.num_rows:
+        raise OSError(f"its row groups have {sum(counts)} rows, and the file should have {parquet.metadata.num_rows}")
     return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
@@ -169,7 +181,6 @@ def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Ite
 
 
 def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
@@ -181,7 +192,7 @@ def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tu
                     if key is None:
                         raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
                     yield str(key), f"row {row} of {name}"
-        except (OSError, pa.ArrowException):
+        except read_errors():
             continue  # the rows that cannot be read have no key
 
 
@@ -198,15 +209,17 @@ def _image(value: Any, folder: str) -> str | bytes | ImageError:
     """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
     if isinstance(value, dict):
         path = value.get("path")
-        value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
+        value = value["bytes"] if value["bytes"] is not None else isinstance(path, str) and path and join(folder, path)
     return value or ImageError("not an image: empty")
 
 
 def _may_hold_images(kind: Any) -> bool:
     import pyarrow.types as types
 
-    plain = types.is_binary(kind) or types.is_large_binary(kind)
-    return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
+    if types.is_struct(kind):
+        index = kind.get_field_index("bytes")
+        return index >= 0 and (types.is_null(kind[index].type) or _may_hold_images(kind[index].type))
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
