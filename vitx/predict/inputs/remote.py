@@ -247,11 +247,12 @@ class RemoteFile(io.RawIOBase):
         streamed = self._whole and self._place == 0 and is_http(self._location)
         options = {"block_size": 0} if streamed else {"block_size": BLOCK_BYTES, "cache_type": "none"}
         file = self._system.open(self._path, "rb", **options)
-        details = getattr(file, "details", {})
-        version = details.get("ETag") or details.get("etag")
-        if self._version not in (None, version):
+        # Of a file that is streamed fsspec knows nothing; its headers are those of the answer.
+        details = getattr(getattr(file, "r", None), "headers", None) or getattr(file, "details", {})
+        version = next((details[name] for name in ("ETag", "etag", "Last-Modified") if details.get(name)), None)
+        if None not in (self._version, version) and self._version != version:
             raise ImageError("it was replaced while it was read")
-        self._version = version
+        self._version = version or self._version
         return file
 
     def _block(self, file: Any, size: int) -> bytes:
