@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,14 @@ from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
+from vitx.predict.summary import (
+    OF_THE_PROCESS,
+    Increment,
+    PredictionSummary,
+    bundle_digest,
+    summarize,
+    summary_name,
+)
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
@@ -143,12 +150,13 @@ def predict(
         execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
             performance = execute(job, ledger, Output(ledger, mirror, bar))
-        # This call did nothing: the summary that is there tells of one that did.
-        if not performance.images_here and summary_path.exists():
-            summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
-        else:
-            summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
-        if not summary_path.exists() or read_record(summary_path, PredictionSummary) != summary:
+        summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
+        before = None
+        with suppress(InputError):  # it is not there, or damaged: all that counts is in the ledger
+            before = read_record(summary_path, PredictionSummary)
+        if before is not None and not performance.images_here:  # the speed is that of a call that worked
+            summary = summary.model_copy(update=before.model_dump(include=set(OF_THE_PROCESS)))
+        if summary != before:
             write_json(summary_path, summary)
         if mirror is not None:  # last: where it is, all parts are
             mirror.put(summary_path, summary_path.name)

@@ -17,6 +17,8 @@ from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest
 
 SUMMARY = "summary.json"
+# What the summary says of the process that wrote it alone.
+OF_THE_PROCESS = ("images_here", "seconds", "images_per_second", "binding", "stages", "runtime", "versions", "created")
 
 
 def summary_name(share: Share) -> str:
