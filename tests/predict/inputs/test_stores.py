@@ -120,7 +120,7 @@ def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
         ("dir://x/a.png", "cannot open 'dir://x/a.png': "),
         ("generic://x/a.png", "cannot open 'generic://x/a.png': "),
         ("/", "a folder: expected an image"),
-        ("memory://", "the folder could not be listed, and now can: "),
+        ("memory://", "a folder, which can be listed now, by another run; or an object "),
     ],
 )
 def test_no_name_ends_a_run(location: str, reason: str) -> None:

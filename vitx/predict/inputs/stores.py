@@ -130,7 +130,8 @@ def expand(pattern: str) -> Iterator[str]:
 
     found = _entries(system, fixed, may_match)
     if system is not None and _finds_prefixes(system):
-        found = ((name[len(fixed) + 1 :], {}) for name in _look(_location(system, path), "glob"))
+        matched = _look(_location(system, path), "glob", detail=True).items()
+        found = ((name[len(fixed) + 1 :], entry) for name, entry in matched if entry["type"] != "directory")
     for name, entry in found:
         if isinstance(entry, Exception) or (matches(f"{fixed}/{name}") and not is_hidden(name)):
             yield _location(system, f"{fixed}/{name}")
@@ -158,11 +159,11 @@ def exists(location: str) -> bool:
     return _look(location, "info") is not None if is_url(location) else os.path.exists(location)
 
 
-def _look(location: str, question: str) -> Any:
+def _look(location: str, question: str, **options: Any) -> Any:
     """The answer of a store, None if there is nothing."""
     system, path = remote.remote_filesystem(location)
     try:
-        return _listed(system, question, path, "it gives no answer")
+        return _listed(system, question, path, "it gives no answer", **options)
     except FileNotFoundError:
         return None
     except (OSError, ImageError) as error:
@@ -235,7 +236,7 @@ def _remote(system: Any, top: str, enters: Callable[[str], bool]) -> Entries:
         prefix = todo.pop()
         folder = f"{top}/{prefix}".rstrip("/") or "/"
         try:
-            entries = _list_remote(system, folder)
+            entries = _listed(system, "ls", folder, detail=True)
             # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
             keys = _listed(system, "find", folder, prefix="/") if _finds_prefixes(system) else ()
         except (ImageError, OSError) as error:
@@ -243,7 +244,10 @@ def _remote(system: Any, top: str, enters: Callable[[str], bool]) -> Entries:
             continue
         for entry in entries:
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if entry["type"] != "directory" or is_hidden(name):
+            if str(entry["name"]).strip("/") == folder.strip("/"):
+                if prefix and entry.get("size"):  # an object whose key ends with a slash, and no mark of a folder
+                    yield prefix, entry
+            elif entry["type"] != "directory" or is_hidden(name):
                 yield prefix + name, entry
             elif name and enters(f"{prefix}{name}/"):
                 todo.append(f"{prefix}{name}/")
@@ -253,8 +257,9 @@ def _remote(system: Any, top: str, enters: Callable[[str], bool]) -> Entries:
 def _folder_problem(location: str) -> str:
     try:
         if is_url(location):
-            _list_remote(*remote.remote_filesystem(location))
-            return "the folder could not be listed, and now can: predict its images with another run"
+            system, path = remote.remote_filesystem(location)
+            _listed(system, "ls", path, detail=True)
+            return "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
         with os.scandir(location):
             linked = os.path.islink(location.rstrip("/"))
             return "a link to one of its own parent folders: not followed" if linked else "a folder: expected an image"
@@ -262,9 +267,3 @@ def _folder_problem(location: str) -> str:
         return str(error)
     except OSError as error:
         return f"cannot list the folder: {error.strerror or error}"
-
-
-def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
-    """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries = _listed(system, "ls", path, detail=True)
-    return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
