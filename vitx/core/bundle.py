@@ -19,7 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -35,6 +35,7 @@ from vitx.core.machine import describe_machine
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
+from vitx.core.urls import open_store
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # What surrounds the products of an int8 or fp8 graph.
@@ -325,21 +326,14 @@ class _Store:
     """The folder at a URL."""
 
     def __init__(self, url: str) -> None:
-        if importlib.util.find_spec("fsspec") is None:
-            raise missing_package("fsspec", "serve")
-        from fsspec.core import url_to_fs
-
         self._url = url
         options: dict[str, Any] = {}
-        try:
-            if url.startswith("http"):  # whose client gives a file five minutes, however fast it comes
-                from aiohttp import ClientTimeout
+        if url.startswith("http") and importlib.util.find_spec("aiohttp") is not None:
+            from aiohttp import ClientTimeout  # fsspec's gives a file five minutes, however fast it comes
 
-                seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
-                options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
-            self._system, self._path = url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:  # an unknown scheme, or one whose package is missing
-            raise InputError(f"cannot open '{url}': {error}") from None
+            seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
+            options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
+        self._system, self._path = open_store(url, **options)
 
     def small(self, name: str) -> bytes | None:
         """A file that may be missing; stores that do not let folders be listed refuse it then."""

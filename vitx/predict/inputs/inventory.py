@@ -19,7 +19,7 @@ from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.tables import TableColumns, Tables, read_errors, read_rows, refuse_equal_keys
+from vitx.predict.inputs.tables import TableColumns, list_tables, read_errors, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
@@ -110,17 +110,16 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         for name in containers:
             skipped.add(name)
         containers = []
-    tables = Tables(columns, again=again)
-    units = [unit for name in sorted(containers) for unit in tables.shards(base, name)]
+    units, schema, refused = list_tables(base, sorted(containers), columns, again=again)
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    if units and len(tables.refused) == len(units) and not count:
-        raise tables.refused[0]
+    if units and len(refused) == len(units) and not count:
+        raise refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
         raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
+    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
 
 def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:

@@ -5,9 +5,7 @@ stopped: when it is set, what waits raises CancelledError.
 """
 
 import asyncio
-import importlib.util
 import io
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -16,8 +14,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vitx.core.errors import InputError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
+from vitx.core.urls import open_store
 
 T = TypeVar("T")
 
@@ -43,22 +41,8 @@ def check_size(size: int) -> None:
 
 
 def remote_filesystem(location: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it. fsspec caches the file system of each store."""
-    if importlib.util.find_spec("fsspec") is None:
-        raise missing_package("fsspec", "serve")
-    from fsspec import get_filesystem_class
-    from fsspec.core import url_to_fs
-
-    options = {"get_client": _http_client} if is_http(location) else {}
-    try:
-        if re.search("::[a-z0-9_]+://", location):  # fsspec's chains, such as zip://a.jpg::s3://bucket/b.zip
-            system, path = url_to_fs(location, **options)
-        else:  # which would take any other two colons for one: of an IPv6 address, or of a key
-            kind = get_filesystem_class(location.partition("://")[0])
-            system, path = kind(**kind._get_kwargs_from_urls(location), **options), kind._strip_protocol(location)
-    except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
-        raise InputError(f"cannot open '{location}': {error}") from None
-    return system, str(path)
+    """Return the fsspec file system of a URL and the path in it."""
+    return open_store(location, **({"get_client": _http_client} if is_http(location) else {}))
 
 
 async def _http_client(**options: Any) -> Any:

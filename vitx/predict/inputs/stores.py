@@ -25,6 +25,7 @@ from vitx.predict.inputs import remote
 
 # Names below a folder, each with what a store says of it, or why it cannot be listed.
 Entries = Iterator[tuple[str, dict[str, Any] | ImageError | OSError]]
+Above = frozenset[tuple[int, int]]
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 
@@ -110,31 +111,32 @@ def _entry_version(entry: dict[str, Any]) -> str | None:
 
 def expand(pattern: str) -> Iterator[str]:
     """Yield the locations that a glob pattern matches, and folders that cannot be listed, as `walk_images`."""
-    from fsspec.utils import glob_translate
-
     # Two stars are special between slashes only.
     system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
     fixed = re.split(r"[*?[]", path)[0].rpartition("/")[0]
     parts = path[len(fixed) + 1 :].split("/")
-    matches = re.compile(glob_translate(path)).match
 
-    def may_match(folder: str) -> bool:
-        """Whether what is in it may: its path matches the pattern's beginning."""
-        names = folder.rstrip("/").split("/")
-        for name, part in zip(names, parts, strict=False):
-            if part == "**":
-                return True
-            if not fnmatchcase(name, part):
-                return False
-        return len(names) < len(parts)
+    def enters(folder: str) -> bool:
+        return _match(folder.rstrip("/").split("/"), parts, beginning=True)
 
-    found = _entries(system, fixed, may_match)
+    found = _entries(system, fixed, enters)
     if system is not None and _finds_prefixes(system):
         matched = _look(_location(system, path), "glob", detail=True).items()
         found = ((name[len(fixed) + 1 :], entry) for name, entry in matched if entry["type"] != "directory")
     for name, entry in found:
-        if isinstance(entry, Exception) or (matches(f"{fixed}/{name}") and not is_hidden(name)):
+        if isinstance(entry, Exception) or (_match(name.split("/"), parts) and not is_hidden(name)):
             yield _location(system, f"{fixed}/{name}")
+
+
+def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bool:
+    """Whether the parts of a path match those of a pattern, or may be the beginning of a path that does."""
+    if beginning and (not names or parts[:1] == ["**"]):
+        return bool(parts)
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_match(names[count:], parts[1:]) for count in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:], beginning=beginning)
 
 
 def _opened(location: str) -> tuple[Any, str]:
@@ -199,59 +201,50 @@ def _entries(system: Any, top: str, enters: Callable[[str], bool] = lambda folde
     Of a folder that cannot be listed, or that is a link to one of its own parents, with a slash at its end and the
     error. enters: whether to list a folder, whose path ends with a slash. Raises InputError if `top` cannot be listed.
     """
-    for name, entry in (_local if system is None else partial(_remote, system))(top, enters):
-        if not name:
-            reason = getattr(entry, "strerror", None) or entry
-            raise InputError(f"cannot list the folder '{_location(system, top) or '/'}': {reason}")
-        yield name, entry
-
-
-def _local(top: str, enters: Callable[[str], bool]) -> Entries:
-    # Folders to list, each with (device, inode) of the folders above it: a folder among them is a circle of links.
-    todo: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    # Folders to list, each with those above it as `_children` knows them.
+    todo: list[tuple[str, Above]] = [("", frozenset())]
     while todo:
         prefix, above = todo.pop()
-        folder = f"{top}/{prefix}"
         try:
-            found = os.stat(folder)
-            here = (found.st_dev, found.st_ino)
-            if here in above:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    hidden = entry.name.startswith(".")
-                    # Of a link that leads to itself, only os.path tells that it is no folder.
-                    if hidden or not (os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()):
-                        yield prefix + entry.name, {}
-                    elif enters(f"{prefix}{entry.name}/"):
-                        todo.append((f"{prefix}{entry.name}/", above | {here}))
-        except OSError as error:
-            yield prefix, error
-
-
-def _remote(system: Any, top: str, enters: Callable[[str], bool]) -> Entries:
-    """As fsspec's `walk`, which leaves out folders that cannot be listed."""
-    todo = [""]
-    while todo:
-        prefix = todo.pop()
-        folder = f"{top}/{prefix}".rstrip("/") or "/"
-        try:
-            entries = _listed(system, "ls", folder, detail=True)
-            # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
-            keys = _listed(system, "find", folder, prefix="/") if _finds_prefixes(system) else ()
+            for name, entry, within in _children(system, f"{top}/{prefix}", above):
+                if within is None:
+                    yield prefix + name, entry
+                elif enters(f"{prefix}{name}/"):
+                    todo.append((f"{prefix}{name}/", within))
         except (ImageError, OSError) as error:
+            if not prefix:
+                reason = getattr(error, "strerror", None) or error
+                raise InputError(f"cannot list the folder '{_location(system, top) or '/'}': {reason}") from None
             yield prefix, error
-            continue
-        for entry in entries:
+
+
+def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dict[str, Any], Above | None]]:
+    """Yield each name in a folder, what a store says of it, and of a folder that is not hidden the folders above it.
+
+    Raises OSError for a link to one of the folders `above`, each of which is (device, inode).
+    """
+    if system is not None:
+        path = folder.rstrip("/") or "/"
+        # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
+        keys = _listed(system, "find", path, prefix="/") if _finds_prefixes(system) else ()
+        for entry in _listed(system, "ls", path, detail=True):
             name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if str(entry["name"]).strip("/") == folder.strip("/"):
-                if prefix and entry.get("size"):  # an object whose key ends with a slash, and no mark of a folder
-                    yield prefix, entry
-            elif entry["type"] != "directory" or is_hidden(name):
-                yield prefix + name, entry
-            elif name and enters(f"{prefix}{name}/"):
-                todo.append(f"{prefix}{name}/")
-        yield from ((prefix + key[len(folder) + 1 :], {}) for key in keys if key.startswith(f"{folder}//"))
+            if str(entry["name"]).strip("/") != path.strip("/"):
+                if name:
+                    yield name, entry, None if entry["type"] != "directory" or is_hidden(name) else above
+            elif entry.get("size"):  # an object whose key ends with a slash, and no mark of a folder
+                yield "", entry, None
+        yield from ((key[len(path) + 1 :], {}, None) for key in keys if key.startswith(f"{path}//"))
+        return
+    found = os.stat(folder)
+    here = (found.st_dev, found.st_ino)
+    if here in above:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    with os.scandir(folder) as entries:
+        for one in entries:
+            # Of a link that leads to itself, only os.path tells that it is no folder.
+            inside = not one.name.startswith(".") and (os.path.isdir(one) if one.is_symlink() else one.is_dir())
+            yield one.name, {}, above | {here} if inside else None
 
 
 def _folder_problem(location: str) -> str:

@@ -36,77 +36,74 @@ class TableColumns:
     schema: Any = None
 
 
-class Tables:
-    """What is found while the Parquet files of an input are listed.
+def list_tables(
+    base: str, names: Iterable[str], columns: TableColumns, *, again: bool = False
+) -> tuple[list[Shard], Any, list[InputError]]:
+    """The shards of tar and Parquet files, a `pyarrow.Schema` of the columns that go on to the output or None, and the
+    errors of files whose columns are not clear. again: only the columns found before can go on.
 
-    refused: errors of files whose columns are not clear. again: only the columns found before can go on to the output.
+    Raises InputError for a column that cannot go on to the output.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
-    def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
-        self._columns, self._again = columns, again
-        self.refused: list[InputError] = []
-        # By name: the type, and the file where it was found first.
-        self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
-
-    def shards(self, base: str, name: str) -> list[Shard]:
-        """Of a tar or Parquet file. Raises InputError for a column that cannot go on to the output."""
-        import pyarrow.parquet as pq
-
+    shards, refused = list[Shard](), list[InputError]()
+    # By name: the type, and the file where it was found first.
+    copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
+    for name in names:
         if not name.lower().endswith(".parquet"):
-            return [Shard("tar", name)]
+            shards.append(Shard("tar", name))
+            continue
         try:
             with open_stream(join(base, name)) as file:
                 parquet = pq.ParquetFile(file)
                 schema, groups = parquet.schema_arrow, _row_groups(parquet)
-                _image_column(schema, self._columns, name)
-        except read_errors():
-            return [Shard("parquet", name)]  # reading it gives a row with the reason
+                _image_column(schema, columns, name)
         except InputError as error:
-            self.refused.append(error)
-            return [Shard("parquet", name)]
-        self._copy(schema, name)
-        return [Shard("parquet", name, start, count) for start, count in groups]
+            refused.append(error)
+        except read_errors():
+            pass  # reading it gives a row with the reason
+        else:
+            _copy(schema, name, columns, copied, again=again)
+            shards += (Shard("parquet", name, start, count) for start, count in groups)
+            continue
+        shards.append(Shard("parquet", name))
+    if missing := [name for name in columns.copied or () if name not in copied]:
+        raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
+    fields = [pa.field(name, kind) for name, (kind, _) in copied.items()]
+    return shards, pa.schema(fields) if fields else None, refused
 
-    def schema(self) -> Any:
-        """Of the columns that go on to the output, in every file the same; None if there are none."""
-        import pyarrow as pa
 
-        missing = [name for name in self._columns.copied or () if name not in self._copied]
-        if missing:
-            raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
-        fields = [pa.field(name, kind) for name, (kind, _) in self._copied.items()]
-        return pa.schema(fields) if fields else None
+def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple[Any, str]], *, again: bool) -> None:
+    """Add the columns of a file to those that go on."""
+    import pyarrow.types as types
 
-    def _copy(self, schema: Any, name: str) -> None:
-        """Add the columns of a file to those that go on."""
-        import pyarrow.types as types
-
-        asked, taken, key = self._columns.copied, self._columns.taken, self._columns.key
-        fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
-        # DuckDB and Spark do not tell upper case from lower.
-        clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
-        for field in fields:
-            if field.name not in clear:
-                if field.name == key:
-                    continue  # it is in `path`
-                why = "as the output has" if field.name.lower() in taken else "twice"
-                raise InputError(
-                    f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
-                    f"such as --columns '{','.join(clear)}'"
-                )
-            if self._again and field.name not in self._copied:
-                raise InputError(
-                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
-                    "name the columns to copy with --columns from the first run on"
-                )
-            kind, where = self._copied.setdefault(field.name, (field.type, name))
-            if types.is_null(kind):
-                self._copied[field.name] = (field.type, name)
-            elif kind != field.type and not types.is_null(field.type):
-                raise InputError(
-                    f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
-                    "leave it out by naming the columns to copy with --columns"
-                )
+    asked, taken = columns.copied, columns.taken
+    fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
+    # DuckDB and Spark do not tell upper case from lower.
+    clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
+    for field in fields:
+        if field.name not in clear:
+            if field.name == columns.key:
+                continue  # it is in `path`
+            why = "as the output has" if field.name.lower() in taken else "twice"
+            raise InputError(
+                f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
+                f"such as --columns '{','.join(clear)}'"
+            )
+        if again and field.name not in copied:
+            raise InputError(
+                f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
+                "name the columns to copy with --columns from the first run on"
+            )
+        kind, where = copied.setdefault(field.name, (field.type, name))
+        if types.is_null(kind):
+            copied[field.name] = (field.type, name)
+        elif kind != field.type and not types.is_null(field.type):
+            raise InputError(
+                f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
+                "leave it out by naming the columns to copy with --columns"
+            )
 
 
 def schema_to_text(schema: Any) -> str | None:

@@ -123,12 +123,12 @@ class KeptRows:
             take_old, take_new = _rows_of(parquet, block), _rows_of(pq.ParquetFile(new_file), block)
             with pq.ParquetWriter(merged, schema) as writer:
                 for start in range(0, len(self._kept), block):
-                    kept = self._kept[start : start + block]
-                    before, made = take_old(len(kept)), take_new(kept.count(False))
-                    further = itertools.count(len(before))
-                    order = [place if stays else next(further) for place, stays in enumerate(kept)]
-                    both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
-                    writer.write_table(both.replace_schema_metadata(schema.metadata))
+                    pieces = []
+                    for stays, run in itertools.groupby(self._kept[start : start + block]):
+                        count = len(list(run))
+                        before = take_old(count)
+                        pieces.append(before if stays else take_new(count))
+                    writer.write_table(pa.concat_tables(pieces).replace_schema_metadata(schema.metadata))
         rename(merged, path)
 
 
