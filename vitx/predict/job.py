@@ -1,13 +1,12 @@
 """`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
 import hashlib
-import importlib.util
 import os
 import re
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,8 @@ from typing import Any
 
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.console import log, progress
-from vitx.core.errors import CheckFailed, InputError, missing_package
-from vitx.core.files import cache_folder, read_record, sha256_file, write_json
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import cache_folder, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -29,20 +28,13 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_schema, part_path, warm_up
+from vitx.predict.outputs.parts import output_schema, part_path, read_column, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import (
-    OF_THE_PROCESS,
-    Increment,
-    PredictionSummary,
-    bundle_digest,
-    summarize,
-    summary_name,
-)
+from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
@@ -82,8 +74,6 @@ def predict(
     was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, if the
     disk is full, or if the store does not answer.
     """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise missing_package("pyarrow", "serve")
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
@@ -122,8 +112,8 @@ def predict(
                 f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
                 "--overwrite"
             )
-        if options.strict:
-            _refuse_errors(ledger, out)
+        for number in (number for number, _, record in ledger.records() if options.strict and record.errors):
+            refuse_unreadable(read_column(out, number, "path"), read_column(out, number, "error"))
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -150,14 +140,8 @@ def predict(
         execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
             performance = execute(job, ledger, Output(ledger, mirror, bar))
-        summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
-        before = None
-        with suppress(InputError):  # it is not there, or damaged: all that counts is in the ledger
-            before = read_record(summary_path, PredictionSummary)
-        if before is not None and not performance.images_here:  # the speed is that of a call that worked
-            summary = summary.model_copy(update=before.model_dump(include=set(OF_THE_PROCESS)))
-        if summary != before:
-            write_json(summary_path, summary)
+        made = summarize(ledger, bundle, performance, certified, options.shard, increment)
+        summary = write_summary(summary_path, made)
         if mirror is not None:  # last: where it is, all parts are
             mirror.put(summary_path, summary_path.name)
         return summary
@@ -246,14 +230,3 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     if totals.done:
         log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
     return totals.done < totals.shards
-
-
-def _refuse_errors(ledger: Ledger, out: Path) -> None:
-    """Raise CheckFailed for the first unreadable image of the finished shards."""
-    shard = next((number for number, _, record in ledger.records() if record.errors), None)
-    if shard is None:
-        return
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(part_path(out, shard), columns=["path", "error"])
-    refuse_unreadable(iter(rows["path"].to_pylist()), rows["error"].to_pylist())

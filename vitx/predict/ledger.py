@@ -335,13 +335,10 @@ class Ledger:
             last = page[-1][0]
 
     def _insert(self, shards: Iterable[Shard], start: int, step: int = 1) -> None:
-        self._connection.executemany(
-            f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            (
-                (number, one.kind, one.location.encode(*_CODEC), one.start, one.count)
-                for number, one in zip(count(start, step), shards)
-            ),
-        )
+        insert = f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)"
+        numbered = zip(count(start, step), shards)
+        rows = ((number, one.kind, one.location.encode(*_CODEC), one.start, one.count) for number, one in numbered)
+        self._connection.executemany(insert, rows)
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         with self._lock:

@@ -65,20 +65,12 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                 for folder in reversed(made_here):
                     with suppress(OSError):  # not empty
                         folder.rmdir()
-            if not _is_damage(error):
+            if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
                 raise
             again = "choose another folder, or pass --overwrite"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
         finally:
             remove_leftovers(out, share)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Whether the ledger is damaged; SQLite raises the same errors for a full disk and a locked file."""
-    if isinstance(error, sqlite3.OperationalError):  # without a code: Python could not decode a text
-        damage = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)  # no such column; a format of a later SQLite
-        return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) in damage
-    return isinstance(error, sqlite3.DatabaseError)
 
 
 def _refuse_others(out: Path, share: Share) -> None:

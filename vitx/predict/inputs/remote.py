@@ -231,8 +231,9 @@ class RemoteFile(io.RawIOBase):
         streamed = self._whole and self._place == 0 and is_http(self._location)
         options = {"block_size": 0} if streamed else {"block_size": BLOCK_BYTES, "cache_type": "none"}
         file = self._system.open(self._path, "rb", **options)
-        # Of a file that is streamed fsspec knows nothing; its headers are those of the answer.
-        details = getattr(getattr(file, "r", None), "headers", None) or getattr(file, "details", {})
+        details = getattr(file, "details", {})
+        if is_http(self._location):  # of which fsspec keeps nothing with the file
+            details = file.r.headers if streamed else self._system.info(self._path) if self._version else {}
         version = next((details[name] for name in ("ETag", "etag", "Last-Modified") if details.get(name)), None)
         if None not in (self._version, version) and self._version != version:
             raise ImageError("it was replaced while it was read")

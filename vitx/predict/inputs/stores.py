@@ -248,15 +248,14 @@ def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dic
 
 
 def _folder_problem(location: str) -> str:
+    system, path = _opened(location)
     try:
-        if is_url(location):
-            system, path = remote.remote_filesystem(location)
-            _listed(system, "ls", path, detail=True)
-            return "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
-        with os.scandir(location):
-            linked = os.path.islink(location.rstrip("/"))
-            return "a link to one of its own parent folders: not followed" if linked else "a folder: expected an image"
+        next(_children(system, f"{path}/", frozenset()), None)
     except ImageError as error:
         return str(error)
     except OSError as error:
         return f"cannot list the folder: {error.strerror or error}"
+    if system is not None:
+        return "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
+    linked = os.path.islink(path)
+    return "a link to one of its own parent folders: not followed" if linked else "a folder: expected an image"

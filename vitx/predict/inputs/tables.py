@@ -10,15 +10,22 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, naming_extra
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.stores import join, open_stream
 from vitx.predict.ledger import Shard
+
+with naming_extra("serve"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import pyarrow.types as types
 
 # If several columns may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
 # Rows that are in memory at once.
 BATCH_ROWS = 64
+# What a damaged Parquet file raises: names and strings that are not UTF-8 are found when they become Python's.
+READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,6 @@ def list_tables(
 
     Raises InputError for a column that cannot go on to the output.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     shards, refused = list[Shard](), list[InputError]()
     # By name: the type, and the file where it was found first.
     copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
@@ -61,7 +65,7 @@ def list_tables(
                 _image_column(schema, columns, name)
         except InputError as error:
             refused.append(error)
-        except read_errors():
+        except READ_ERRORS:
             pass  # reading it gives a row with the reason
         else:
             _copy(schema, name, columns, copied, again=again)
@@ -76,8 +80,6 @@ def list_tables(
 
 def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple[Any, str]], *, again: bool) -> None:
     """Add the columns of a file to those that go on."""
-    import pyarrow.types as types
-
     asked, taken = columns.copied, columns.taken
     fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
     # DuckDB and Spark do not tell upper case from lower.
@@ -111,27 +113,22 @@ def schema_to_text(schema: Any) -> str | None:
 
 
 def schema_from_text(text: str | None) -> Any:
-    import pyarrow as pa
-
     return None if text is None else pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def read_rows(
-    base: str, name: str, start: int, count: int | None, columns: TableColumns, stopped: threading.Event | None = None
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None = None
 ) -> Iterator[tuple[str | bytes | ImageError, str | None, Any]]:
-    """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
-    row group that begins with row `start` and has `count` rows; of the file without a count.
+    """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row.
 
-    Raises one of `read_errors` at what cannot be read, InputError if its columns are not clear.
+    Raises one of `READ_ERRORS` at what cannot be read, InputError if its columns are not clear.
     """
-    import pyarrow.parquet as pq
-
-    folder = join(base, name).rpartition("/")[0]
-    with open_stream(join(base, name), stopped) as file:
+    name, count = join(base, shard.location), shard.count
+    with open_stream(name, stopped) as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
-        image = _image_column(schema, columns, name)
-        groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (start, count)]
+        image = _image_column(schema, columns, shard.location)
+        groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (shard.start, count)]
         if not groups and count is not None:
             raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
         copied = [] if columns.schema is None else [one for one in columns.schema.names if one in schema.names]
@@ -142,17 +139,10 @@ def read_rows(
             table = None if columns.schema is None else _as_listed(batch, columns.schema)
             for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
                 row = None if table is None else table.slice(index, 1)
-                yield _image(value, folder), None if key is None else str(key), row
+                yield _image(value, name.rpartition("/")[0]), None if key is None else str(key), row
             left -= len(batch)
         if left:  # pyarrow takes some damage for the end
             raise OSError(f"{left} rows are missing at the end of the row group")
-
-
-def read_errors() -> tuple[type[Exception], ...]:
-    """What a damaged Parquet file makes pyarrow raise: names and strings that are not UTF-8 it finds as Python does."""
-    import pyarrow as pa
-
-    return OSError, UnicodeDecodeError, pa.ArrowException
 
 
 def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
@@ -178,8 +168,6 @@ def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Ite
 
 
 def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
-    import pyarrow.parquet as pq
-
     for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
         try:
             with open_stream(join(base, name)) as file:
@@ -189,14 +177,12 @@ def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tu
                     if key is None:
                         raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
                     yield str(key), f"row {row} of {name}"
-        except read_errors():
+        except READ_ERRORS:
             continue  # the rows that cannot be read have no key
 
 
 def _as_listed(batch: Any, schema: Any) -> Any:
     """The columns of `schema`; null are those that the file lacks."""
-    import pyarrow as pa
-
     there = batch.schema.names
     columns = [batch.column(one.name) if one.name in there else pa.nulls(len(batch), one.type) for one in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)  # which casts a column of nulls
@@ -211,8 +197,6 @@ def _image(value: Any, folder: str) -> str | bytes | ImageError:
 
 
 def _may_hold_images(kind: Any) -> bool:
-    import pyarrow.types as types
-
     if types.is_struct(kind):
         index = kind.get_field_index("bytes")
         return index >= 0 and (types.is_null(kind[index].type) or _may_hold_images(kind[index].type))
@@ -221,8 +205,6 @@ def _may_hold_images(kind: Any) -> bool:
 
 def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
     """The name of the column of images. Raises InputError if there is no clear one, or none as `columns.key` asks."""
-    import pyarrow.types as types
-
     has, given, key = f"{location} has the columns {', '.join(schema.names)}", columns.image, columns.key
     found = [field.name for field in schema if _may_hold_images(field.type)]
     preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found]
