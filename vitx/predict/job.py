@@ -71,8 +71,8 @@ def predict(
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
     another process writes to it, if it has the predictions of another run (`overwrite` removes them), or if the input
-    was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, if the
-    disk is full, or if the store does not answer.
+    was changed after it was finished; EnvironmentMissing if another program locks the ledger, if the disk is full, or
+    if the store does not answer.
     """
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
@@ -112,8 +112,9 @@ def predict(
                 f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
                 "--overwrite"
             )
-        for number in (number for number, _, record in ledger.records() if options.strict and record.errors):
-            refuse_unreadable(read_column(out, number, "path"), read_column(out, number, "error"))
+        for number, _, record in ledger.records() if options.strict else ():
+            if record.errors:
+                refuse_unreadable(read_column(out, number, "path"), read_column(out, number, "error"))
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -140,8 +141,8 @@ def predict(
         execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
             performance = execute(job, ledger, Output(ledger, mirror, bar))
-        made = summarize(ledger, bundle, performance, certified, options.shard, increment)
-        summary = write_summary(summary_path, made)
+        found = summarize(ledger, bundle, performance, certified, options.shard, increment)
+        summary = write_summary(summary_path, found)
         if mirror is not None:  # last: where it is, all parts are
             mirror.put(summary_path, summary_path.name)
         return summary
