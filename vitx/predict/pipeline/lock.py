@@ -18,8 +18,13 @@ LOCK = "lock"
 _files = WeakSet[FileIO]()
 
 
+def _close_all() -> None:
+    for file in _files:
+        file.close()
+
+
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=lambda: [file.close() for file in _files])
+    os.register_at_fork(after_in_child=_close_all)
 
 
 @contextmanager
