@@ -298,6 +298,18 @@ def test_truncation_is_refused(photos: list[Image.Image], kind: str) -> None:
         decode(whole[: len(whole) // 2])
 
 
+@pytest.mark.parametrize(("tag", "kind"), [(0x0100, 5), (0x0110, 11)], ids=["struct.error", "AttributeError"])
+def test_whatever_pillow_trips_over_is_a_damaged_image(tag: int, kind: int) -> None:
+    """A tag of another type than its own, in an image to be turned: Pillow writes the others back."""
+    entries = sorted([(0x0112, 3, struct.pack(">HH", 6, 0)), (tag, kind, struct.pack(">I", 38))])
+    table = b"".join(struct.pack(">HHI", number, of, 1) + value for number, of, value in entries)
+    exif = b"Exif\0\0MM\0*" + struct.pack(">IH", 8, 2) + table + bytes(4) + struct.pack(">II", 1, 3)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG", exif=exif)
+    with pytest.raises(ImageError, match=r"^cannot decode the image: "):
+        decode(file.getvalue())
+
+
 def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="cannot open the image: No such file"):
         decode(tmp_path / "missing.png")

@@ -112,7 +112,7 @@ def test_serving_modules_import_without_torch(serve_python: Path) -> None:
         "[importlib.import_module('.'.join(['vitx', *p.relative_to(root).with_suffix('').parts])) "
         " for room in ('serve', 'predict', 'runtimes', 'bench', 'data') for p in (root / room).rglob('*.py') "
         " if p.parent.name not in ('grpc', 'ray') and p.name not in ('__init__.py', 'torch.py', "
-        " 'opentelemetry.py', 'ray_app.py', 'ray_cluster.py')]; "
+        " 'opentelemetry.py', 'ray.py', 'ray_app.py', 'ray_cluster.py')]; "
         "print(sorted({'torch', 'vitx.models', 'grpc', 'opentelemetry', 'ray'} & set(sys.modules)))"
     )
     finished = run(serve_python, "-c", code)

@@ -8,11 +8,15 @@ import bz2
 import gzip
 import io
 import os
+import re
+import shutil
 import signal
 import socket
+import sqlite3
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
@@ -303,6 +307,50 @@ def test_a_server_that_is_not_there_is_noticed(certified_original: Bundle, tmp_p
 )
 def test_what_is_whole_gives_every_image(certified_original: Bundle, tmp_path: Path, name: str, data: bytes) -> None:
     assert say(certified_original, tmp_path, name, data) == ""
+
+
+def stopped_half_way(bundle: Bundle, source: Path, out: Path) -> None:
+    """A run with one part of three done, all of it in the ledger's main file."""
+
+    class Stopped(NumpySession):
+        def _infer(self, images: Any) -> Any:
+            if (out / PREDICTIONS / "part-00000001.parquet").exists():
+                raise KeyboardInterrupt
+            return super()._infer(images[:3])
+
+    with pytest.raises(KeyboardInterrupt):
+        predict(bundle, Stopped(), source, out, PredictOptions(shard_size=3, batch_size=1), quiet=True)
+    with closing(sqlite3.connect(out / ".vitx" / "ledger.sqlite")) as ledger:
+        ledger.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+@pytest.mark.parametrize("finished", [False, True], ids=["stopped", "finished"])
+def test_no_bit_of_the_ledger_or_the_summary_loses_an_image(
+    certified_original: Bundle, tmp_path: Path, finished: bool
+) -> None:
+    """Each is refused, mended, or does not matter: it does not end in a traceback, or search without an end."""
+    source, whole, out = (tmp_path / name for name in ("in", "whole", "out"))
+    source.mkdir()
+    for name, content in zip(CLASSES, IMAGES, strict=True):
+        (source / name).write_bytes(content)
+    if finished:
+        assert outcome(certified_original, source, whole) == ""
+    else:
+        stopped_half_way(certified_original, source, whole)
+    random, refused = Random(0), 0
+    for name in (".vitx/ledger.sqlite",) * 100 + ("summary.json",) * 20 * finished:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(whole, out)
+        data = bytearray((out / name).read_bytes())
+        data[random.choice([place for place, byte in enumerate(data) if byte])] ^= 1 << random.randrange(8)
+        (out / name).write_bytes(data)
+        said = outcome(certified_original, source, out)
+        assert said == "" or re.search("ledger.sqlite (is damaged|was written by another)", said), said
+        refused += bool(said)
+        if not said:
+            parts = pq.read_table(out / PREDICTIONS, columns=["path"])["path"].to_pylist()
+            assert sorted(parts) == sorted(CLASSES)
+    assert refused > 40
 
 
 def test_there_are_thirty_kinds() -> None:

@@ -3,6 +3,8 @@
 import json
 import signal
 import sqlite3
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -15,7 +17,7 @@ import pytest
 
 from bundle_fixture import NumpySession, colour_image, png
 from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import sha256_file
 from vitx.core.machine import usable_cores
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
@@ -300,13 +302,20 @@ def test_a_summary_of_what_an_earlier_call_did_is_left(tiny_bundle: Bundle, imag
     assert (out / SUMMARY).read_text() == before
 
 
-def test_without_pyarrow_the_error_names_the_extra(
-    tiny_bundle: Bundle, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
-    with pytest.raises(EnvironmentMissing, match=r"pyarrow.*pip install 'vitx\[serve\]'"):
-        run(tiny_bundle, Spy(), images, tmp_path / "out")
+def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path) -> None:
+    """Of the command, and of the function, which is imported when it is first asked for."""
+    missing = "import sys; sys.modules['pyarrow'] = None\n"
+    error = "this needs the package 'pyarrow', which is not installed: pip install 'vitx[serve]'"
+    command = f"sys.argv = ['vitx', 'predict', 'B.vitx', '.', '--out', r'{tmp_path}/out']; vitx.cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{missing}import vitx.cli; {command}"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (3, f"error: {error}\n")
     assert not (tmp_path / "out").exists()
+    called = subprocess.run(
+        [sys.executable, "-c", f"{missing}from vitx.predict import predict"], capture_output=True, text=True
+    )
+    assert f"EnvironmentMissing: {error}" in called.stderr
 
 
 def test_a_session_that_was_drafted_with_is_enough(

@@ -17,7 +17,7 @@ from PIL import Image
 from bundle_fixture import LABELS, NumpySession, colour_image, png
 from cli_fixture import Vitx
 from vitx.core.bundle import CERTIFICATE, Bundle
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.errors import CheckFailed, InputError
 from vitx.core.preprocess import UInt8Array, decode
 from vitx.data.folder import list_images
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
@@ -231,14 +231,6 @@ def test_bundle_without_certificate_needs_an_option(tiny_bundle: Bundle, photos:
     with pytest.raises(CheckFailed, match="has no certificate"):
         run_predict(tiny_bundle, photos, tmp_path / "out")
     assert not run_predict(tiny_bundle, photos, tmp_path / "out", allow_uncertified=True).certified
-
-
-def test_missing_pyarrow_names_the_extra(
-    tiny_bundle: Bundle, photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(EnvironmentMissing, match=r"pip install 'vitx\[serve\]'"):
-        predict(tiny_bundle, NumpySession(), photos, tmp_path / "out")
 
 
 def test_predict_command(tiny_bundle: Bundle, photos: Path, tmp_path: Path, vitx: Vitx) -> None:

@@ -266,9 +266,8 @@ def test_shard_that_kills_its_actors_is_given_up_and_the_others_done(
 def test_missing_ray_names_the_extra(
     tiny_bundle: Bundle, paths: Path, tmp_path: Path, vitx: Vitx, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from importlib.util import find_spec
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else find_spec(name))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "vitx.predict.ray")
     code, _, err = vitx("predict", tiny_bundle.path, paths, "--out", tmp_path / "out", "--ray")
     assert (code, err) == (3, "error: this needs the package 'ray', which is not installed: pip install 'vitx[ray]'\n")
 

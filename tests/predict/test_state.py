@@ -210,7 +210,7 @@ def test_each_job_has_a_folder_and_a_list_and_all_have_one_agreement(tmp_path: P
 @pytest.mark.parametrize(
     ("share", "changes", "expected"),
     [
-        (Share(2, 3), {}, "another run: shards was 2, is 3 now; choose another folder, or pass --overwrite"),
+        (Share(2, 3), {}, "another run: shards was 2, is 3 now; choose another folder, or remove that one"),
         (Share(2, 2), {"top_k": 1}, "another run: top_k was 5, is 1 now"),
         (Share(1, 2), {"top_k": 1}, "another run: top_k was 5, is 1 now"),
     ],

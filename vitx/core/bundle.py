@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError, model_validator
 from vitx.core.certificate import Certificate as Certificate  # so that a reader of bundles needs one import
 from vitx.core.certificate import read_certificate
 from vitx.core.console import log
-from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError, missing_package
+from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
 from vitx.core.files import (
     Record,
     cache_folder,
@@ -37,6 +37,7 @@ from vitx.core.machine import describe_machine
 from vitx.core.page import fields
 from vitx.core.preprocess import Preprocessing
 from vitx.core.run import ModelSpec, verify_digests
+from vitx.core.urls import open_store, without_password
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "fp8"]
 # What surrounds the products of an int8 or fp8 graph.
@@ -338,25 +339,18 @@ class _Store:
     """The folder at a URL; `url` is without the password that it may have."""
 
     def __init__(self, url: str) -> None:
-        if importlib.util.find_spec("fsspec") is None:
-            raise missing_package("fsspec", "serve")
-        from fsspec.core import url_to_fs
-
-        self.url = re.sub("//[^/@]*@", "//", url)
+        self.url = without_password(url)
         self._in_one_piece: dict[str, Any] = {}
         options: dict[str, Any] = {}
-        try:
-            if url.startswith(("http://", "https://")):
-                from aiohttp import ClientTimeout
+        if url.startswith(("http://", "https://")) and importlib.util.find_spec("aiohttp") is not None:
+            from aiohttp import ClientTimeout
 
-                # By default fsspec's client gives a file five minutes, however fast it comes; asks for ranges, which
-                # some servers do not have; and takes any error for a file that is not there when it asks for a size.
-                seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
-                options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
-                self._in_one_piece = {"block_size": 0, "size": -1}
-            self._system, self._path = url_to_fs(url, **options)
-        except (ImportError, ValueError) as error:  # an unknown scheme, or one whose package is missing
-            raise InputError(f"cannot open '{self.url}': {error}") from None
+            # By default fsspec's client gives a file five minutes, however fast it comes; asks for ranges, which some
+            # servers do not have; and takes any error for a file that is not there when it asks for a size.
+            seconds = {"sock_connect": _SILENT_SECONDS, "sock_read": _SILENT_SECONDS}
+            options = {"client_kwargs": {"timeout": ClientTimeout(total=None, **seconds)}}
+            self._in_one_piece = {"block_size": 0, "size": -1}
+        self._system, self._path = open_store(url, **options)
         self._system.invalidate_cache()  # of listings, with the sizes of files that may be others now
 
     def small(self, name: str) -> bytes | None:

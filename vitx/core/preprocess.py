@@ -6,7 +6,9 @@ not here: it lives inside the exported graph.
 
 import io
 import math
+import struct
 import warnings
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,6 +38,11 @@ MAX_SIDE = 65_536
 # Not every format Pillow reads: EPS runs a program, an ICO holds images of other sizes than its header says.
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 _ROWS = 256  # of 16-bit grey at once
+# Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
+_DAMAGE = (
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, AttributeError, AssertionError),
+    *(LookupError, ArithmeticError, RecursionError, struct.error, zlib.error),
+)
 _FILTERS = {
     "nearest": Image.Resampling.NEAREST,
     "bilinear": Image.Resampling.BILINEAR,
@@ -204,8 +211,7 @@ def decode(
         if max_pixels <= 2 * (Image.MAX_IMAGE_PIXELS or 0):
             raise ImageError(f"image of more pixels than the {max_pixels:,} allowed") from None
         raise ImageError(f"{error} That is PIL.Image.MAX_IMAGE_PIXELS: set it to None") from None
-    # Pillow's decoders raise whatever their format makes them trip over; all of it means a damaged file.
-    except (OSError, SyntaxError, ValueError, IndexError, EOFError, TypeError, KeyError, OverflowError) as error:
+    except _DAMAGE as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise ImageError(f"cannot open the image: {error.strerror}") from None
         raise ImageError(f"cannot decode the image: {error}") from None

@@ -9,7 +9,7 @@ from vitx.predict.inputs.inventory import list_input
 from vitx.predict.inputs.stores import join, version_of
 from vitx.predict.inputs.tables import TableColumns, refuse_equal_keys
 from vitx.predict.ledger import Claim, Ledger, Shard
-from vitx.predict.outputs.parts import VERSION, part_path
+from vitx.predict.outputs.parts import VERSION, part_path, read_column
 from vitx.predict.state import Run
 from vitx.predict.summary import Increment
 
@@ -30,7 +30,7 @@ def extend_run(
     for location, group in groupby(contents.shards, lambda unit: unit.location):
         units, known = list(group), containers.pop(location, [])
         done = [one.id for one in known if one.kept]
-        versions = {version for number in done for version in _column(out, number, VERSION)}
+        versions = {version for number in done for version in read_column(out, number, VERSION)}
         # Of a file whose parts have no row nothing is known. One may have changed before it was read.
         unread = len(done) == len(known) and not versions
         same_rows = _rows(one.shard for one in known) == _rows(units)
@@ -58,23 +58,15 @@ def _read(ledger: Ledger, out: Path, containers: dict[str, list[Claim]]) -> Iter
         if claim.shard.kind != "images":
             containers.setdefault(claim.shard.location, []).append(known)
         elif known.kept:
-            for place, version in enumerate(_column(out, claim.id, VERSION)):
+            for place, version in enumerate(read_column(out, claim.id, VERSION)):
                 yield claim.shard.start + place + 1, version, claim.id, place
-
-
-def _column(out: Path, shard: int, name: str) -> Iterator[str | None]:
-    import pyarrow.parquet as pq
-
-    with part_path(out, shard).open("rb") as file:
-        for batch in pq.ParquetFile(file).iter_batches(columns=[name]):
-            yield from batch.column(0).to_pylist()
 
 
 def _keys_of_gone(out: Path, containers: dict[str, list[Claim]]) -> Iterator[tuple[str, str]]:
     """Rows of files that are gone stay: their keys may not come again."""
     for location, known in containers.items():
         for number in (one.id for one in known if one.kept):
-            for row, key in enumerate(_column(out, number, "path")):
+            for row, key in enumerate(read_column(out, number, "path")):
                 if key is not None:
                     yield key, f"row {row} of {part_path(out, number).name} in the output, whose {location} is gone"
 

@@ -1,7 +1,6 @@
 """`vitx predict`: create the run or go on with it, verify what is done, work until all is done, summarise."""
 
 import hashlib
-import importlib.util
 import os
 import re
 import signal
@@ -15,8 +14,8 @@ from typing import Any
 
 from vitx.core.bundle import CERTIFICATE, Bundle
 from vitx.core.console import log, progress
-from vitx.core.errors import CheckFailed, InputError, missing_package
-from vitx.core.files import cache_folder, read_record, sha256_file, write_json
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import cache_folder, sha256_file
 from vitx.core.machine import usable_cores
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.parity.executables.choice import load_fastest
@@ -29,13 +28,13 @@ from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
 from vitx.predict.outputs.mirror import Mirror
-from vitx.predict.outputs.parts import output_schema, part_path, warm_up
+from vitx.predict.outputs.parts import output_schema, part_path, read_column, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name
+from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
@@ -72,11 +71,9 @@ def predict(
     Raises CheckFailed for a bundle without a passing certificate unless `allow_uncertified`, with `strict` for an
     unreadable image, and if `check_draft` does; InputError if `source` has no image, if `out` cannot be written, if
     another process writes to it, if it has the predictions of another run (`overwrite` removes them), or if the input
-    was changed after it was finished; EnvironmentMissing without pyarrow, if another program locks the ledger, if the
-    disk is full, or if the store does not answer.
+    was changed after it was finished; EnvironmentMissing if another program locks the ledger, if the disk is full, or
+    if the store does not answer.
     """
-    if importlib.util.find_spec("pyarrow") is None:
-        raise missing_package("pyarrow", "serve")
     options = options or PredictOptions()
     ignore_bomb_warnings()  # as an error (python -W error), the warning about one image would end the run
     certified = is_certified(bundle, session, options.allow_uncertified, quiet=quiet)
@@ -115,8 +112,9 @@ def predict(
                 f"images were added to '{where}' or removed since it was predicted: choose another folder, or pass "
                 "--overwrite"
             )
-        if options.strict:
-            _refuse_errors(ledger, out)
+        for number, _, record in ledger.records() if options.strict else ():
+            if record.errors:
+                refuse_unreadable(read_column(out, number, "path"), read_column(out, number, "error"))
         totals = ledger.totals()
         # Where the images are not counted beforehand, the shards are.
         total = totals.shards if totals.expected is None else totals.expected
@@ -143,13 +141,8 @@ def predict(
         execute = partial(execute_here, session) if isinstance(session, Session) else session
         with progress("predict", total, quiet=quiet) as bar:
             performance = execute(job, ledger, Output(ledger, mirror, bar))
-        # This call did nothing: the summary that is there tells of one that did.
-        if not performance.images_here and summary_path.exists():
-            summary = read_record(summary_path, PredictionSummary).model_copy(update={"increment": increment})
-        else:
-            summary = summarize(ledger, bundle, performance, certified, options.shard, increment)
-        if not summary_path.exists() or read_record(summary_path, PredictionSummary) != summary:
-            write_json(summary_path, summary)
+        found = summarize(ledger, bundle, performance, certified, options.shard, increment)
+        summary = write_summary(summary_path, found)
         if mirror is not None:  # last: where it is, all parts are
             mirror.put(summary_path, summary_path.name)
         return summary
@@ -238,14 +231,3 @@ def _has_work(ledger: Ledger, out: Path, summary: Path, options: PredictOptions,
     if totals.done:
         log(f"predict: {totals.done} of {totals.shards} shards are done and verified", quiet=quiet)
     return totals.done < totals.shards
-
-
-def _refuse_errors(ledger: Ledger, out: Path) -> None:
-    """Raise CheckFailed for the first unreadable image of the finished shards."""
-    shard = next((number for number, _, record in ledger.records() if record.errors), None)
-    if shard is None:
-        return
-    import pyarrow.parquet as pq
-
-    rows = pq.read_table(part_path(out, shard), columns=["path", "error"])
-    refuse_unreadable(iter(rows["path"].to_pylist()), rows["error"].to_pylist())

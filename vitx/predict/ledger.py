@@ -3,8 +3,11 @@
 image: the names of single images in their order; a shard of them is a range of `id`. A name is bytes, because a file
 name need not be valid Unicode, with NUL for "/": in this order "a/b" comes before "a-b", as the part "a" before "a-b".
 
-shard: done when its digest is set, the sha256 of the output file. made: the sha256 of the file that was, or is about to
-be, renamed into place; NULL once the shard is to be done again. record: see `ShardRecord`.
+shard: done when its digest is set, the sha256 of its record, see `ShardRecord`, where that of the output file is. made:
+the sha256 of the record of the file that was, or is about to be, renamed into place; NULL once the shard is to be done
+again. kept: the sha256 of its last file, while that has rows which stay; again: the places of rows that do not.
+
+seal: of the run, see `Ledger._seal`. SQLite has no checksums, and one bit may take a thousand images out of a shard.
 """
 
 import hashlib
@@ -29,18 +32,18 @@ Row = tuple[Any, ...]
 # How long another program, such as one that copies the file, may lock it.
 BUSY_SECONDS = 60.0
 # Of the tables below, as SQLite's user_version.
-FORMAT = 8
+FORMAT = 9
 # Rows that are read at once.
 PAGE = 4096
 # Begins the names of its copies, see `Ledger.copied`.
 COPY = "images-"
 
 _SCHEMA = f"""
-CREATE TABLE run (description TEXT NOT NULL);
+CREATE TABLE run (description TEXT NOT NULL, seal TEXT NOT NULL);
 CREATE TABLE image (id INTEGER PRIMARY KEY, name BLOB NOT NULL);
 CREATE TABLE shard (
     id INTEGER PRIMARY KEY, kind TEXT NOT NULL, location BLOB NOT NULL, start INTEGER NOT NULL, count INTEGER,
-    digest TEXT, images INTEGER, errors INTEGER, record TEXT, kept TEXT, again TEXT, made TEXT
+    digest TEXT, record TEXT, kept TEXT, again TEXT, made TEXT
 );
 PRAGMA user_version = {FORMAT}
 """
@@ -48,6 +51,9 @@ _CODEC = ("utf-8", "surrogateescape")
 _SHARD = "kind, location, start, count"
 _NEW = "name NOT IN (SELECT name FROM image)"
 _SET_FREE, _SET_DONE = "digest = NULL, made = NULL", "digest = made, kept = NULL, again = NULL"
+# Of a record, as JSON. kept: the file that a shard has, or whose rows it keeps.
+_FILE, _IMAGES, _ERRORS = (f"json_extract(record, '$[{place}]')" for place in range(3))
+_KEPT = f"CASE WHEN digest NOTNULL THEN {_FILE} ELSE kept END"
 
 ShardKind = Literal["images", "tar", "parquet"]
 
@@ -111,8 +117,10 @@ class Ledger:
         self._connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             self._open()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, UnicodeDecodeError):  # in what SQLite says of a damaged definition of a table
+                raise sqlite3.DatabaseError(str(error)) from None
             raise
 
     def _open(self) -> None:
@@ -121,6 +129,7 @@ class Ledger:
         # shards are done again.
         self._connection.execute("PRAGMA synchronous = NORMAL")
         if self._rows("PRAGMA user_version") == [(FORMAT,)]:
+            self._check()
             return
         with self._writing() as run:
             if self._rows("SELECT 1 FROM sqlite_master"):
@@ -130,6 +139,25 @@ class Ledger:
                 )
             for statement in _SCHEMA.split(";"):
                 run(statement)
+
+    def _check(self) -> None:
+        """Raise sqlite3.DatabaseError for a file that is damaged."""
+        ((found,),) = self._rows("PRAGMA quick_check(1)")  # a search through pages out of order may have no end
+        if found != "ok":
+            raise sqlite3.DatabaseError(str(found).splitlines()[-1])
+        sealed = all(self._seal(description) == seal for description, seal in self._rows("SELECT * FROM run"))
+        if not sealed or self._rows("SELECT 1 FROM shard WHERE again NOTNULL AND NOT json_valid(again) LIMIT 1"):
+            raise sqlite3.DatabaseError("it was changed by another program, or by the disk")
+
+    def _seal(self, description: Any) -> str:
+        """The sha256 of all that a run has to do: its description, names and shards."""
+        hasher = hashlib.sha256(repr(description).encode())
+        shards, ids = f"SELECT id, {_SHARD} FROM shard ORDER BY id", "SELECT count(*), min(id), max(id) FROM image"
+        for query in (shards, ids, "SELECT name FROM image ORDER BY id"):
+            rows = self._connection.execute(query)
+            while page := rows.fetchmany(PAGE):
+                hasher.update(repr(page).encode())
+        return hasher.hexdigest()
 
     def close(self) -> None:
         with self._lock:
@@ -190,7 +218,8 @@ class Ledger:
         """share: whose the shards are; those of each have numbers of their own."""
         with self._writing() as run:
             self._insert(shards, share.number, share.jobs)
-            run("INSERT INTO run (description) VALUES (?)", (json.dumps(description),))
+            text = json.dumps(description)
+            run("INSERT INTO run VALUES (?, ?)", (text, self._seal(text)))
 
     def compare(self, read: Iterable[tuple[int, str | None, int, int]]) -> tuple[int, ...]:
         """Compare the images of the run with those that were found last, each once.
@@ -230,21 +259,22 @@ class Ledger:
         )
         with self._writing() as run:
             self._connection.executemany(
-                f"UPDATE shard SET again = ?, kept = coalesce(digest, kept), {_SET_FREE} WHERE id = ?",
+                f"UPDATE shard SET again = ?, kept = {_KEPT}, {_SET_FREE} WHERE id = ?",
                 run(changed).fetchall(),
             )
-            anew = f"kept = NULL, again = NULL, start = ?, count = ?, images = NULL, {_SET_FREE}"
+            anew = f"kept = NULL, again = NULL, start = ?, count = ?, record = NULL, {_SET_FREE}"
             for number, shard in replaced:
                 run(f"UPDATE shard SET {anew} WHERE id = ?", (shard.start, shard.count, number))
             ((last, before),) = self._rows("SELECT max(id), (SELECT count(*) FROM image) FROM shard")
             new = f"SELECT name FROM found WHERE {_NEW} ORDER BY {self._order}"
             after = before + run(f"INSERT INTO image (name) {new}").rowcount
             self._insert([*image_shards(before, after, shard_size), *added], last + 1)
-            run("UPDATE run SET description = ?", (json.dumps(description),))
+            text = json.dumps(description)
+            run("UPDATE run SET description = ?, seal = ?", (text, self._seal(text)))
 
     def shards(self, which: str = "TRUE") -> Iterator[Claim]:
         """Yield the shards in order, of which the SQL condition is true; what is changed meanwhile does not matter."""
-        for number, kept, again, *shard in self._pages(f"id, coalesce(digest, kept), again, {_SHARD}", which):
+        for number, kept, again, *shard in self._pages(f"id, {_KEPT}, again, {_SHARD}", which):
             kind, location, start, images = shard
             places = frozenset(json.loads(again or "[]"))
             yield Claim(number, Shard(kind, location.decode(*_CODEC), start, images), kept, places)
@@ -256,8 +286,8 @@ class Ledger:
         """Publish the output and record the shard as done. publish: renames the finished file into place."""
         # A crash before the last step leaves the old file, or one that `verify` knows. To make that again would not do:
         # its kept rows were of the old file, and their images may be gone.
-        values = (record.digest, record.images, record.errors, json.dumps(record, default=asdict), claim.id)
-        self._change("SET made = ?, images = ?, errors = ?, record = ? WHERE id = ?", *values)
+        text = json.dumps(record, default=asdict)
+        self._change("SET made = ?, record = ? WHERE id = ?", _sha256(text), text, claim.id)
         publish()
         self._change(f"SET {_SET_DONE} WHERE id = ?", claim.id)
 
@@ -267,10 +297,10 @@ class Ledger:
         A file that was published and not recorded before the last process ended is recorded now.
         """
         wrong = []
-        for number, digest, made in self._pages("id, digest, made", "made IS NOT NULL"):
+        for number, digest, made, record in self._pages("id, digest, made, record", "coalesce(made, digest) NOTNULL"):
             path = output(number)
-            if path.is_file() and sha256_file(path) == made:
-                self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NULL", number)
+            if _sha256(record) == made and path.is_file() and sha256_file(path) == json.loads(record)[0]:
+                self._change(f"SET {_SET_DONE} WHERE id = ? AND digest IS NOT made", number)
             elif digest is not None:
                 self._change(f"SET {_SET_FREE} WHERE id = ?", number)
                 wrong.append(number)
@@ -278,15 +308,15 @@ class Ledger:
 
     def retry_errors(self) -> int:
         """Set the finished shards free that have an unreadable image; return how many. Their other rows are kept."""
-        return self._change(f"SET kept = digest, {_SET_FREE} WHERE digest NOTNULL AND errors > 0")
+        return self._change(f"SET kept = {_FILE}, {_SET_FREE} WHERE digest NOTNULL AND {_ERRORS} > 0")
 
     def totals(self) -> Totals:
-        # A shard that was set free still has the numbers of its last file.
+        # A shard that was set free still has the record of its last file.
         finished = "coalesce(sum({}) FILTER (WHERE digest NOTNULL), 0)"
         expected = "CASE WHEN count(*) = count(known) THEN coalesce(sum(known), 0) END"
         (totals,) = self._rows(
-            f"SELECT count(*), count(digest), {finished.format('images')}, {finished.format('errors')}, "
-            f"{expected} FROM (SELECT *, coalesce(images, count) AS known FROM shard)"
+            f"SELECT count(*), count(digest), {finished.format(_IMAGES)}, {finished.format(_ERRORS)}, {expected} "
+            f"FROM (SELECT *, coalesce({_IMAGES}, count) AS known FROM shard)"
         )
         return Totals(*totals)
 
@@ -305,13 +335,10 @@ class Ledger:
             last = page[-1][0]
 
     def _insert(self, shards: Iterable[Shard], start: int, step: int = 1) -> None:
-        self._connection.executemany(
-            f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)",
-            (
-                (number, one.kind, one.location.encode(*_CODEC), one.start, one.count)
-                for number, one in zip(count(start, step), shards)
-            ),
-        )
+        insert = f"INSERT INTO shard (id, {_SHARD}) VALUES (?, ?, ?, ?, ?)"
+        numbered = zip(count(start, step), shards)
+        rows = ((number, one.kind, one.location.encode(*_CODEC), one.start, one.count) for number, one in numbered)
+        self._connection.executemany(insert, rows)
 
     def _rows(self, query: str, *values: object) -> list[Row]:
         with self._lock:
@@ -336,6 +363,10 @@ class Ledger:
                 f"the ledger {self.path} was locked by another program for {BUSY_SECONDS:.0f} s: end that one; if "
                 "there is none, choose a local folder, for SQLite's locks fail on some network file systems"
             ) from None
+
+
+def _sha256(text: Any) -> str:
+    return hashlib.sha256(str(text).encode()).hexdigest()
 
 
 def image_shards(start: int, end: int, size: int) -> list[Shard]:

@@ -1,6 +1,5 @@
 """Shards through Ray Data: actors on a cluster write temporary files; this process, the driver, commits them."""
 
-import importlib.util
 import logging
 import math
 import os
@@ -16,10 +15,10 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from vitx.core.bundle import MANIFEST, Bundle
-from vitx.core.errors import EnvironmentMissing, InputError, VitxError, missing_package
+from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.parity.executables.choice import load_fastest
@@ -35,7 +34,9 @@ from vitx.predict.summary import bundle_digest
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
 
-if TYPE_CHECKING:
+with naming_extra("ray"):
+    import ray
+    import ray.data
     from ray.data import Dataset
 
 # Shards of one dataset. Each dataset starts its actors anew, so this is large.
@@ -97,8 +98,6 @@ class PredictionActor:
             return {RESULT: error}
 
     def _do(self, claim: Claim) -> Finished | Claim:
-        import ray
-
         self._started = self._started or time.perf_counter()
         # Each attempt appends a byte. A finished shard removes the file, so what is left is the attempts that died.
         part_file = part_path(self._out, claim.id)
@@ -153,12 +152,10 @@ class RayPool:
 
     ray: "local" starts a cluster on this machine and ends it afterwards; any other is joined, as by `ray.init`. threads
     and decode_threads: of one actor; by default a GPU's share of its node's CPUs, or all CPUs of the smallest node.
-    Raises EnvironmentMissing without ray, InputError for an unknown device or the address of a Ray client (ray://).
+    Raises InputError for an unknown device or the address of a Ray client (ray://).
     """
 
     def __init__(self, bundle: Bundle, options: PredictOptions) -> None:
-        if importlib.util.find_spec("ray") is None:
-            raise missing_package("ray", "ray")
         self._bundle, self._options = bundle, options
         self._address, self._device = options.ray or LOCAL, device_name(options.device)
         if self._address.startswith("ray://"):
@@ -233,7 +230,7 @@ class RayPool:
         return device == "cuda" or (device == "auto" and has_gpu)
 
 
-def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, None, None]:
+def _finished(claims: list[Claim], dataset: Dataset) -> Generator[Finished, None, None]:
     """Yield each claim's result, once; at the end raise EnvironmentMissing for shards that were given up."""
     left = dict.fromkeys(claims)
     batches = cast(
@@ -258,10 +255,8 @@ def _finished(claims: list[Claim], dataset: "Dataset") -> Generator[Finished, No
         )
 
 
-def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: PoolSize) -> "Dataset":
+def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: PoolSize) -> Dataset:
     """A lazy dataset of one row for each claim, mapped by the actors, which get `given`, to results."""
-    import ray.data
-
     batch_size = given[0].options.batch_size
     shortest = min(claim.shard.count or batch_size for claim in claims)
     # Calls at once of an actor: the shard in the model, and enough more of them to fill the batches decoded ahead.
@@ -286,9 +281,6 @@ def _dataset(claims: list[Claim], given: tuple[Job, Path, str | None], size: Poo
 @contextmanager
 def _connected(address: str) -> Iterator[None]:
     """Within the block this process is a driver of the cluster at `address`, unless it is connected to one already."""
-    import ray
-    import ray.data
-
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     if ray.is_initialized():
         yield

@@ -65,7 +65,7 @@ def open_ledger(out: Path, options: PredictOptions) -> Iterator[Ledger]:
                 for folder in reversed(made_here):
                     with suppress(OSError):  # not empty
                         folder.rmdir()
-            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, sqlite3.OperationalError):
+            if not isinstance(error, sqlite3.DatabaseError) or is_full(error):
                 raise
             again = "choose another folder, or pass --overwrite"
             raise InputError(f"the ledger {state / LEDGER} is damaged ({error}): {again}") from None
@@ -155,10 +155,10 @@ def _agree(out: Path, settings: dict[str, Any]) -> None:
         before = dict(json.loads(path.read_bytes())) if path.exists() else settings
     except (ValueError, TypeError):
         raise InputError(f"'{path}', in which the jobs agree, is damaged: choose another folder") from None
-    _refuse_changes(out, before, settings)
+    _refuse_changes(out, before, settings, remedy="remove that one")
 
 
-def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any], remedy: str = "pass --overwrite") -> None:
     for name, value in now.items():
         was = before.get(name, False)  # an option that is newer than the run was off
         if was != value and name == "listing":
@@ -169,5 +169,5 @@ def _refuse_changes(out: Path, before: dict[str, Any], now: dict[str, Any]) -> N
         if was != value:
             raise InputError(
                 f"'{out}' holds predictions of another run: {name} was {was}, is {value} now; "
-                "choose another folder, or pass --overwrite"
+                f"choose another folder, or {remedy}"
             )

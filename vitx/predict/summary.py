@@ -1,12 +1,13 @@
 """`summary.json`: what was predicted, how fast, and what held it back."""
 
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from vitx.core.bundle import MANIFEST, Bundle, timestamp
-from vitx.core.errors import CheckFailed
-from vitx.core.files import Record, sha256_file
+from vitx.core.errors import CheckFailed, InputError
+from vitx.core.files import Record, read_record, sha256_file, write_json
 from vitx.core.machine import installed_versions
 from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger
@@ -17,6 +18,8 @@ from vitx.predict.pipeline.executor import Performance
 from vitx.predict.pipeline.stages import busiest
 
 SUMMARY = "summary.json"
+# What the summary says of the process that wrote it alone.
+OF_THE_PROCESS = ("images_here", "seconds", "images_per_second", "binding", "stages", "runtime", "versions", "created")
 
 
 def summary_name(share: Share) -> str:
@@ -147,6 +150,18 @@ def summarize(
         shard=None if shard is None else f"{shard.number}/{shard.jobs}",
         increment=increment,
     )
+
+
+def write_summary(path: Path, summary: PredictionSummary) -> PredictionSummary:
+    """Write it and return it as written: if this process did no image, with the speed of the last one that did."""
+    before = None
+    with suppress(InputError):  # it is not there, or damaged: all that counts is in the ledger
+        before = read_record(path, PredictionSummary)
+    if before is not None and not summary.images_here:
+        summary = summary.model_copy(update=before.model_dump(include=set(OF_THE_PROCESS)))
+    if summary != before:
+        write_json(path, summary)
+    return summary
 
 
 def bundle_digest(path: Path) -> str:

@@ -199,17 +199,20 @@ def test_values_of_a_parquet_file(tmp_path: Path) -> None:
         (["a"], "b", None),
         (["label"], None, None),
         (["label", "a"], "label", None),
+        (["struct", "a"], None, "a"),
+        (["struct"], None, None),
     ],
 )
 def test_the_column_of_the_images(tmp_path: Path, columns: list[str], given: str | None, taken: str | None) -> None:
-    """Every column but `label` holds bytes: its own name."""
-    table = {name: [1] if name == "label" else [name.encode()] for name in columns}
+    """Every column but `label` and `struct` holds bytes: its own name."""
+    others: dict[str, list[Any]] = {"label": [1], "struct": [{"bytes": "a text", "path": 1}]}
+    table = {name: others.get(name, [name.encode()]) for name in columns}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     if taken is not None:
         found = inventory(tmp_path / "a.parquet", tmp_path, column=given)
         assert sources(items(found, tmp_path, given)) == [("a.parquet/0000000", taken.encode())]
         return
-    holding = ", ".join(name for name in columns if name != "label") or "none"
+    holding = ", ".join(name for name in columns if name not in others) or "none"
     wanted = f"'{given}'" if given else "a single one, or one named image, img, jpg, png, webp, bytes"
     expected = (
         f"a.parquet has the columns {', '.join(columns)}, of which {holding} may hold images: expected {wanted}; "
@@ -249,6 +252,25 @@ def test_a_row_group_that_is_damaged_ends_with_the_reason(tmp_path: Path) -> Non
     assert listed[:40] == [(f"a.parquet/{row:07d}", rows[row]) for row in range(40)]
     assert [key for key, _ in listed[40:]] == [f"a.parquet/{row:07d}" for row in range(40, 80)]
     assert {str(error).startswith("cannot read the Parquet file beyond row 40: ") for _, error in listed[40:]} == {True}
+
+
+def test_no_byte_of_a_table_loses_a_row_or_ends_the_run(tmp_path: Path) -> None:
+    """Whichever is changed after the listing or before: names and keys that are not UTF-8, rows that end too early."""
+    path, given = tmp_path / "a.parquet", TableColumns(key="id")
+    table = pa.table({"image": [{"bytes": None, "path": f"{i}ä.png"} for i in range(6)], "id": list("abcdeü")})
+    pq.write_table(table, path, row_group_size=4, compression="none", use_dictionary=False)
+    whole = path.read_bytes()
+    shards = listed(str(path), tmp_path / "list", 100, given).shards
+    for place in range(0, len(whole), 2):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x80]) + whole[place + 1 :])
+        for shard in shards:
+            assert len(list(read_shard(shard, str(tmp_path), tmp_path / "list", given))) == shard.count, place
+        try:
+            found = listed(str(path), tmp_path / "list", 100, given)
+        except InputError:
+            continue
+        for shard in found.shards:
+            list(read_shard(shard, str(tmp_path), tmp_path / "list", given))
 
 
 def test_a_folder_whose_name_is_not_utf8_is_listed(tmp_path: Path) -> None:

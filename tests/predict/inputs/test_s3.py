@@ -201,6 +201,33 @@ def test_what_is_whole_gives_every_image(certified_original: Bundle, tmp_path: P
     assert errors(certified_original, store.url("in.parquet"), tmp_path / "table", key="name") == {}
 
 
+def test_odd_keys_are_predicted_skipped_or_rows_and_patterns_match_objects_alone(
+    certified_original: Bundle, tmp_path: Path, store: Store
+) -> None:
+    names = ["a::b", "x y", "é", "a%20b", "a?b", "a#b", "a+b", "[x]", "tab\t", "a&b<c>", "\\x", "http://h/x", "f.png/y"]
+    odd = [f"{name}.png" for name in names]
+    for name in (*odd, "trail.png/", "s/", ".h.png", "./d.png", "n.txt"):
+        store.put(f"in/{name}", IMAGES[0])
+    store.put("in/empty/", b"")  # the mark of a folder, as consoles make it
+
+    def found(source: str, out: str) -> tuple[set[str], dict[str, str], int]:
+        summary = run(certified_original, store.url(source), tmp_path / out)
+        rows = pq.read_table(tmp_path / out / PREDICTIONS).to_pylist()
+        good = {row["path"].removeprefix(store.url("in/")) for row in rows if row["class"]}
+        return good, {row["path"]: row["error"] for row in rows if row["error"]}, summary.skipped_names.count
+
+    good, bad, skipped = found("in", "folder")
+    assert good == {*odd, *NAMES}
+    assert bad == {
+        "trail.png/": "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
+    }
+    assert skipped == 4  # s/, .h.png, the folder . and n.txt
+    inside = {"f.png/y.png", "http://h/x.png"}
+    assert found("in/*.png", "pattern") == ({*odd, *NAMES} - inside, {}, 0)
+    assert found("in/**.png", "stars") == ({*odd, *NAMES} - inside, {}, 0)
+    assert found("in/**/[y-z].png", "deep") == ({"f.png/y.png"}, {}, 0)
+
+
 # What is asked, answered in another way; and what the one row with an error says of it.
 READS: dict[str, tuple[Callable[[Store], object], str]] = {
     "forbidden": (lambda store: store.answer(403, "GET /B/in/1.png"), "cannot open the image: AccessDenied"),

@@ -1,6 +1,7 @@
 """Locations: how names are joined, what is an image, and how often a remote object is tried."""
 
 import os
+import zipfile
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from fsspec import AbstractFileSystem
 from vitx.core.errors import InputError
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs import remote
-from vitx.predict.inputs.stores import expand, is_image_name, join, read_bytes, walk_images
+from vitx.predict.inputs.stores import expand, is_image_name, join, read_bytes, version_of, walk_images
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,39 @@ def test_a_pattern_gives_files_and_no_folders(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.skipif(not hasattr(os, "symlink"), reason="links")
+def test_a_pattern_of_this_machine_leaves_no_folder_out_and_goes_in_no_circle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a/1.png", "shut/2.png", "b/deep/3.png", "b/deep/4.txt", "c/.hidden/5.png", "c/.6.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "up").symlink_to(tmp_path)
+    real, listed = os.scandir, list[str]()
+
+    def guarded(path: str) -> Any:  # the tests may run as root, who may list all
+        listed.append(path.removeprefix(f"{tmp_path}/"))
+        if path.endswith("shut/"):
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", guarded)
+
+    def found(pattern: str) -> list[str]:
+        listed.clear()
+        return sorted(name.removeprefix(f"{tmp_path}/") for name in expand(f"{tmp_path}/{pattern}"))
+
+    assert found("*/*.png") == ["a/1.png", "shut/"]
+    assert found("[!s]*/*.png") == ["a/1.png"]
+    assert sorted(listed) == ["", "a/", "b/", "c/"]
+    assert found("**/*.png") == ["a/1.png", "b/deep/3.png", "b/up/", "shut/"]
+    assert found("b/deep/**") == ["b/deep/3.png", "b/deep/4.txt"]
+    assert found("b/**/*.png") == ["b/deep/3.png", "b/up/a/1.png", "b/up/b/", "b/up/shut/"]
+    assert found("a/**1.png") == ["a/1.png"]
+    with pytest.raises(InputError, match=r"^cannot list the folder '.*/nowhere': No such file or directory$"):
+        found("nowhere/*.png")
+
+
 def test_hidden_names_are_left_out_at_every_depth(tmp_path: Path) -> None:
     for name in ("a.png", ".b.png", ".c/d.png", "e/.f.png", "e/.g/h.png", "e/i.png", "e/notes.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -78,6 +112,36 @@ def test_a_url_that_nothing_opens_is_one_unreadable_image() -> None:
         read_bytes("foo://x/a.png")
 
 
+@pytest.mark.parametrize(
+    ("location", "reason"),
+    [
+        ("/tmp/a\0b.png", "cannot open the image: embedded null byte"),  # as a Parquet file may name it
+        ("github://x/a.png", "cannot open 'github://x/a.png': "),
+        ("dir://x/a.png", "cannot open 'dir://x/a.png': "),
+        ("generic://x/a.png", "cannot open 'generic://x/a.png': "),
+        ("/", "a folder: expected an image"),
+        ("memory://", "a folder, which can be listed now, by another run; or an object "),
+    ],
+)
+def test_no_name_ends_a_run(location: str, reason: str) -> None:
+    with pytest.raises(ImageError) as raised:
+        read_bytes(location)
+    assert str(raised.value).startswith(reason)
+    version_of(location)
+
+
+def test_two_colons_are_no_chain_of_stores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """fsspec takes them for one: of zip://a.png::URL, but also in a key or in the address of a server."""
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    monkeypatch.setattr(Bucket, "keys", ["b/in/a::b.png", "b/in/c.png"])
+    assert [name for name, _ in walk_images("bucket://b/in", print)] == ["a::b.png", "c.png"]
+    assert read_bytes("bucket://b/in/a::b.png") == b"b/in/a::b.png"
+    assert remote.remote_filesystem("http://[::1]:80/a.png")[1] == "http://[::1]:80/a.png"
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("a.png", b"in it")
+    assert read_bytes(f"zip://a.png::file://{tmp_path}/a.zip") == b"in it"
+
+
 class Tree:
     """A store with folders of which some cannot be listed; it has been listed before."""
 
@@ -88,6 +152,9 @@ class Tree:
 
     def __init__(self, listings: dict[str, list[str] | Exception]) -> None:
         self.listings = listings
+
+    def unstrip_protocol(self, path: str) -> str:
+        return f"s3://{path}"
 
     def ls(self, path: str, *, detail: bool) -> list[dict[str, Any]]:
         assert detail

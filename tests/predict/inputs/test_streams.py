@@ -34,7 +34,10 @@ FILES = {
 
 
 class Host(BaseHTTPRequestHandler):
-    """FILES, with ranges. faults: what becomes of the next requests of the method. release: ends all that stall."""
+    """FILES, with ranges. faults: what becomes of the next requests of the method, and the tags of the next answers.
+
+    release: ends all that stall.
+    """
 
     protocol_version = "HTTP/1.1"
     faults: dict[str, list[str]]
@@ -63,6 +66,8 @@ class Host(BaseHTTPRequestHandler):
             self.send_response(206 if asked else 200)
             if asked:
                 self.send_header("Content-Range", f"bytes {asked[1]}-{int(asked[1]) + len(part) - 1}/{len(data)}")
+            if tags := self.faults.get("tags"):
+                self.send_header("ETag", tags.pop(0))
             self.send_header("Content-Length", str(len(part)))
             self.send_header("Content-Type", "application/octet-stream")
             self.end_headers()
@@ -225,6 +230,20 @@ def test_a_broken_file_is_read_on_if_it_is_still_the_same(
     assert name == "a.tar"
     assert error.endswith("it was replaced while it was read")
     assert waits == [0.2] * 2
+
+
+def test_a_broken_stream_is_read_on_if_it_is_still_the_same(
+    host: Hosts, waits: list[float], small_blocks: None
+) -> None:
+    """fsspec tells nothing of a stream's version."""
+    url, requests = host(GET=["closes"], tags=["first"] * 9)
+    assert tar_items(url) == [(name, "") for name in NAMES]
+    assert requests[:3] == ["HEAD", "GET", "HEAD"]
+    url, _ = host(GET=["closes"], tags=[*["first"] * 2, *["second"] * 9])
+    *found, (name, error) = tar_items(url)
+    assert found == [(name, "") for name in NAMES[: len(found)]]
+    assert name == "a.tar"
+    assert error.endswith("it was replaced while it was read")
 
 
 def lines(url: str, folder: Path) -> list[str]:

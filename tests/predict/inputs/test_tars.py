@@ -128,3 +128,40 @@ def test_what_is_no_image_is_counted_and_a_folder_is_nothing() -> None:
     assert skipped.by_suffix == {".txt": 2, "(hidden)": 2, "(no suffix)": 1}
     assert skipped.first == ["notes.txt", "a/b/.c.png", "a.png.txt", "a/README", ".d.png"]
     assert [name for name, _ in tar_images(io.BytesIO(file.getvalue()))] == found
+
+
+def odd(pax_headers: dict[str, str]) -> bytes:
+    """Two whole members, then one with these further headers, which have no checksum, then one more."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for index, name in enumerate(NAMES[:4]):
+            info = tarfile.TarInfo(name)
+            info.size = SIZE
+            info.pax_headers = pax_headers if index == 2 else {}
+            tar.addfile(info, io.BytesIO(random.Random(index).randbytes(SIZE)))
+    return file.getvalue()
+
+
+def header(kind: bytes, size: int) -> bytes:
+    info = tarfile.TarInfo("header")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("data", "images", "reason"),
+    [
+        (odd({"size": "9" * 23}), 3, "the file ends before byte"),  # tarfile would read for ever
+        (odd({"size": "-5"}), 3, "invalid header at byte 4,608"),
+        (odd({"GNU.sparse.map": "a,b"}), 2, "bad header: invalid literal for int()"),
+        (odd({"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}), 2, "bad header: "),
+        (header(tarfile.XHDTYPE, 0) * 3000 + WHOLE, 0, "bad header: maximum recursion depth exceeded"),
+        (header(tarfile.GNUTYPE_LONGNAME, 8 << 30) + bytes(512), 0, "bad header: 8,589,934,592 bytes, and 4,194,304"),
+    ],
+    ids=["endless", "negative", "sparse-map", "sparse-numbers", "recursion", "name-of-8-GB"],
+)
+def test_what_tarfile_trips_over_is_damage_like_any_other(data: bytes, images: int, reason: str) -> None:
+    found, error = read(data)
+    assert found[:2] == IMAGES[: min(images, 2)]
+    assert len(found) == images
+    assert error.startswith(reason), error

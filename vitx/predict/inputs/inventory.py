@@ -19,7 +19,7 @@ from vitx.core.preprocess import ImageError, UInt8Array
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote, stores
 from vitx.predict.inputs.skipped import SkippedNames
-from vitx.predict.inputs.tables import TableColumns, Tables, read_rows, refuse_equal_keys
+from vitx.predict.inputs.tables import READ_ERRORS, TableColumns, list_tables, read_rows, refuse_equal_keys
 from vitx.predict.inputs.tars import ERRORS as TAR_ERRORS
 from vitx.predict.inputs.tars import tar_images
 from vitx.predict.ledger import Ledger, Shard, image_shards, names_of
@@ -110,17 +110,16 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
         for name in containers:
             skipped.add(name)
         containers = []
-    tables = Tables(columns, again=again)
-    units = [unit for name in sorted(containers) for unit in tables.shards(base, name)]
+    units, schema, refused = list_tables(base, sorted(containers), columns, again=again)
     if not units and not count:
         known = ", ".join(sorted(EXTENSIONS))
         kind = "holds" if folder else "names"
         raise InputError(f"'{source}' {kind} no image: looked for {known}, in subfolders too")
-    if units and len(tables.refused) == len(units) and not count:
-        raise tables.refused[0]
+    if units and len(refused) == len(units) and not count:
+        raise refused[0]
     if columns.key is not None and (count or any(unit.kind != "parquet" for unit in units)):
         raise InputError(f"--key {columns.key} is of Parquet files, and '{source}' has others too: predict those apart")
-    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=tables.schema())
+    return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
 
 def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
@@ -207,16 +206,28 @@ def read_shard(
         yield from (Item(name, stores.join(base, name)) for name in names_of(shard, listing))
         return
     version = stores.version_of(stores.join(base, shard.location), stopped) if versions else None
-    if shard.kind == "parquet":
-        yield from _parquet_items(shard, base, columns, stopped, version)
-        return
+    row, end = shard.start, shard.start + (shard.count or 0)
     try:
-        with stores.open_stream(stores.join(base, shard.location), stopped) as file:
-            for name, content in tar_images(file, skipped):
-                yield Item(f"{shard.location}/{name}", content, version=version)
-    except TAR_ERRORS as error:
-        reason = f"cannot read the tar file to its end, what follows was not predicted: {error}"
-        yield Item(shard.location, ImageError(reason), version=version)
+        if shard.kind == "parquet":
+            for image, key, copied in read_rows(shard, base, columns, stopped):
+                yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
+                row += 1
+        else:
+            with stores.open_stream(stores.join(base, shard.location), stopped) as file:
+                for name, content in tar_images(file, skipped):
+                    yield Item(f"{shard.location}/{name}", content, version=version)
+        return
+    except InputError as error:  # about the columns of a Parquet file
+        reason = ImageError(str(error))
+    except (*TAR_ERRORS, *READ_ERRORS) as error:
+        where = f"Parquet file beyond row {row}"
+        if shard.kind == "tar":
+            where = "tar file to its end, what follows was not predicted"
+        reason = ImageError(f"cannot read the {where}: {error}")
+    if shard.count is None:
+        yield Item(shard.location, reason, version=version)
+    for lost in range(row, end):
+        yield Item(f"{shard.location}/{lost:07d}", reason, version=version)
 
 
 def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | None = None) -> Item:
@@ -230,24 +241,3 @@ def read_item(item: Item, *, versions: bool = False, stopped: threading.Event | 
         return item._replace(source=stores.read_bytes(source, stopped))
     except ImageError as error:
         return item._replace(source=error)
-
-
-def _parquet_items(
-    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None, version: str | None
-) -> Generator[Item, None, None]:
-    import pyarrow as pa
-
-    row, end = shard.start, shard.start + (shard.count or 0)
-    try:
-        for image, key, copied in read_rows(base, shard.location, shard.start, shard.count, columns, stopped):
-            yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
-            row += 1
-        return
-    except InputError as error:  # about its columns
-        reason = ImageError(str(error))
-    except (OSError, pa.ArrowException) as error:
-        reason = ImageError(f"cannot read the Parquet file beyond row {row}: {error}")
-    if shard.count is None:
-        yield Item(shard.location, reason, version=version)
-    for lost in range(row, end):
-        yield Item(f"{shard.location}/{lost:07d}", reason, version=version)

@@ -5,7 +5,6 @@ stopped: when it is set, what waits raises CancelledError.
 """
 
 import asyncio
-import importlib.util
 import io
 import threading
 import time
@@ -15,8 +14,8 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from vitx.core.errors import InputError, missing_package
 from vitx.core.preprocess import MAX_PIXELS, ImageError
+from vitx.core.urls import open_store
 
 T = TypeVar("T")
 
@@ -42,16 +41,8 @@ def check_size(size: int) -> None:
 
 
 def remote_filesystem(location: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL and the path in it. fsspec caches the file system of each store."""
-    if importlib.util.find_spec("fsspec") is None:
-        raise missing_package("fsspec", "serve")
-    from fsspec.core import url_to_fs
-
-    try:
-        system, path = url_to_fs(location, **({"get_client": _http_client} if is_http(location) else {}))
-    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or whose package is missing
-        raise InputError(f"cannot open '{location}': {error}") from None
-    return system, str(path)
+    """Return the fsspec file system of a URL and the path in it."""
+    return open_store(location, **({"get_client": _http_client} if is_http(location) else {}))
 
 
 async def _http_client(**options: Any) -> Any:
@@ -241,10 +232,12 @@ class RemoteFile(io.RawIOBase):
         options = {"block_size": 0} if streamed else {"block_size": BLOCK_BYTES, "cache_type": "none"}
         file = self._system.open(self._path, "rb", **options)
         details = getattr(file, "details", {})
-        version = details.get("ETag") or details.get("etag")
-        if self._version not in (None, version):
+        if is_http(self._location):  # of which fsspec keeps nothing with the file
+            details = file.r.headers if streamed else self._system.info(self._path) if self._version else {}
+        version = next((details[name] for name in ("ETag", "etag", "Last-Modified") if details.get(name)), None)
+        if None not in (self._version, version) and self._version != version:
             raise ImageError("it was replaced while it was read")
-        self._version = version
+        self._version = version or self._version
         return file
 
     def _block(self, file: Any, size: int) -> bytes:

@@ -5,16 +5,15 @@ UTF-8. stopped: when it is set, what a store is asked ends with CancelledError.
 """
 
 import errno
-import glob
 import inspect
 import io
-import math
 import os
 import re
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,6 +23,9 @@ from vitx.core.preprocess import ImageError
 from vitx.data.image_set import EXTENSIONS
 from vitx.predict.inputs import remote
 
+# Names below a folder, each with what a store says of it, or why it cannot be listed.
+Entries = Iterator[tuple[str, dict[str, Any] | ImageError | OSError]]
+Above = frozenset[tuple[int, int]]
 # What changes with an object, by the names that stores give it in a listing or a header; the first that there is.
 _TAGS = ("ETag", "etag", "blob_id", "LastModified", "last_modified", "Last-Modified", "updated", "mtime", "created")
 
@@ -52,14 +54,14 @@ def is_hidden(name: str) -> bool:
 
 def read_bytes(location: str, stopped: threading.Event | None = None) -> bytes:
     """Return the content of an image file or object; raise ImageError with the reason if it cannot be read."""
-    if location.endswith("/"):  # a folder that `walk_images` could not enter
+    if location.endswith("/") and not remote.is_http(location):  # perhaps one that `walk_images` did not enter
         raise ImageError(_folder_problem(location))
     try:
         return remote.read_object(location, stopped) if is_url(location) else _read_file(location)
-    except OSError as error:
-        raise ImageError(f"cannot open the image: {error.strerror or error}") from None
     except VitxError as error:  # a URL that nothing here can open is one bad row of a list
         raise ImageError(str(error)) from None
+    except (OSError, ValueError) as error:  # a path of a Parquet file may have a zero byte
+        raise ImageError(f"cannot open the image: {getattr(error, 'strerror', None) or error}") from None
 
 
 def open_stream(location: str, stopped: threading.Event | None = None) -> BinaryIO:
@@ -75,9 +77,16 @@ def walk_images(root: str, skip: Callable[[str], None], *, versions: bool = Fals
     skip: called with each other name. A folder that cannot be listed, or that is a link to one of its own parents, is
     yielded too, with a slash at its end: `read_bytes` raises the reason, which becomes a row instead of a silent gap.
     """
-    if is_url(root):
-        return _walk_remote(root, skip, versions=versions)
-    return ((name, version_of(join(root, name)) if versions else None) for name in _walk_local(root, skip))
+    system, top = _opened(root)
+    for name, entry in _entries(system, top):
+        # What lies below an empty name has none that `join` could put below the root.
+        given = _location(system, f"{top}/{name}") if "//" in f"/{name}" else name
+        if isinstance(entry, Exception):
+            entry = {}
+        elif is_hidden(name) or not is_image_name(name):
+            skip(given)
+            continue
+        yield given, (_entry_version(entry) or version_of(join(root, given))) if versions else None
 
 
 def version_of(location: str, stopped: threading.Event | None = None) -> str | None:
@@ -89,7 +98,7 @@ def version_of(location: str, stopped: threading.Event | None = None) -> str | N
         system, path = remote.remote_filesystem(location)
         ask = partial(remote.ask, system, "info", path, stopped=stopped)
         return _entry_version(remote.attempts(ask, "it gives no answer", stopped))
-    except (OSError, ImageError, VitxError):
+    except (OSError, ValueError, VitxError):
         return None
 
 
@@ -101,23 +110,46 @@ def _entry_version(entry: dict[str, Any]) -> str | None:
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield the locations that a glob pattern matches, and remote folders that cannot be listed, as `walk_images`."""
-    if not is_url(pattern):
-        yield from (path for path in glob.iglob(pattern, recursive=True) if not os.path.isdir(path))
-        return
-    system, path = remote.remote_filesystem(pattern)
-    if _finds_prefixes(system):
-        yield from (str(system.unstrip_protocol(match)) for match in _look(pattern, "glob"))
-        return
-    from fsspec.utils import glob_translate
-
+    """Yield the locations that a glob pattern matches, and folders that cannot be listed, as `walk_images`."""
+    # Two stars are special between slashes only.
+    system, path = _opened(re.sub(r"(?<![/*])\*\*+|\*\*+(?![/*]|$)", "*", pattern))
     fixed = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-    depth = math.inf if "**" in path else path.count("/") - fixed.count("/")
-    matches = re.compile(glob_translate(path)).match
-    for name, entry in _entries(system, fixed, depth):
-        found = f"{fixed}/{name}"
-        if isinstance(entry, Exception) or (matches(found) and not is_hidden(name)):
-            yield str(system.unstrip_protocol(found))
+    parts = path[len(fixed) + 1 :].split("/")
+
+    def enters(folder: str) -> bool:
+        return _match(folder.rstrip("/").split("/"), parts, beginning=True)
+
+    found = _entries(system, fixed, enters)
+    if system is not None and _finds_prefixes(system):
+        matched = _look(_location(system, path), "glob", detail=True).items()
+        found = ((name[len(fixed) + 1 :], entry) for name, entry in matched if entry["type"] != "directory")
+    for name, entry in found:
+        if isinstance(entry, Exception) or (_match(name.split("/"), parts) and not is_hidden(name)):
+            yield _location(system, f"{fixed}/{name}")
+
+
+def _match(names: list[str], parts: list[str], *, beginning: bool = False) -> bool:
+    """Whether the parts of a path match those of a pattern, or may be the beginning of a path that does."""
+    if beginning and (not names or parts[:1] == ["**"]):
+        return bool(parts)
+    if not parts:
+        return not names
+    if parts[0] == "**":
+        return any(_match(names[count:], parts[1:]) for count in range(len(names) + 1))
+    return bool(names) and fnmatchcase(names[0], parts[0]) and _match(names[1:], parts[1:], beginning=beginning)
+
+
+def _opened(location: str) -> tuple[Any, str]:
+    """The file system of a URL, or None for a folder of this machine; and the path in it."""
+    if not is_url(location):
+        return None, os.path.abspath(location).rstrip("/")
+    system, path = remote.remote_filesystem(location)
+    system.invalidate_cache()  # of an earlier listing in this process
+    return system, path.rstrip("/")
+
+
+def _location(system: Any, path: str) -> str:
+    return path if system is None else str(system.unstrip_protocol(path))
 
 
 def is_folder(location: str) -> bool:
@@ -129,11 +161,11 @@ def exists(location: str) -> bool:
     return _look(location, "info") is not None if is_url(location) else os.path.exists(location)
 
 
-def _look(location: str, question: str) -> Any:
+def _look(location: str, question: str, **options: Any) -> Any:
     """The answer of a store, None if there is nothing."""
     system, path = remote.remote_filesystem(location)
     try:
-        return _listed(system, question, path, "it gives no answer")
+        return _listed(system, question, path, "it gives no answer", **options)
     except FileNotFoundError:
         return None
     except (OSError, ImageError) as error:
@@ -163,92 +195,67 @@ def _read_file(path: str) -> bytes:
         return file.read()
 
 
-def _walk_local(root: str, skip: Callable[[str], None]) -> Iterator[str]:
-    # Folders to list, each with (device, inode) of the folders above it: a folder among them is a circle of links.
-    todo: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+def _entries(system: Any, top: str, enters: Callable[[str], bool] = lambda folder: True) -> Entries:
+    """Yield the names below a folder, relative to it and unsorted, with what a store says of each.
+
+    Of a folder that cannot be listed, or that is a link to one of its own parents, with a slash at its end and the
+    error. enters: whether to list a folder, whose path ends with a slash. Raises InputError if `top` cannot be listed.
+    """
+    # Folders to list, each with those above it as `_children` knows them.
+    todo: list[tuple[str, Above]] = [("", frozenset())]
     while todo:
         prefix, above = todo.pop()
-        folder = os.path.join(root, prefix)
         try:
-            found = os.stat(folder)
-            here = (found.st_dev, found.st_ino)
-            if here in above:
-                yield prefix
-                continue
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    hidden = entry.name.startswith(".")
-                    # Of a link that leads to itself, only os.path tells that it is no folder.
-                    if not hidden and (os.path.isdir(entry) if entry.is_symlink() else entry.is_dir()):
-                        todo.append((f"{prefix}{entry.name}/", above | {here}))
-                    elif not hidden and is_image_name(entry.name):
-                        yield prefix + entry.name
-                    else:
-                        skip(prefix + entry.name)
-        except OSError as error:
+            for name, entry, within in _children(system, f"{top}/{prefix}", above):
+                if within is None:
+                    yield prefix + name, entry
+                elif enters(f"{prefix}{name}/"):
+                    todo.append((f"{prefix}{name}/", within))
+        except (ImageError, OSError) as error:
             if not prefix:
-                raise InputError(f"cannot list the folder '{root}': {error.strerror}") from None
-            yield prefix
+                reason = getattr(error, "strerror", None) or error
+                raise InputError(f"cannot list the folder '{_location(system, top) or '/'}': {reason}") from None
+            yield prefix, error
+
+
+def _children(system: Any, folder: str, above: Above) -> Iterator[tuple[str, dict[str, Any], Above | None]]:
+    """Yield each name in a folder, what a store says of it, and of a folder that is not hidden the folders above it.
+
+    Raises OSError for a link to one of the folders `above`, each of which is (device, inode).
+    """
+    if system is not None:
+        path = folder.rstrip("/") or "/"
+        # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
+        keys = _listed(system, "find", path, prefix="/") if _finds_prefixes(system) else ()
+        for entry in _listed(system, "ls", path, detail=True):
+            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
+            if str(entry["name"]).strip("/") != path.strip("/"):
+                if name:
+                    yield name, entry, None if entry["type"] != "directory" or is_hidden(name) else above
+            elif entry.get("size"):  # an object whose key ends with a slash, and no mark of a folder
+                yield "", entry, None
+        yield from ((key[len(path) + 1 :], {}, None) for key in keys if key.startswith(f"{path}//"))
+        return
+    found = os.stat(folder)
+    here = (found.st_dev, found.st_ino)
+    if here in above:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+    with os.scandir(folder) as entries:
+        for one in entries:
+            # Of a link that leads to itself, only os.path tells that it is no folder.
+            inside = not one.name.startswith(".") and (os.path.isdir(one) if one.is_symlink() else one.is_dir())
+            yield one.name, {}, above | {here} if inside else None
 
 
 def _folder_problem(location: str) -> str:
+    system, path = _opened(location)
     try:
-        if is_url(location):
-            _list_remote(*remote.remote_filesystem(location))
-            return "the folder could not be listed, and now can: predict its images with another run"
-        with os.scandir(location):
-            return "a link to one of its own parent folders: not followed"
+        next(_children(system, f"{path}/", frozenset()), None)
     except ImageError as error:
         return str(error)
     except OSError as error:
         return f"cannot list the folder: {error.strerror or error}"
-
-
-def _walk_remote(root: str, skip: Callable[[str], None], *, versions: bool) -> Iterator[tuple[str, str | None]]:
-    system, top = remote.remote_filesystem(root)
-    system.invalidate_cache()  # of an earlier listing in this process
-    top = top.rstrip("/")
-    for name, entry in _entries(system, top):
-        # What lies below an empty name has none that `join` could put below the root.
-        given = str(system.unstrip_protocol(f"{top}/{name}")) if "//" in f"/{name}" else name
-        if isinstance(entry, Exception):
-            if not name:
-                raise InputError(f"cannot list the folder '{root}': {entry}") from None
-            entry = {}
-        elif is_hidden(name) or not is_image_name(name):
-            skip(given)
-            continue
-        yield given, (_entry_version(entry) or version_of(join(root, given))) if versions else None
-
-
-def _entries(
-    system: Any, top: str, depth: float = math.inf
-) -> Iterator[tuple[str, dict[str, Any] | ImageError | OSError]]:
-    """Yield the names below a folder, relative to it, with what the store says of each.
-
-    Of a folder that cannot be listed, which fsspec's `walk` leaves out, with a slash at its end and the error.
-    """
-    todo = [""]
-    while todo:
-        prefix = todo.pop()
-        folder = f"{top}/{prefix}".rstrip("/") or "/"
-        try:
-            entries = _list_remote(system, folder)
-            # An object store's keys such as FOLDER//x.jpg: no listing of folders has them.
-            keys = _listed(system, "find", folder, prefix="/") if _finds_prefixes(system) else ()
-        except (ImageError, OSError) as error:
-            yield prefix, error
-            continue
-        for entry in entries:
-            name = str(entry["name"]).rstrip("/").rpartition("/")[2]
-            if entry["type"] != "directory" or is_hidden(name):
-                yield prefix + name, entry
-            elif name and prefix.count("/") + 1 < depth:
-                todo.append(f"{prefix}{name}/")
-        yield from ((prefix + key[len(folder) + 1 :], {}) for key in keys if key.startswith(f"{folder}//"))
-
-
-def _list_remote(system: Any, path: str) -> list[dict[str, Any]]:
-    """The entries of a folder, without the one that some stores give for the folder itself."""
-    entries = _listed(system, "ls", path, detail=True)
-    return [entry for entry in entries if str(entry["name"]).strip("/") != path.strip("/")]
+    if system is not None:
+        return "a folder, which can be listed now, by another run; or an object whose name ends with a slash"
+    linked = os.path.islink(path)
+    return "a link to one of its own parent folders: not followed" if linked else "a folder: expected an image"

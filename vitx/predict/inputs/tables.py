@@ -10,15 +10,22 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from vitx.core.errors import InputError
+from vitx.core.errors import InputError, naming_extra
 from vitx.core.preprocess import ImageError
 from vitx.predict.inputs.stores import join, open_stream
 from vitx.predict.ledger import Shard
+
+with naming_extra("serve"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import pyarrow.types as types
 
 # If several columns may hold images, the first of these names is taken.
 IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp", "bytes")
 # Rows that are in memory at once.
 BATCH_ROWS = 64
+# What a damaged Parquet file raises: names and strings that are not UTF-8 are found when they become Python's.
+READ_ERRORS = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 @dataclass(frozen=True)
@@ -36,78 +43,69 @@ class TableColumns:
     schema: Any = None
 
 
-class Tables:
-    """What is found while the Parquet files of an input are listed.
+def list_tables(
+    base: str, names: Iterable[str], columns: TableColumns, *, again: bool = False
+) -> tuple[list[Shard], Any, list[InputError]]:
+    """The shards of tar and Parquet files, a `pyarrow.Schema` of the columns that go on to the output or None, and the
+    errors of files whose columns are not clear. again: only the columns found before can go on.
 
-    refused: errors of files whose columns are not clear. again: only the columns found before can go on to the output.
+    Raises InputError for a column that cannot go on to the output.
     """
-
-    def __init__(self, columns: TableColumns, *, again: bool = False) -> None:
-        self._columns, self._again = columns, again
-        self.refused: list[InputError] = []
-        # By name: the type, and the file where it was found first.
-        self._copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
-
-    def shards(self, base: str, name: str) -> list[Shard]:
-        """Of a tar or Parquet file. Raises InputError for a column that cannot go on to the output."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+    shards, refused = list[Shard](), list[InputError]()
+    # By name: the type, and the file where it was found first.
+    copied = {field.name: (field.type, "the output") for field in columns.schema or ()}
+    for name in names:
         if not name.lower().endswith(".parquet"):
-            return [Shard("tar", name)]
+            shards.append(Shard("tar", name))
+            continue
         try:
             with open_stream(join(base, name)) as file:
                 parquet = pq.ParquetFile(file)
                 schema, groups = parquet.schema_arrow, _row_groups(parquet)
-                _image_column(schema, self._columns, name)
-        except (OSError, pa.ArrowException):
-            return [Shard("parquet", name)]  # reading it gives a row with the reason
+                _image_column(schema, columns, name)
         except InputError as error:
-            self.refused.append(error)
-            return [Shard("parquet", name)]
-        self._copy(schema, name)
-        return [Shard("parquet", name, start, count) for start, count in groups]
+            refused.append(error)
+        except READ_ERRORS:
+            pass  # reading it gives a row with the reason
+        else:
+            _copy(schema, name, columns, copied, again=again)
+            shards += (Shard("parquet", name, start, count) for start, count in groups)
+            continue
+        shards.append(Shard("parquet", name))
+    if missing := [name for name in columns.copied or () if name not in copied]:
+        raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
+    fields = [pa.field(name, kind) for name, (kind, _) in copied.items()]
+    return shards, pa.schema(fields) if fields else None, refused
 
-    def schema(self) -> Any:
-        """Of the columns that go on to the output, in every file the same; None if there are none."""
-        import pyarrow as pa
 
-        missing = [name for name in self._columns.copied or () if name not in self._copied]
-        if missing:
-            raise InputError(f"--columns names '{missing[0]}', which no Parquet file of the input has")
-        fields = [pa.field(name, kind) for name, (kind, _) in self._copied.items()]
-        return pa.schema(fields) if fields else None
-
-    def _copy(self, schema: Any, name: str) -> None:
-        """Add the columns of a file to those that go on."""
-        import pyarrow.types as types
-
-        asked, taken, key = self._columns.copied, self._columns.taken, self._columns.key
-        fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
-        # DuckDB and Spark do not tell upper case from lower.
-        clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
-        for field in fields:
-            if field.name not in clear:
-                if field.name == key:
-                    continue  # it is in `path`
-                why = "as the output has" if field.name.lower() in taken else "twice"
-                raise InputError(
-                    f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
-                    f"such as --columns '{','.join(clear)}'"
-                )
-            if self._again and field.name not in self._copied:
-                raise InputError(
-                    f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
-                    "name the columns to copy with --columns from the first run on"
-                )
-            kind, where = self._copied.setdefault(field.name, (field.type, name))
-            if types.is_null(kind):
-                self._copied[field.name] = (field.type, name)
-            elif kind != field.type and not types.is_null(field.type):
-                raise InputError(
-                    f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
-                    "leave it out by naming the columns to copy with --columns"
-                )
+def _copy(schema: Any, name: str, columns: TableColumns, copied: dict[str, tuple[Any, str]], *, again: bool) -> None:
+    """Add the columns of a file to those that go on."""
+    asked, taken = columns.copied, columns.taken
+    fields = [one for one in schema if (not _may_hold_images(one.type) if asked is None else one.name in asked)]
+    # DuckDB and Spark do not tell upper case from lower.
+    clear = [one.name for one in fields if one.name.lower() not in taken and schema.names.count(one.name) == 1]
+    for field in fields:
+        if field.name not in clear:
+            if field.name == columns.key:
+                continue  # it is in `path`
+            why = "as the output has" if field.name.lower() in taken else "twice"
+            raise InputError(
+                f"{name} has a column '{field.name}', {why}: rename it, or name the columns to copy without it, "
+                f"such as --columns '{','.join(clear)}'"
+            )
+        if again and field.name not in copied:
+            raise InputError(
+                f"{name} has a column '{field.name}', which the output does not have: choose another folder, or "
+                "name the columns to copy with --columns from the first run on"
+            )
+        kind, where = copied.setdefault(field.name, (field.type, name))
+        if types.is_null(kind):
+            copied[field.name] = (field.type, name)
+        elif kind != field.type and not types.is_null(field.type):
+            raise InputError(
+                f"the column '{field.name}' is {field.type} in {name} and {kind} in {where}: expected one type; "
+                "leave it out by naming the columns to copy with --columns"
+            )
 
 
 def schema_to_text(schema: Any) -> str | None:
@@ -115,42 +113,43 @@ def schema_to_text(schema: Any) -> str | None:
 
 
 def schema_from_text(text: str | None) -> Any:
-    import pyarrow as pa
-
     return None if text is None else pa.ipc.read_schema(pa.py_buffer(base64.b64decode(text)))
 
 
 def read_rows(
-    base: str, name: str, start: int, count: int | None, columns: TableColumns, stopped: threading.Event | None = None
+    shard: Shard, base: str, columns: TableColumns, stopped: threading.Event | None = None
 ) -> Iterator[tuple[str | bytes | ImageError, str | None, Any]]:
-    """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row of the
-    row group that begins with row `start` and has `count` rows; of the file without a count.
+    """Yield image, key and `pyarrow.RecordBatch` of what goes on (each None without such a column) of each row.
 
-    Raises OSError or an error of pyarrow at what cannot be read, InputError if its columns are not clear.
+    Raises one of `READ_ERRORS` at what cannot be read, InputError if its columns are not clear.
     """
-    import pyarrow.parquet as pq
-
-    folder = join(base, name).rpartition("/")[0]
-    with open_stream(join(base, name), stopped) as file:
+    name, count = join(base, shard.location), shard.count
+    with open_stream(name, stopped) as file:
         parquet = pq.ParquetFile(file, page_checksum_verification=True)  # of the pages that have one
         schema = parquet.schema_arrow
-        image = _image_column(schema, columns, name)
-        groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (start, count)]
+        image = _image_column(schema, columns, shard.location)
+        groups = [i for i, group in enumerate(_row_groups(parquet)) if count is None or group == (shard.start, count)]
         if not groups and count is not None:
             raise OSError(f"no row group of {count} rows begins there, as when the file was listed")
         copied = [] if columns.schema is None else [one for one in columns.schema.names if one in schema.names]
+        left = sum(parquet.metadata.row_group(index).num_rows for index in groups)
         wanted = dict.fromkeys([image, *([] if columns.key is None else [columns.key]), *copied])
         for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(wanted)):
             keys = [None] * len(batch) if columns.key is None else batch.column(columns.key).to_pylist()
             table = None if columns.schema is None else _as_listed(batch, columns.schema)
             for index, (value, key) in enumerate(zip(batch.column(image).to_pylist(), keys, strict=True)):
                 row = None if table is None else table.slice(index, 1)
-                yield _image(value, folder), None if key is None else str(key), row
+                yield _image(value, name.rpartition("/")[0]), None if key is None else str(key), row
+            left -= len(batch)
+        if left:  # pyarrow takes some damage for the end
+            raise OSError(f"{left} rows are missing at the end of the row group")
 
 
 def _row_groups(parquet: Any) -> list[tuple[int, int | None]]:
     """The first row and the number of rows of each row group of a `pyarrow.parquet.ParquetFile`."""
     counts = [parquet.metadata.row_group(index).num_rows for index in range(parquet.metadata.num_row_groups)]
+    if sum(counts) != parquet.metadata.num_rows:
+        raise OSError(f"its row groups have {sum(counts)} rows, and the file should have {parquet.metadata.num_rows}")
     return list(zip(itertools.accumulate(counts, initial=0), counts, strict=False))
 
 
@@ -169,9 +168,6 @@ def refuse_equal_keys(base: str, shards: Iterable[Shard], column: str, more: Ite
 
 
 def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tuple[str, str]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     for name in dict.fromkeys(shard.location for shard in shards if shard.count is not None):
         try:
             with open_stream(join(base, name)) as file:
@@ -181,14 +177,12 @@ def _key_records(base: str, shards: Iterable[Shard], column: str) -> Iterator[tu
                     if key is None:
                         raise InputError(f"--key {column}: row {row} of {name} has none; expected one in every row")
                     yield str(key), f"row {row} of {name}"
-        except (OSError, pa.ArrowException):
+        except READ_ERRORS:
             continue  # the rows that cannot be read have no key
 
 
 def _as_listed(batch: Any, schema: Any) -> Any:
     """The columns of `schema`; null are those that the file lacks."""
-    import pyarrow as pa
-
     there = batch.schema.names
     columns = [batch.column(one.name) if one.name in there else pa.nulls(len(batch), one.type) for one in schema]
     return pa.RecordBatch.from_arrays(columns, schema=schema)  # which casts a column of nulls
@@ -198,21 +192,19 @@ def _image(value: Any, folder: str) -> str | bytes | ImageError:
     """value: bytes, or Hugging Face's struct of bytes and path; without bytes the path counts, relative to `folder`."""
     if isinstance(value, dict):
         path = value.get("path")
-        value = value["bytes"] if value["bytes"] is not None else path and join(folder, path)
+        value = value["bytes"] if value["bytes"] is not None else isinstance(path, str) and path and join(folder, path)
     return value or ImageError("not an image: empty")
 
 
 def _may_hold_images(kind: Any) -> bool:
-    import pyarrow.types as types
-
-    plain = types.is_binary(kind) or types.is_large_binary(kind)
-    return bool(plain or (types.is_struct(kind) and kind.get_field_index("bytes") >= 0))
+    if types.is_struct(kind):
+        index = kind.get_field_index("bytes")
+        return index >= 0 and (types.is_null(kind[index].type) or _may_hold_images(kind[index].type))
+    return bool(types.is_binary(kind) or types.is_large_binary(kind))
 
 
 def _image_column(schema: Any, columns: TableColumns, location: str) -> str:
     """The name of the column of images. Raises InputError if there is no clear one, or none as `columns.key` asks."""
-    import pyarrow.types as types
-
     has, given, key = f"{location} has the columns {', '.join(schema.names)}", columns.image, columns.key
     found = [field.name for field in schema if _may_hold_images(field.type)]
     preferred = found if len(found) == 1 else [name for name in IMAGE_COLUMNS if name in found]

@@ -28,6 +28,10 @@ from vitx.predict.inputs.stores import is_image_name
 ERRORS = (OSError, EOFError, tarfile.TarError, zlib.error)
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK_BYTES = 1 << 16
+# Of a name, or of anything else that stands before a member's own header.
+_MAX_HEADER_BYTES = 4 << 20
+_LONG_NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_MORE_HEADERS = (*_LONG_NAMES, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
 
 
 def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[tuple[str, bytes | ImageError]]:
@@ -36,6 +40,7 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
     Raises one of `ERRORS` at the first byte that is not as it should be; the images before it have been yielded.
     """
     with _uncompressed(file) as stream, tarfile.open(fileobj=stream, mode="r|*", tarinfo=_Member) as archive:
+        rest = cast(IO[bytes], archive.fileobj)
         for member in archive:
             # tarfile keeps every member that it has passed, a leak over millions: a stream cannot go back to them.
             archive.members = []  # type: ignore[attr-defined]  # undocumented, there since Python 2.3
@@ -46,8 +51,12 @@ def tar_images(file: BinaryIO, skipped: SkippedNames | None = None) -> Iterator[
                 yield member.name, _content(archive, member)
             elif skipped is not None:
                 skipped.add(member.name)
+            # To the next header. tarfile would read on behind the end of the file, as far as the member says that it
+            # goes: for ever, if that is damaged.
+            while (left := archive.offset - rest.tell()) > 0:
+                if not rest.read(min(left, _BLOCK_BYTES)):
+                    raise tarfile.ReadError(f"the file ends before byte {archive.offset:,}, where a member ends")
         # Also to the end of what is compressed, where gzip's CRC is.
-        rest = cast(IO[bytes], archive.fileobj)
         while block := rest.read(_BLOCK_BYTES):
             if block.count(0) < len(block):
                 raise tarfile.ReadError(
@@ -60,6 +69,13 @@ class _Member(tarfile.TarInfo):
     """A header whose damage tarfile does not take for the end of the archive."""
 
     @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _MORE_HEADERS and header.size > _MAX_HEADER_BYTES:  # tarfile reads it into memory
+            raise InvalidHeaderError(f"bad header: {header.size:,} bytes, and {_MAX_HEADER_BYTES:,} at most are read")
+        return header
+
+    @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:  # tarfile's own name of the argument
         try:
             return super().fromtarfile(tarfile)
@@ -67,6 +83,9 @@ class _Member(tarfile.TarInfo):
             reason = "the file ends without the zeros that end an archive,"
         except (TruncatedHeaderError, InvalidHeaderError) as error:
             reason = str(error)
+        # What tarfile itself trips over: the numbers of a sparse member, or a thousand headers of one member.
+        except (ValueError, IndexError, OverflowError, RecursionError) as error:
+            reason = f"bad header: {error}"
         # The only one of its errors that TarFile.next raises wherever the header stands.
         raise SubsequentHeaderError(f"{reason} at byte {tarfile.offset:,}")
 

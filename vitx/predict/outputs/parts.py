@@ -7,7 +7,7 @@ Shape letters: N images, M of them with a prediction, C classes, K best classes.
 import itertools
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as types
 
 from vitx.core.files import rename, sha256_file, sync
 from vitx.core.probabilities import softmax, top_k
@@ -39,6 +42,12 @@ Int32Array = npt.NDArray[np.int32]
 def part_path(out: Path, shard: int) -> Path:
     """Sorted by name, the files have the order of the shards, and so of the input."""
     return out / PREDICTIONS / f"part-{shard:08d}.parquet"
+
+
+def read_column(out: Path, shard: int, name: str) -> Iterator[str | None]:
+    with part_path(out, shard).open("rb") as file:
+        for batch in pq.ParquetFile(file).iter_batches(columns=[name]):
+            yield from batch.column(0).to_pylist()
 
 
 def escape_invalid_utf8(name: str) -> str:
@@ -88,8 +97,6 @@ class KeptRows:
     """The rows of a finished file that stay when others are made again: those without an error that are not `again`."""
 
     def __init__(self, path: Path, again: frozenset[int]) -> None:
-        import pyarrow.parquet as pq
-
         with path.open("rb") as file:
             table = pq.ParquetFile(file).read(columns=["path", "error"])
         self._path, self._keys = path, table["path"].to_pylist()
@@ -111,9 +118,6 @@ class KeptRows:
 
     def merge_into(self, path: Path) -> None:
         """Put the kept rows among the new ones of the file at `path`."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         merged = path.with_name(f"{path.name}.merged")
         with self._path.open("rb") as old_file, path.open("rb") as new_file:
             parquet, schema = pq.ParquetFile(old_file), pq.read_schema(new_file)
@@ -123,19 +127,17 @@ class KeptRows:
             take_old, take_new = _rows_of(parquet, block), _rows_of(pq.ParquetFile(new_file), block)
             with pq.ParquetWriter(merged, schema) as writer:
                 for start in range(0, len(self._kept), block):
-                    kept = self._kept[start : start + block]
-                    before, made = take_old(len(kept)), take_new(kept.count(False))
-                    further = itertools.count(len(before))
-                    order = [place if stays else next(further) for place, stays in enumerate(kept)]
-                    both = pa.concat_tables([before, made]).take(pa.array(order, pa.int64()))
-                    writer.write_table(both.replace_schema_metadata(schema.metadata))
+                    pieces = []
+                    for stays, run in itertools.groupby(self._kept[start : start + block]):
+                        count = len(list(run))
+                        before = take_old(count)
+                        pieces.append(before if stays else take_new(count))
+                    writer.write_table(pa.concat_tables(pieces).replace_schema_metadata(schema.metadata))
         rename(merged, path)
 
 
 def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
     """A function that gives the next so many rows of a Parquet file, or what is left; it is read by blocks."""
-    import pyarrow as pa
-
     batches, rest = file.iter_batches(block), file.schema_arrow.remove_metadata().empty_table()
 
     def take(count: int) -> Any:
@@ -150,8 +152,6 @@ def _rows_of(file: Any, block: int) -> Callable[[int], Any]:
 
 def output_schema(lists: Sequence[str] = (), *, versions: bool = False, footer: Mapping[str, str] | None = None) -> Any:
     """Our own columns; of LIST_COLUMNS `lists`, as float32: Spark 3.5 opens no file with a column of float16."""
-    import pyarrow as pa
-
     columns = {
         "path": pa.string(),
         "class": pa.string(),
@@ -172,9 +172,6 @@ class PartWriter:
     """
 
     def __init__(self, out: Path, shard: int, labels: Sequence[str], schema: Any = None, copied: Any = None) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         self.path = part_path(out, shard)
         # Readers of the folder such as pyarrow and Spark skip names that begin with a dot.
         self._temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}")
@@ -185,8 +182,6 @@ class PartWriter:
         self._writer = pq.ParquetWriter(self._temporary, self._schema)
 
     def add(self, rows: Rows) -> None:
-        import pyarrow.types as types
-
         self._waiting.append(rows)
         self._row_count += len(rows.keys)
         # Of a slice of an array with a dictionary, pyarrow counts all of the dictionary.
@@ -197,8 +192,6 @@ class PartWriter:
 
     def finish(self, listed: int = 0, skipped: SkippedNames = NONE_SKIPPED, kept: KeptRows | None = None) -> Part:
         """Write what remains, the `kept` rows among it, and flush to the disk. listed, skipped: see `ShardRecord`."""
-        import pyarrow.parquet as pq
-
         self._write_group()
         self._writer.close()
         if kept is not None:
@@ -226,9 +219,6 @@ class PartWriter:
 
 def warm_up() -> None:
     """Import pyarrow, and pandas, which its first conversion imports (half a second): not to be counted as writing."""
-    import pyarrow as pa
-    import pyarrow.parquet
-
     pa.array(np.zeros(1))
 
 
@@ -241,8 +231,6 @@ def remove_leftovers(out: Path, share: Share = WHOLE) -> None:
 
 
 def _table(batches: Sequence[Rows], labels: Any, schema: Any, copied: Any) -> Any:
-    import pyarrow as pa
-
     keys = [escape_invalid_utf8(key) for rows in batches for key in rows.keys]
     errors = [None if error is None else escape_invalid_utf8(error) for rows in batches for error in rows.errors]
     indices = np.concatenate([rows.indices for rows in batches])

@@ -13,7 +13,7 @@ def is_full(error: BaseException) -> bool:
     """Whether the error says that the disk, or the user's share of it, is full."""
     if isinstance(error, sqlite3.OperationalError):
         # A write that fails for want of room is often SQLITE_IOERR only.
-        return error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+        return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from queue import Empty, Queue
 from typing import Generic, TypeVar
 
@@ -61,10 +61,8 @@ class BackgroundGenerator(Generic[T]):
     def close(self) -> None:
         self._closed = True
         while self._thread.is_alive():
-            try:  # the thread may be waiting for room in the queue
+            with suppress(Empty):  # the thread may be waiting for room in the queue
                 self._queue.get(timeout=0.05)
-            except Empty:
-                continue
 
     def _run(self) -> None:
         end: BaseException | None = None

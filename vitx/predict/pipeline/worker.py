@@ -1,7 +1,7 @@
 """One process's work: take a shard → read → decode → batch → infer → write → commit, all at the same time."""
 
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -243,7 +243,7 @@ class Worker:
                 writer.abandon()
 
 
-def refuse_unreadable(keys: Iterator[str], errors: Sequence[str | None]) -> None:
+def refuse_unreadable(keys: Iterable[str | None], errors: Iterable[str | None]) -> None:
     """Raise CheckFailed naming the first image that has an error."""
     for key, error in zip(keys, errors, strict=True):
         if error is not None:

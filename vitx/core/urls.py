@@ -1,0 +1,33 @@
+"""Stores by URL, through fsspec, which is imported when it is needed."""
+
+import importlib.util
+import re
+from typing import Any
+
+from vitx.core.errors import InputError, missing_package
+
+
+def open_store(url: str, **options: Any) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL and the path in it; fsspec keeps the file system of each store.
+
+    options: of the file system. Raises InputError for a URL that nothing here opens.
+    """
+    if importlib.util.find_spec("fsspec") is None:
+        raise missing_package("fsspec", "serve")
+    from fsspec import get_filesystem_class
+    from fsspec.core import url_to_fs
+
+    try:
+        if re.search("::[a-z0-9_]+://", url):  # fsspec's chains, such as zip://a.jpg::s3://bucket/b.zip
+            system, path = url_to_fs(url, **options)
+        else:  # which would take any other two colons for one: of an IPv6 address, or of a key
+            kind = get_filesystem_class(url.partition("://")[0])
+            system, path = kind(**kind._get_kwargs_from_urls(url), **options), kind._strip_protocol(url)
+    except Exception as error:  # noqa: BLE001  # an unknown protocol, a missing package, or whatever its own trips over
+        raise InputError(f"cannot open '{without_password(url)}': {error}") from None
+    return system, str(path)
+
+
+def without_password(url: str) -> str:
+    """The URL without the name and password that it may have, for texts."""
+    return re.sub("//[^/@]*@", "//", url)
