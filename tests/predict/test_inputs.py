@@ -331,6 +331,9 @@ def test_changed_input_and_changed_settings_are_refused(tiny_bundle: Bundle, fol
     (folder / "more.png").write_bytes(IMAGES["00.png"])
     with pytest.raises(InputError, match=r"images were added to '.*' or removed since it was predicted"):
         run(tiny_bundle, folder, out)
+    with pytest.raises(InputError, match=r"there is nothing at '.*typo'"):
+        run(tiny_bundle, tmp_path / "typo", out, overwrite=True)
+    assert len(pq.read_table(out / "predictions.parquet")) == 12
     assert run(tiny_bundle, folder, out, overwrite=True).images == 13
     (out / ".vitx" / "ledger.sqlite").unlink()
     with pytest.raises(InputError, match=r"holds predictions\.parquet of another run"):

@@ -21,14 +21,14 @@ from ray_fixtures import processes
 from server_process import wait_until
 from support.process_tree import family
 from vitx.cli.options import _with_ray_address
-from vitx.core.bundle import Bundle
+from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import CheckFailed, EnvironmentMissing, InputError
+from vitx.core.files import sha256_file
 from vitx.predict import PREDICTIONS, SUMMARY, PredictionSummary, predict
 from vitx.predict.ledger import Claim, Shard
 from vitx.predict.options import PredictOptions
 from vitx.predict.pipeline.worker import Job
 from vitx.predict.ray import ATTEMPTS, CLAIM, RESULT, PredictionActor, RayPool
-from vitx.predict.summary import bundle_digest
 from vitx.runtimes import load_session
 
 pytest.importorskip("ray")
@@ -227,7 +227,7 @@ def test_node_that_does_not_see_the_files(
     listing = tmp_path / "images"
     listing.write_bytes(b"none.png\0")
     given: dict[str, Any] = {"out": tmp_path, "listing": listing, "bundle": certified_original.path, "sample": None}
-    given |= {"footer": {"vitx.bundle_sha256": bundle_digest(certified_original.path)}} | changes
+    given |= {"footer": {"vitx.bundle_sha256": sha256_file(certified_original.path / MANIFEST)}} | changes
     bundle, sample = given.pop("bundle"), given.pop("sample")
     actor = PredictionActor(replace(JOB, **given), bundle, sample)
     result = actor({CLAIM: Claim(1, Shard("images", "", 0, 1))})[RESULT]

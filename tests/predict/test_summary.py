@@ -16,7 +16,7 @@ from vitx.predict.inputs.skipped import SkippedNames
 from vitx.predict.ledger import Ledger, Shard, ShardRecord
 from vitx.predict.options import WHOLE, Share
 from vitx.predict.pipeline.executor import Performance
-from vitx.predict.summary import PredictionSummary, SourceCounts, bundle_digest, summarize, summary_name
+from vitx.predict.summary import PredictionSummary, SourceCounts, summarize, summary_name
 
 
 def described(**changes: Any) -> dict[str, Any]:
@@ -88,10 +88,11 @@ def test_classes_of_one_label_are_one_entry(tmp_path: Path) -> None:
 def test_a_bundle_is_known_by_its_manifest(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "b.vitx")
     manifest = bundle.path / MANIFEST
-    assert bundle_digest(bundle.path) == sha256_bytes(manifest.read_bytes())
-    before = bundle_digest(bundle.path)
     manifest.write_bytes(manifest.read_bytes() + b"\n")
-    assert bundle_digest(bundle.path) != before
+    with closing(Ledger(tmp_path / "ledger.sqlite")) as ledger:
+        ledger.create(described(), [])
+        summary = summarize(ledger, bundle, Performance(0, 1.0, {"read": 0.0}, {}), certified=True)
+    assert summary.bundle_sha256 == sha256_bytes(manifest.read_bytes())
 
 
 def test_more_unreadable_images_than_allowed(tmp_path: Path) -> None:

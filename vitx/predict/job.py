@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vitx.core.bundle import CERTIFICATE, Bundle
+from vitx.core.bundle import CERTIFICATE, MANIFEST, Bundle
 from vitx.core.console import log, progress
 from vitx.core.errors import CheckFailed, InputError
 from vitx.core.files import cache_folder, sha256_file
@@ -22,8 +22,8 @@ from vitx.parity.executables.choice import load_fastest
 from vitx.parity.executables.first_load import require_verdict
 from vitx.parity.signature import require_signature
 from vitx.predict.increment import extend_run
-from vitx.predict.inputs.inventory import Inventory, take_inventory
-from vitx.predict.inputs.stores import is_url
+from vitx.predict.inputs.inventory import Inventory, named_images, take_inventory
+from vitx.predict.inputs.stores import is_folder, is_url
 from vitx.predict.inputs.tables import TableColumns
 from vitx.predict.ledger import Ledger
 from vitx.predict.options import PredictOptions
@@ -34,7 +34,7 @@ from vitx.predict.pipeline.draft import check_draft
 from vitx.predict.pipeline.executor import Executor, Output, execute_here
 from vitx.predict.pipeline.worker import Job, refuse_unreadable
 from vitx.predict.state import open_ledger, open_run
-from vitx.predict.summary import Increment, PredictionSummary, bundle_digest, summarize, summary_name, write_summary
+from vitx.predict.summary import Increment, PredictionSummary, summarize, summary_name, write_summary
 from vitx.runtimes import load_session
 from vitx.runtimes.instances import load_instances, sessions_on
 from vitx.runtimes.session import Session
@@ -82,7 +82,7 @@ def predict(
     where = str(source) if is_url(str(source)) else os.path.abspath(source)  # the next call may be in another folder
     settings: dict[str, Any] = {
         "input": where,
-        "bundle": bundle_digest(bundle.path),
+        "bundle": sha256_file(bundle.path / MANIFEST),
         **options.model_dump(include={"top_k", "logits", "embeddings", "attention", "draft"}),
         **options.model_dump(mode="json", include={"shard_size", "image_column", "key", "columns", "incremental"}),
     }
@@ -98,6 +98,8 @@ def predict(
         return {"draft": checked.model_dump(mode="json")}
 
     summary_path = out / summary_name(options.share)
+    if options.overwrite and not is_folder(where):
+        named_images(where, lambda name: None)  # raises for a typing error, before anything is removed
     with sigterm_interrupts(), full_disk_explained(out), open_ledger(out, options) as ledger:
         take = partial(take_inventory, where, ledger, options.shard_size, columns)
         run = open_run(ledger, out, settings, take, partial(measure, ledger), options.share)
@@ -120,7 +122,7 @@ def predict(
         total = totals.shards if totals.expected is None else totals.expected
         if mirror is not None:
             mirror.begin(ledger, run.id, summary_path, overwrite=options.overwrite)
-        footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": bundle_digest(bundle.path)}
+        footer = {"vitx.bundle": bundle.manifest.name, "vitx.bundle_sha256": settings["bundle"]}
         if (certificate := bundle.path / CERTIFICATE).is_file():  # a bundle without one has been allowed
             footer["vitx.certificate_sha256"] = sha256_file(certificate)
         job = Job(

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, cast
 
 from vitx.core.bundle import MANIFEST, Bundle
 from vitx.core.errors import EnvironmentMissing, InputError, VitxError, naming_extra
+from vitx.core.files import sha256_file
 from vitx.core.preprocess import ignore_bomb_warnings
 from vitx.core.ray_connection import LOCAL, cluster_nodes, joined
 from vitx.parity.executables.choice import load_fastest
@@ -30,7 +31,6 @@ from vitx.predict.outputs.parts import Part, part_path, warm_up
 from vitx.predict.pipeline.disk import full_disk_explained
 from vitx.predict.pipeline.executor import Output, Performance
 from vitx.predict.pipeline.worker import BATCHES_AHEAD, STAGES, Job, Worker
-from vitx.predict.summary import bundle_digest
 from vitx.runtimes.requirements import RUNTIMES
 from vitx.runtimes.session import device_name
 
@@ -131,7 +131,7 @@ def _check_storage(job: Job, bundle: Path, sample: str | None) -> None:
                 f"the node {node} does not see {what} '{named}' of this machine: with --ray the output, the bundle and "
                 "the input must lie where every node finds them under the same path (the input may be a URL)"
             )
-    if bundle_digest(bundle) != job.footer["vitx.bundle_sha256"]:
+    if sha256_file(bundle / MANIFEST) != job.footer["vitx.bundle_sha256"]:
         raise InputError(
             f"the bundle '{bundle}' on the node {node} differs from this machine's: give every node the same"
         )

@@ -128,7 +128,7 @@ def summarize(
     sources = {name: SourceCounts(**counts) for name, counts in counted.items()}
     return PredictionSummary(
         bundle=bundle.manifest.name,
-        bundle_sha256=bundle_digest(bundle.path),
+        bundle_sha256=sha256_file(bundle.path / MANIFEST),
         certified=certified,
         input=escape_invalid_utf8(run["input"]),
         images=totals.images,
@@ -162,7 +162,3 @@ def write_summary(path: Path, summary: PredictionSummary) -> PredictionSummary:
     if summary != before:
         write_json(path, summary)
     return summary
-
-
-def bundle_digest(path: Path) -> str:
-    return sha256_file(path / MANIFEST)

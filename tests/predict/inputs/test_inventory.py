@@ -157,6 +157,21 @@ def test_members_of_a_tar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
+def test_members_of_one_name_have_a_path_each(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, size in (("b.png", 1), ("c.png", 2), ("b.png", 3), ("b.png", 4)):
+            info = tarfile.TarInfo(name)
+            info.size = size
+            archive.addfile(info, io.BytesIO(bytes(size)))
+    found = inventory(tmp_path / "a.tar", tmp_path)
+    assert sources(items(found, tmp_path)) == [
+        ("a.tar/b.png", bytes(1)),
+        ("a.tar/c.png", bytes(2)),
+        ("a.tar/b.png/2", bytes(3)),
+        ("a.tar/b.png/3", bytes(4)),
+    ]
+
+
 def test_row_groups_of_a_parquet_file(tmp_path: Path) -> None:
     data = [b"%d" % index for index in range(150)]
     pq.write_table(pa.table({"x": data}), tmp_path / "a.parquet", row_group_size=70)

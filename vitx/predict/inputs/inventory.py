@@ -8,6 +8,7 @@ import hashlib
 import io
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     if folder:
         base, images = source, stores.walk_images(source, beside, versions=again)
     else:
-        named, base, names = _named(source, beside)
+        named, base, names = named_images(source, beside)
         images = _with_versions(base, names) if again else ((name, None) for name in names)
     count = ledger.find(images, in_order=named == "list", once=again)  # then all names beside them have been seen
     if count and folder:
@@ -122,7 +123,7 @@ def list_input(source: str, ledger: Ledger, columns: TableColumns, *, again: boo
     return Inventory(base, tuple(units), source=named, skipped=skipped, schema=schema)
 
 
-def _named(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
+def named_images(source: str, beside: Callable[[str], None]) -> tuple[Source, str, Iterator[str]]:
     """What names the images of an input that is no folder, their base, and themselves; `beside` is told other names."""
     if not stores.exists(source):
         if not glob.has_magic(source):
@@ -213,9 +214,12 @@ def read_shard(
                 yield Item(f"{shard.location}/{row:07d}" if key is None else key, image, copied, version)
                 row += 1
         else:
+            seen: Counter[int] = Counter()  # of hashes: a million names would take more memory
             with stores.open_stream(stores.join(base, shard.location), stopped) as file:
                 for name, content in tar_images(file, skipped):
-                    yield Item(f"{shard.location}/{name}", content, version=version)
+                    seen[hash(name)] += 1
+                    place = "" if seen[hash(name)] == 1 else f"/{seen[hash(name)]}"  # which is the name of no image
+                    yield Item(f"{shard.location}/{name}{place}", content, version=version)
         return
     except InputError as error:  # about the columns of a Parquet file
         reason = ImageError(str(error))

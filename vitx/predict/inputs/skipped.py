@@ -26,8 +26,7 @@ class SkippedNames:
 
     def merge(self, other: "SkippedNames") -> None:
         for suffix, count in other.by_suffix.items():
-            known = suffix in self.by_suffix or len(self.by_suffix) < MAX_SUFFIXES
-            place = suffix if known else OTHER
+            place = suffix if suffix in self.by_suffix or len(self.by_suffix) < MAX_SUFFIXES else OTHER
             self.by_suffix[place] = self.by_suffix.get(place, 0) + count
         for name in other.first:
             if len(self.first) < MAX_NAMES and name not in self.first:
