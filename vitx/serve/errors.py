@@ -30,7 +30,8 @@ class DeadlineMissed(RequestError):
         """`allowed`: seconds to the deadline, or in the queue until it passed; `needed`: seconds to the answer."""
         self.passed = needed is None
         if needed is None:
-            text = f"the deadline passed after {1000 * allowed:.0f} ms in the queue"
+            when = f"after {1000 * allowed:.0f} ms in the queue" if allowed else "while the request was read"
+            text = f"the deadline passed {when}"
         else:
             text = f"the deadline is in {1000 * allowed:.0f} ms, and the answer is expected in {1000 * needed:.0f} ms"
         text += f"; try again in {retry_after} s"

@@ -107,8 +107,12 @@ def test_a_caller_that_awaits_gets_logits_or_the_error() -> None:
         await instances.run(error=ValueError("unlucky"))
         with pytest.raises(InferenceFailed, match=r"^inference failed: unlucky$"):
             await reply
-        with pytest.raises(DeadlineMissed):
+        with pytest.raises(DeadlineMissed) as refusal:
             await batcher.submit(images(6), deadline=now() + 0.01)
+        assert not refusal.value.passed
+        with pytest.raises(DeadlineMissed, match=r"^the deadline passed while the request was read; try") as refusal:
+            await batcher.submit(images(7), deadline=now() - 0.01)
+        assert refusal.value.passed
 
     run(test)
 

@@ -163,7 +163,9 @@ class Batcher:
         if self._queue.rows + rows > self.batching.queue:
             raise QueueFull(self._queue.rows, self.batching.queue, self._retry_after())
         if deadline is not None and (late := self._expected_answer(rows, level, now) - deadline) > 0:
-            raise DeadlineMissed(max(0.0, deadline - now), deadline - now + late, max(1, math.ceil(late)))
+            left = max(0.0, deadline - now)
+            # None left: it passed while the request was read.
+            raise DeadlineMissed(left, left + late if left else None, max(1, math.ceil(late)))
         return deadline
 
     def _expected_answer(self, rows: int, level: int, now: float) -> float:
