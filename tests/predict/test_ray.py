@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,20 @@ def counts(out: Path) -> dict[str, Any]:
 
 
 def wait_for_shards(out: Path, count: int) -> None:
-    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count, 60)
+    """As long as a cluster takes to start where other tests have the cores."""
+    wait_until(lambda: len(list((out / PREDICTIONS).glob("part-*"))) >= count, 120)
+
+
+@contextmanager
+def running(arguments: list[str]) -> Iterator["subprocess.Popen[str]"]:
+    """A driver in a process group of its own, which ends with the block if it has not before."""
+    driver = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    with driver:
+        try:
+            yield driver
+        finally:
+            if driver.poll() is None:
+                os.killpg(driver.pid, signal.SIGKILL)
 
 
 def test_rows_are_those_without_ray(
@@ -143,12 +158,9 @@ def test_run_that_was_killed_is_finished_locally(
     certified_original: Bundle, paths: Path, local: Path, ray_cluster: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    driver = subprocess.Popen(
-        command(certified_original, paths, out, "--ray", ray_cluster, "--ray-actors", "1"), stderr=subprocess.DEVNULL
-    )
-    wait_for_shards(out, 3)
-    driver.kill()
-    driver.wait()
+    with running(command(certified_original, paths, out, "--ray", ray_cluster, "--ray-actors", "1")) as driver:
+        wait_for_shards(out, 3)
+        driver.kill()
     done = sum(name[0] != "." for name in parts(out))  # the last file may be renamed but not recorded yet
     assert 3 <= done < IMAGES // SHARD
     # At once: its actors may live for a moment, but only the driver could have given their files a name.
@@ -162,17 +174,12 @@ def test_interrupted_run_ends_its_cluster_and_goes_on(
 ) -> None:
     """Without an address the command starts a cluster of its own and ends it."""
     out = tmp_path / "out"
-    driver = subprocess.Popen(
-        command(certified_original, paths, out, "--ray", "--ray-actors", "1"),
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    wait_for_shards(out, 3)
-    assert processes(b"/raylet/raylet", driver.pid)
-    cluster = [pid for pid in family(driver.pid) if pid != driver.pid]
-    os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-    _, errors = driver.communicate(timeout=120)
+    with running(command(certified_original, paths, out, "--ray", "--ray-actors", "1")) as driver:
+        wait_for_shards(out, 3)
+        assert processes(b"/raylet/raylet", driver.pid)
+        cluster = [pid for pid in family(driver.pid) if pid != driver.pid]
+        os.killpg(driver.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
+        _, errors = driver.communicate(timeout=120)
     assert driver.returncode == 130, errors
     assert "Traceback" not in errors
     assert not list((out / PREDICTIONS).glob(".part-*"))
